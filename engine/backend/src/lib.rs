@@ -1,1 +1,6 @@
-//! lagoon-backend
+//! The backend contract ([`Device`]), the host CPU backend that is oracle and default ([`cpu`]), and the conformance
+//! suite ([`conformance`]) by which every backend proves itself.
+
+pub mod device;
+
+pub use device::{AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};

@@ -1,1 +1,20 @@
-//! lagoon-types
+//! The words that every crate of Lagoon shares: identifiers, units, limits, shapes, attention partials and requests.
+//!
+//! Nothing here does I/O, allocates devices or knows a protocol. What is decided here is decided once: the log base
+//! and the empty partial ([`partial`]), the visible range of a query ([`run`]) and every bound ([`limits`]).
+#![forbid(unsafe_code)]
+
+pub mod dtype;
+pub mod ids;
+pub mod limits;
+pub mod partial;
+pub mod request;
+pub mod run;
+pub mod shape;
+
+pub use dtype::DType;
+pub use ids::{BlockIndex, Epoch, InstanceId, LeaseId, PhysBlock, SeqId, StepId};
+pub use partial::Partial;
+pub use request::{FinishReason, GenerateRequest, RequestError, SamplingParams, TokenEvent, TokenLogprobs};
+pub use run::KvRun;
+pub use shape::{AttentionGeometry, KvShape, ModelHash};

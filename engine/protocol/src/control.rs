@@ -1,0 +1,389 @@
+//! Control messages: membership, the contract protocol (Infinite-LLM v1 §4.4) and leases. Evolvable: fields are
+//! tagged, unknown ones are skipped, a body that this build does not know decodes as `None`.
+
+use prost::{Enumeration, Message, Oneof};
+
+/// The envelope of every control message.
+#[derive(Clone, PartialEq, Message)]
+pub struct Control {
+    #[prost(oneof = "ControlBody", tags = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19")]
+    pub body: Option<ControlBody>,
+}
+
+impl From<ControlBody> for Control {
+    fn from(body: ControlBody) -> Self {
+        Self { body: Some(body) }
+    }
+}
+
+#[derive(Clone, PartialEq, Oneof)]
+pub enum ControlBody {
+    // Instance and gManager.
+    #[prost(message, tag = "1")]
+    Register(Register),
+    #[prost(message, tag = "2")]
+    Registered(Registered),
+    #[prost(message, tag = "3")]
+    Rejected(Rejected),
+    #[prost(message, tag = "4")]
+    Heartbeat(Heartbeat),
+    #[prost(message, tag = "5")]
+    BorrowQuery(BorrowQuery),
+    #[prost(message, tag = "6")]
+    BorrowAdvice(BorrowAdvice),
+    #[prost(message, tag = "7")]
+    Refusal(Refusal),
+    #[prost(message, tag = "8")]
+    Deregister(Deregister),
+    #[prost(message, tag = "9")]
+    StatusQuery(StatusQuery),
+    #[prost(message, tag = "10")]
+    StatusReply(StatusReply),
+    #[prost(message, tag = "11")]
+    HeartbeatAck(HeartbeatAck),
+    // Between instances.
+    #[prost(message, tag = "12")]
+    Hello(Hello),
+    #[prost(message, tag = "13")]
+    LeaseRequest(LeaseRequest),
+    #[prost(message, tag = "14")]
+    LeaseGrant(LeaseGrant),
+    #[prost(message, tag = "15")]
+    LeaseRefuse(LeaseRefuse),
+    #[prost(message, tag = "16")]
+    LeaseRelease(LeaseRelease),
+    #[prost(message, tag = "17")]
+    LeaseReleased(LeaseReleased),
+    #[prost(message, tag = "18")]
+    LeaseRenew(LeaseRenew),
+    #[prost(message, tag = "19")]
+    LeaseRenewed(LeaseRenewed),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Enumeration)]
+#[repr(i32)]
+pub enum Role {
+    /// Runs requests and lends.
+    Instance = 0,
+    /// Lends memory and micro attention only (`--role kv`).
+    Kv = 1,
+}
+
+/// What must be equal for two instances to share KV.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct PoolShape {
+    /// 32 bytes.
+    #[prost(bytes = "vec", tag = "1")]
+    pub model_hash: Vec<u8>,
+    #[prost(uint32, tag = "2")]
+    pub layers: u32,
+    #[prost(uint32, tag = "3")]
+    pub heads: u32,
+    #[prost(uint32, tag = "4")]
+    pub kv_heads: u32,
+    #[prost(uint32, tag = "5")]
+    pub head_dim: u32,
+    /// `DType::code` of the KV.
+    #[prost(uint32, tag = "6")]
+    pub kv_dtype: u32,
+    #[prost(uint32, tag = "7")]
+    pub block_tokens: u32,
+    /// Sliding window in tokens; 0 is none.
+    #[prost(uint32, tag = "8")]
+    pub window: u32,
+}
+
+/// First message to the gManager on a control connection.
+#[derive(Clone, PartialEq, Message)]
+pub struct Register {
+    #[prost(uint32, tag = "1")]
+    pub version_min: u32,
+    #[prost(uint32, tag = "2")]
+    pub version_max: u32,
+    /// For people.
+    #[prost(string, tag = "3")]
+    pub name: String,
+    /// `ip:port` of the instance's QUIC endpoint, as peers reach it.
+    #[prost(string, tag = "4")]
+    pub quic_addr: String,
+    /// `ip:port` of its HTTP server; empty when it has none.
+    #[prost(string, tag = "5")]
+    pub http_addr: String,
+    #[prost(enumeration = "Role", tag = "6")]
+    pub role: i32,
+    /// Random per process.
+    #[prost(fixed64, tag = "7")]
+    pub incarnation: u64,
+    #[prost(message, optional, tag = "8")]
+    pub shape: Option<PoolShape>,
+    #[prost(uint32, tag = "9")]
+    pub blocks_total: u32,
+    /// `cpu`, `wgpu` or `cuda`, for people.
+    #[prost(string, tag = "10")]
+    pub backend: String,
+    /// The number that an earlier gManager gave, 0 if none: a reconnecting instance keeps it.
+    #[prost(uint32, tag = "11")]
+    pub instance: u32,
+}
+
+/// The registration is accepted.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct Registered {
+    #[prost(uint32, tag = "1")]
+    pub version: u32,
+    #[prost(uint32, tag = "2")]
+    pub instance: u32,
+    #[prost(uint64, tag = "3")]
+    pub heartbeat_ms: u64,
+}
+
+/// The registration, or a peer's Hello, is refused; the connection closes after it.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct Rejected {
+    /// For people: names the two values that differ.
+    #[prost(string, tag = "1")]
+    pub reason: String,
+}
+
+/// One debtor of the sender, in the debt ledger.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct Debt {
+    #[prost(uint32, tag = "1")]
+    pub debtor: u32,
+    /// rBlocks lent to it.
+    #[prost(uint32, tag = "2")]
+    pub blocks: u32,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct Heartbeat {
+    #[prost(uint32, tag = "1")]
+    pub instance: u32,
+    #[prost(fixed64, tag = "2")]
+    pub incarnation: u64,
+    /// Increases with every heartbeat of an incarnation; stale ones are ignored.
+    #[prost(uint64, tag = "3")]
+    pub seq: u64,
+    #[prost(uint32, tag = "4")]
+    pub blocks_total: u32,
+    /// Free blocks, lendable or not.
+    #[prost(uint32, tag = "5")]
+    pub blocks_free: u32,
+    /// Blocks that it would lend now.
+    #[prost(uint32, tag = "6")]
+    pub blocks_lendable: u32,
+    /// What it has lent, by debtor.
+    #[prost(message, repeated, tag = "7")]
+    pub lent: Vec<Debt>,
+    #[prost(uint32, tag = "8")]
+    pub blocks_borrowed: u32,
+    #[prost(uint32, tag = "9")]
+    pub requests_running: u32,
+    #[prost(uint32, tag = "10")]
+    pub requests_waiting: u32,
+    /// Round trips measured to peers, in microseconds, for locality.
+    #[prost(message, repeated, tag = "11")]
+    pub links: Vec<Link>,
+}
+
+/// A measured link to a peer.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct Link {
+    #[prost(uint32, tag = "1")]
+    pub peer: u32,
+    #[prost(uint32, tag = "2")]
+    pub rtt_us: u32,
+}
+
+/// Tells the sender whether the gManager knows it; if not, it registers again.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct HeartbeatAck {
+    #[prost(bool, tag = "1")]
+    pub known: bool,
+    /// Blocks of all live instances, free or not: the largest request that the pool could ever hold.
+    #[prost(uint64, tag = "2")]
+    pub pool_blocks_total: u64,
+}
+
+/// A debtor is short of blocks.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct BorrowQuery {
+    #[prost(uint64, tag = "1")]
+    pub query: u64,
+    #[prost(uint32, tag = "2")]
+    pub debtor: u32,
+    #[prost(uint32, tag = "3")]
+    pub blocks: u32,
+    /// Creditors that refused in this negotiation.
+    #[prost(uint32, repeated, tag = "4")]
+    pub exclude: Vec<u32>,
+}
+
+/// A creditor that may lend.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct Candidate {
+    #[prost(uint32, tag = "1")]
+    pub instance: u32,
+    #[prost(string, tag = "2")]
+    pub quic_addr: String,
+    #[prost(uint32, tag = "3")]
+    pub blocks_lendable: u32,
+}
+
+/// At most three candidates, best first; the debtor tries them in order.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct BorrowAdvice {
+    #[prost(uint64, tag = "1")]
+    pub query: u64,
+    #[prost(message, repeated, tag = "2")]
+    pub candidates: Vec<Candidate>,
+    /// Blocks of all live instances.
+    #[prost(uint64, tag = "3")]
+    pub pool_blocks_total: u64,
+    /// Lendable blocks of all live instances but the debtor.
+    #[prost(uint64, tag = "4")]
+    pub pool_blocks_lendable: u64,
+}
+
+/// A debtor tells the gManager that a creditor refused: the ledger is corrected and the creditor is not recommended
+/// until its next heartbeat.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct Refusal {
+    #[prost(uint32, tag = "1")]
+    pub creditor: u32,
+    #[prost(uint32, tag = "2")]
+    pub blocks_lendable: u32,
+}
+
+/// The instance leaves in order.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct Deregister {
+    #[prost(uint32, tag = "1")]
+    pub instance: u32,
+}
+
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct StatusQuery {
+    #[prost(uint64, tag = "1")]
+    pub query: u64,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct StatusReply {
+    #[prost(uint64, tag = "1")]
+    pub query: u64,
+    #[prost(message, repeated, tag = "2")]
+    pub instances: Vec<InstanceStatus>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct InstanceStatus {
+    #[prost(uint32, tag = "1")]
+    pub instance: u32,
+    #[prost(string, tag = "2")]
+    pub name: String,
+    #[prost(string, tag = "3")]
+    pub quic_addr: String,
+    #[prost(string, tag = "4")]
+    pub http_addr: String,
+    #[prost(enumeration = "Role", tag = "5")]
+    pub role: i32,
+    #[prost(string, tag = "6")]
+    pub backend: String,
+    #[prost(message, optional, tag = "7")]
+    pub heartbeat: Option<Heartbeat>,
+    /// Milliseconds since that heartbeat.
+    #[prost(uint64, tag = "8")]
+    pub heartbeat_age_ms: u64,
+    #[prost(bool, tag = "9")]
+    pub alive: bool,
+}
+
+/// First message between instances on each connection, both ways.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct Hello {
+    #[prost(uint32, tag = "1")]
+    pub version_min: u32,
+    #[prost(uint32, tag = "2")]
+    pub version_max: u32,
+    #[prost(uint32, tag = "3")]
+    pub instance: u32,
+    #[prost(fixed64, tag = "4")]
+    pub incarnation: u64,
+    #[prost(message, optional, tag = "5")]
+    pub shape: Option<PoolShape>,
+}
+
+/// A debtor asks for blocks for one sequence. First come, first served.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct LeaseRequest {
+    /// The debtor's number for this request; echoed.
+    #[prost(uint64, tag = "1")]
+    pub request: u64,
+    #[prost(uint64, tag = "2")]
+    pub seq: u64,
+    #[prost(uint32, tag = "3")]
+    pub blocks: u32,
+    /// Grant fewer rather than refuse, but at least this many.
+    #[prost(uint32, tag = "4")]
+    pub blocks_min: u32,
+}
+
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct LeaseGrant {
+    #[prost(uint64, tag = "1")]
+    pub request: u64,
+    #[prost(uint64, tag = "2")]
+    pub lease: u64,
+    #[prost(uint64, tag = "3")]
+    pub epoch: u64,
+    /// Number of entries.
+    #[prost(uint32, tag = "4")]
+    pub blocks: u32,
+    #[prost(uint64, tag = "5")]
+    pub ttl_ms: u64,
+}
+
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct LeaseRefuse {
+    #[prost(uint64, tag = "1")]
+    pub request: u64,
+    #[prost(uint32, tag = "2")]
+    pub blocks_lendable: u32,
+    #[prost(string, tag = "3")]
+    pub reason: String,
+}
+
+/// The debtor gives entries back. Idempotent.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct LeaseRelease {
+    #[prost(uint64, tag = "1")]
+    pub lease: u64,
+    #[prost(uint64, tag = "2")]
+    pub epoch: u64,
+    /// Leading entries to free (a sliding window moved past them). The whole lease when it covers all entries.
+    #[prost(uint32, tag = "3")]
+    pub entries: u32,
+}
+
+/// The release has happened; the debtor stops repeating it.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct LeaseReleased {
+    #[prost(uint64, tag = "1")]
+    pub lease: u64,
+    #[prost(uint32, tag = "2")]
+    pub entries: u32,
+}
+
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct LeaseRenew {
+    #[prost(uint64, repeated, tag = "1")]
+    pub leases: Vec<u64>,
+}
+
+/// Which of the renewed leases the creditor does not have (any more): their KV is lost.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct LeaseRenewed {
+    #[prost(uint64, repeated, tag = "1")]
+    pub unknown: Vec<u64>,
+}

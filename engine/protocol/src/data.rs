@@ -1,0 +1,173 @@
+//! The frames of the hot path: step tickets, layer queries, partials and KV. Payloads are raw bytes that the codec
+//! never copies; lengths are validated by the codec against the header.
+
+use bytes::Bytes;
+use lagoon_types::{DType, Epoch, LeaseId, SeqId, StepId};
+
+/// Why a creditor refuses a step or a transfer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RefuseCode {
+    /// No such lease, or it is another instance's.
+    UnknownLease,
+    /// The lease's epoch is not this one.
+    StaleEpoch,
+    /// Offsets outside the lease, or freed entries.
+    OutOfRange,
+    /// The KV that the query needs was not written before the deadline.
+    Deadline,
+    /// A limit of the creditor (tickets, rows, bytes) is reached.
+    Overloaded,
+    /// The frame is inconsistent with its ticket.
+    Malformed,
+    /// The creditor's device failed.
+    Device,
+    /// A sealed block's content does not have the hash that the debtor computed.
+    HashMismatch,
+}
+
+impl RefuseCode {
+    /// Stable number for the wire.
+    #[must_use]
+    pub const fn code(self) -> u8 {
+        match self {
+            Self::UnknownLease => 1,
+            Self::StaleEpoch => 2,
+            Self::OutOfRange => 3,
+            Self::Deadline => 4,
+            Self::Overloaded => 5,
+            Self::Malformed => 6,
+            Self::Device => 7,
+            Self::HashMismatch => 8,
+        }
+    }
+
+    /// Inverse of [`RefuseCode::code`].
+    #[must_use]
+    pub const fn from_code(code: u8) -> Option<Self> {
+        Some(match code {
+            1 => Self::UnknownLease,
+            2 => Self::StaleEpoch,
+            3 => Self::OutOfRange,
+            4 => Self::Deadline,
+            5 => Self::Overloaded,
+            6 => Self::Malformed,
+            7 => Self::Device,
+            8 => Self::HashMismatch,
+            _ => return None,
+        })
+    }
+}
+
+/// Consecutive tokens of one lease that a step attends to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LeaseRun {
+    pub lease: LeaseId,
+    pub epoch: Epoch,
+    /// First token's offset in the lease.
+    pub offset: u32,
+    /// Tokens; never 0. The creditor answers once `offset + len` tokens are written in the queried layer.
+    pub len: u32,
+    /// Position in the sequence of the first token.
+    pub first_pos: u32,
+}
+
+/// Query rows of one sequence in a step, and the lease runs that they attend to on this creditor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TicketSeq {
+    pub seq: SeqId,
+    /// Rows of the frame that belong to this sequence follow those of the sequences before it.
+    pub rows: u32,
+    /// Position of the first row.
+    pub pos0: u32,
+    /// Ascending in position.
+    pub runs: Vec<LeaseRun>,
+}
+
+/// What a creditor is told once per step, so that layer frames carry only step, layer and queries. Valid until the
+/// last layer was answered, a [`PartialsFrame::StepCancel`], or its deadline.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StepTicket {
+    pub step: StepId,
+    /// Milliseconds from receipt.
+    pub deadline_ms: u32,
+    /// Element type of the queries and of the partials' outputs.
+    pub dtype: DType,
+    pub seqs: Vec<TicketSeq>,
+}
+
+/// The partials class: small, latency-bound.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PartialsFrame {
+    Ticket(StepTicket),
+    /// Queries of one layer, `[rows][heads * head_dim]` in the ticket's dtype.
+    Query {
+        step: StepId,
+        layer: u32,
+        rows: u32,
+        queries: Bytes,
+    },
+    /// The answer: `out` `[rows][heads * head_dim]` in the ticket's dtype, normalised; then `lse` `[rows][heads]` f32
+    /// (natural log); then `count` `[rows]` u32.
+    Partial {
+        step: StepId,
+        layer: u32,
+        rows: u32,
+        out: Bytes,
+        lse: Bytes,
+        count: Bytes,
+    },
+    Refused {
+        step: StepId,
+        code: RefuseCode,
+        detail: String,
+    },
+    StepCancel {
+        step: StepId,
+    },
+}
+
+/// The bulk class: KV.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum BulkFrame {
+    /// KV of `tokens` tokens of one layer, canonical layout, to ascending offsets of a lease.
+    Write {
+        lease: LeaseId,
+        epoch: Epoch,
+        layer: u32,
+        offset: u32,
+        tokens: u32,
+        kv: Bytes,
+    },
+    /// Every layer of an entry is written: the block is sealed if its content has this hash
+    /// (blake3 over the layers' blake3 hashes), else [`BulkFrame::Refused`] with `HashMismatch`.
+    Seal {
+        lease: LeaseId,
+        epoch: Epoch,
+        entry: u32,
+        hash: [u8; 32],
+    },
+    /// Asks for written KV of one layer. Answered by one `Data` or `Refused` with the same id. Waits, like a query,
+    /// until the range is written.
+    Read {
+        id: u64,
+        lease: LeaseId,
+        epoch: Epoch,
+        layer: u32,
+        offset: u32,
+        tokens: u32,
+        deadline_ms: u32,
+    },
+    Data {
+        id: u64,
+        layer: u32,
+        tokens: u32,
+        kv: Bytes,
+    },
+    /// A `Read` (by its id) or a `Write`/`Seal` (id 0, by its lease) failed.
+    Refused {
+        id: u64,
+        lease: LeaseId,
+        code: RefuseCode,
+        detail: String,
+    },
+}

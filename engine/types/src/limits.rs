@@ -1,0 +1,61 @@
+//! Every bound of the system in one place, with its unit last in the name. Relations between bounds are checked at
+//! compile time below.
+
+/// Tokens in one rBlock unless the pool says otherwise.
+pub const BLOCK_TOKENS_DEFAULT: u32 = 32;
+/// Largest rBlock, in tokens.
+pub const BLOCK_TOKENS_MAX: u32 = 1024;
+/// Longest sequence, in tokens (positions are u32; two million leaves headroom in every product).
+pub const SEQUENCE_TOKENS_MAX: u32 = 1 << 21;
+/// Largest vocabulary, in tokens.
+pub const VOCAB_MAX: u32 = 1 << 20;
+/// Rows (tokens) of one step by default.
+pub const STEP_ROWS_DEFAULT: usize = 512;
+/// Rows (tokens) of one step at most.
+pub const STEP_ROWS_MAX: usize = 8192;
+/// Sequences that run at once on one instance by default.
+pub const RUNNING_DEFAULT: usize = 64;
+/// Requests that wait for admission by default.
+pub const QUEUE_DEFAULT: usize = 256;
+/// Creditors that one sequence may borrow from.
+pub const CREDITORS_MAX: usize = 64;
+/// Candidates that the gManager recommends at once (v1 §4.4).
+pub const CANDIDATES: usize = 3;
+/// Rounds of asking the gManager again before a borrow fails.
+pub const BORROW_ROUNDS_MAX: u32 = 8;
+
+/// Largest control frame, in bytes.
+pub const CONTROL_FRAME_BYTES_MAX: usize = 1 << 20;
+/// Largest partials or bulk frame, in bytes. Larger payloads are split.
+pub const DATA_FRAME_BYTES_MAX: usize = 64 << 20;
+/// Frames that wait for one peer and class before senders are pushed back.
+pub const PEER_QUEUE_FRAMES_MAX: usize = 1024;
+/// Bytes that wait for one peer and class before senders are pushed back.
+pub const PEER_QUEUE_BYTES_MAX: usize = 256 << 20;
+/// Instances in one pool.
+pub const INSTANCES_MAX: usize = 1024;
+
+/// Time between heartbeats.
+pub const HEARTBEAT_MS: u64 = 250;
+/// An instance that is silent for this long is not recommended any more.
+pub const HEARTBEAT_STALE_MS: u64 = 2_000;
+/// A lease that is not renewed for this long is released by the creditor.
+pub const LEASE_TTL_MS: u64 = 15_000;
+/// Time between renewals of leases.
+pub const LEASE_RENEW_MS: u64 = 3_000;
+/// A step that waits longer for a peer's partials fails its sequences.
+pub const STEP_DEADLINE_MS: u64 = 10_000;
+/// Time that a borrow may take, rounds included, before the request goes back to waiting.
+pub const BORROW_DEADLINE_MS: u64 = 5_000;
+/// Time that a request may wait for admission.
+pub const ADMISSION_DEADLINE_MS: u64 = 600_000;
+/// Time to establish a connection to a peer.
+pub const CONNECT_DEADLINE_MS: u64 = 5_000;
+
+const _: () = assert!(HEARTBEAT_MS * 4 <= HEARTBEAT_STALE_MS);
+const _: () = assert!(LEASE_RENEW_MS * 3 <= LEASE_TTL_MS);
+const _: () = assert!(STEP_DEADLINE_MS < LEASE_TTL_MS);
+const _: () = assert!(STEP_ROWS_DEFAULT <= STEP_ROWS_MAX);
+const _: () = assert!(BLOCK_TOKENS_DEFAULT <= BLOCK_TOKENS_MAX);
+const _: () = assert!(CONTROL_FRAME_BYTES_MAX <= DATA_FRAME_BYTES_MAX && DATA_FRAME_BYTES_MAX <= PEER_QUEUE_BYTES_MAX);
+const _: () = assert!(SEQUENCE_TOKENS_MAX <= u32::MAX / 2);

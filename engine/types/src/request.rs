@@ -1,0 +1,89 @@
+//! A generation request after text has become tokens, and what comes back for it.
+
+use serde::{Deserialize, Serialize};
+
+/// How the next token is chosen.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SamplingParams {
+    /// 0 is greedy.
+    pub temperature: f32,
+    /// 0 keeps all tokens.
+    pub top_k: u32,
+    /// 1 keeps all tokens.
+    pub top_p: f32,
+    /// 0 keeps all tokens; else tokens under `min_p` times the likeliest token's probability are dropped.
+    pub min_p: f32,
+    /// Sampling is a function of the seed and the number of tokens generated so far.
+    pub seed: u64,
+    /// How many alternatives to report per token; `None` reports no log-probabilities.
+    pub logprobs: Option<u32>,
+}
+
+impl Default for SamplingParams {
+    fn default() -> Self {
+        Self { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0, logprobs: None }
+    }
+}
+
+/// One sequence to generate. Stop *strings* live above the engine: text cancels the request when one appears.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct GenerateRequest {
+    /// At least one token; every id is under the vocabulary size.
+    pub prompt: Vec<u32>,
+    /// At least 1.
+    pub max_tokens: u32,
+    pub sampling: SamplingParams,
+    /// Generation ends after one of these is produced (end-of-sequence ids and `stop_token_ids`). Empty with
+    /// `ignore_eos`.
+    pub stop_ids: Vec<u32>,
+    /// Report the logits of every generated token (for comparisons; costly).
+    pub return_logits: bool,
+}
+
+/// Why a sequence ended well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FinishReason {
+    /// A stop id or stop string.
+    Stop,
+    /// `max_tokens` or the model's maximum length.
+    Length,
+}
+
+/// Log-probabilities (natural log, of the model's distribution before temperature and truncation) of one token.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TokenLogprobs {
+    pub chosen: f32,
+    /// The likeliest tokens, best first.
+    pub top: Vec<(u32, f32)>,
+}
+
+/// What the engine reports of one request, in order: tokens, then exactly one `Finished` or `Failed`.
+#[derive(Clone, Debug, PartialEq)]
+pub enum TokenEvent {
+    Token { id: u32, logprobs: Option<TokenLogprobs>, logits: Option<Vec<f32>> },
+    Finished { reason: FinishReason, prompt_tokens: u32, completion_tokens: u32 },
+    Failed(RequestError),
+}
+
+/// Why a request was refused or failed; each kind has one HTTP status.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RequestError {
+    /// 400: the request can never be served as it is.
+    #[error("{0}")]
+    Invalid(String),
+    /// 400: prompt and maximum output exceed what the whole pool (or the model) can hold.
+    #[error(
+        "the prompt has {prompt_tokens} tokens, which needs room for {needed_tokens}, but {limit_name} is {limit_tokens} tokens"
+    )]
+    TooLong { prompt_tokens: u64, needed_tokens: u64, limit_tokens: u64, limit_name: &'static str },
+    /// 429: the admission queue is full.
+    #[error("the queue is full ({queued} requests wait, the limit is {limit})")]
+    QueueFull { queued: usize, limit: usize },
+    /// 503: a creditor, the gManager or the device failed, or a deadline passed.
+    #[error("{0}")]
+    Unavailable(String),
+    /// 500: a bug of ours.
+    #[error("internal error: {0}")]
+    Internal(String),
+}
