@@ -1,0 +1,262 @@
+#!/usr/bin/env python3
+"""Make the golden models and their reference logits with transformers (tests/goldens).
+
+    python tools/goldens/generate.py              write every golden
+    python tools/goldens/generate.py --only yi    write one
+    python tools/goldens/generate.py --check      recompute the committed goldens from their committed weights
+
+README.md beside this file describes what is written.  Everything runs on the CPU, eagerly, with one thread.
+"""
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import shutil
+import sys
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+import text
+from variants import VARIANTS
+
+logging.disable_progress_bar()
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+LOGIT_STD = 3.0
+TOLERANCE_F32 = 1e-3
+NEW_TOKENS = 16
+# A continuation with fewer different tokens than this would also come out of many a wrong engine.
+DISTINCT_MIN = 9
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def config_dtype(config):
+    """The dtype that a configuration names, in either spelling."""
+    return DTYPES[config.get("dtype", config.get("torch_dtype"))]
+
+
+def load(directory, dtype):
+    """The model of a directory, in `dtype`, with plain (eager) attention."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    return model.eval()
+
+
+@torch.no_grad()
+def logits_of(model, tokens):
+    """Logits of every position, f32 [tokens, vocabulary]; no cache, so that the mask is the plain one."""
+    return model(torch.tensor([tokens]), use_cache=False).logits[0].float()
+
+
+@torch.no_grad()
+def greedy(model, tokens, count):
+    """`count` greedy tokens and the smallest gap between the best and the second logit on the way."""
+    tokens, out, gap = list(tokens), [], math.inf
+    for _ in range(count):
+        best = logits_of(model, tokens)[-1].topk(2)
+        gap = min(gap, float(best.values[0] - best.values[1]))
+        out.append(int(best.indices[0]))
+        tokens.append(out[-1])
+    return out, gap
+
+
+@torch.no_grad()
+def randomise(model, seed):
+    """Fixed-seed weights for which attention is peaked and every norm's weight matters."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if weight.dim() == 1:
+            weight.copy_(1 + 0.2 * noise)
+        elif "embed_tokens" in name:
+            weight.copy_(0.5 * noise)
+        else:
+            # Peaked attention, and layers that outweigh the embedding: otherwise the model would repeat its last token.
+            gain = 1.5 if "q_proj" in name or "k_proj" in name else 2.0 if "o_proj" in name or "down_proj" in name else 1.0
+            weight.copy_(noise * gain * weight.shape[1] ** -0.5)
+
+
+@torch.no_grad()
+def scale_logits(model, tokens):
+    """Scale the last norm so that the logits' standard deviation is LOGIT_STD (that works for tied weights too)."""
+    model.model.norm.weight.mul_(LOGIT_STD / float(logits_of(model, tokens).std()))
+
+
+def write_weights(directory, model, dtype, shards, tied):
+    """model.safetensors in `dtype`, or shards with an index; a tied output matrix is not written."""
+    tensors = {k: v.to(dtype).contiguous() for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
+    if shards == 1:
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = sorted(tensors)
+    weight_map = {}
+    for index in range(shards):
+        file = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: tensors[name] for name in names[index::shards]}
+        save_file(part, directory / file, metadata={"format": "pt"})
+        weight_map.update({name: file for name in part})
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
+def write_json(path, value):
+    """JSON with one line a field, so that long token lists do not take a line a number."""
+    fields = ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
+    path.write_text("{\n" + fields + "\n}\n")
+
+
+def mutant_differences(directory, spec, tokens, logits, scratch):
+    """How far the logits move for each mutant of the configuration: the golden's power to see its feature."""
+    out = {}
+    for name, change in spec["mutants"].items():
+        config = {k: v for k, v in {**spec["config"], **change}.items() if v is not None or k == "sliding_window"}
+        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.copytree(directory, scratch)
+        (scratch / "config.json").write_text(json.dumps(config))
+        out[name] = round(float((logits_of(load(scratch, torch.float32), tokens) - logits).abs().max()), 4)
+    shutil.rmtree(scratch, ignore_errors=True)
+    return out
+
+
+def make(name, spec, out_root, seed):
+    """Write one golden.  Returns its record, or None where this seed's greedy tokens have a near tie or little variety."""
+    directory = out_root / name
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    config = spec["config"]
+    dtype = config_dtype(config)
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [1] + torch.randint(3, config["vocab_size"], (spec["tokens"] - 1,), generator=generator).tolist()
+
+    model = AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(directory), attn_implementation="eager"
+    ).float().eval()
+    randomise(model, seed)
+    scale_logits(model, tokens)
+    write_weights(directory, model, dtype, spec.get("shards", 1), config["tie_word_embeddings"])
+
+    # From here on only what is on disk counts.
+    model = load(directory, torch.float32)
+    logits = logits_of(model, tokens)
+    continuation, gap = greedy(model, tokens, NEW_TOKENS)
+    record = {
+        "shows": spec["shows"],
+        "seed": seed,
+        "tokens": tokens,
+        "greedy_continuation": continuation,
+        "greedy_gap": round(gap, 5),
+        "logit_std": round(float(logits.std()), 4),
+        "tolerance": TOLERANCE_F32,
+    }
+    if dtype != torch.float32:
+        noise = float((logits_of(load(directory, dtype), tokens) - logits).abs().max())
+        record["dtype_noise"] = round(noise, 5)
+        record["tolerance_f32"] = TOLERANCE_F32
+        record["tolerance"] = round(noise, 5)
+    if gap < 2 * max(record["tolerance"], 0.02) or len(set(continuation)) < DISTINCT_MIN:
+        return None
+    record["mutants"] = mutant_differences(directory, spec, tokens, logits, out_root / ".mutant")
+    record["transformers"] = transformers.__version__
+    record["torch"] = torch.__version__
+    save_file({"logits": logits.contiguous()}, directory / "logits.safetensors")
+    if spec.get("tokenizer"):
+        text.write_tokenizer(directory, config["vocab_size"])
+        text.write_cases(directory, directory / "text.json", text.CHATS)
+    write_json(directory / "golden.json", record)
+    return record
+
+
+def make_any_seed(name, spec, out_root):
+    """The first seed that make() accepts."""
+    for seed in range(1, 4000):
+        record = make(name, spec, out_root, seed)
+        if record:
+            # The mutant that moves the logits least must still be far outside the tolerance.
+            weakest = min(record["mutants"].values())
+            assert weakest > 3 * record["tolerance"], (name, record["mutants"], record["tolerance"])
+            return record
+    raise SystemExit(f"{name}: no seed gives clear and varied greedy tokens")
+
+
+def make_passkey(out_root):
+    """Logits of the bundled model's last 8 positions: 1,000 tokens, the document's beginning and a question."""
+    from tokenizers import Tokenizer
+
+    model_directory = ROOT / "models" / "passkey"
+    directory = out_root / "passkey"
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer.from_file(str(model_directory / "tokenizer.json"))
+    question = json.loads((model_directory / "questions.json").read_text())[0]["prompt_suffix"]
+    question_ids = tokenizer.encode(question, add_special_tokens=False).ids
+    document = (model_directory / "document.txt").read_text()
+    document_ids = tokenizer.encode(document, add_special_tokens=True).ids
+    tokens = document_ids[: 1000 - len(question_ids)] + question_ids
+    model = load(model_directory, torch.float32)
+    logits = logits_of(model, tokens)[-8:]
+    continuation, gap = greedy(model, tokens, NEW_TOKENS)
+    noise = float((logits_of(load(model_directory, torch.float16), tokens)[-8:] - logits).abs().max())
+    record = {
+        "shows": "the bundled model on 1,000 tokens: the beginning of its document and the first question",
+        "model": "models/passkey",
+        "last_positions": 8,
+        "tokens": tokens,
+        "greedy_continuation": continuation,
+        "greedy_gap": round(gap, 5),
+        "logit_std": round(float(logits.std()), 4),
+        "dtype_noise": round(noise, 5),
+        "tolerance_f32": TOLERANCE_F32,
+        "tolerance": round(noise, 5),
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+    }
+    save_file({"logits": logits.contiguous()}, directory / "logits.safetensors")
+    text.write_cases(model_directory, directory / "text.json", text.CHATS)
+    write_json(directory / "golden.json", record)
+    return record
+
+
+def check(out_root, names):
+    """Recompute each committed golden from its committed files; returns the number of goldens that differ."""
+    wrong = 0
+    for name in names:
+        directory = out_root / name
+        golden = json.loads((directory / "golden.json").read_text())
+        model = load(ROOT / golden["model"] if "model" in golden else directory, torch.float32)
+        logits = logits_of(model, golden["tokens"])[-golden.get("last_positions", 0) :]
+        difference = float((logits - load_file(directory / "logits.safetensors")["logits"]).abs().max())
+        same = greedy(model, golden["tokens"], NEW_TOKENS)[0] == golden["greedy_continuation"]
+        good = difference < TOLERANCE_F32 and same
+        wrong += not good
+        print(f"{'ok   ' if good else 'WRONG'} {name}: largest logit difference {difference:.2e}, greedy tokens equal: {same}")
+    return wrong
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "tests" / "goldens")
+    parser.add_argument("--only", action="append", help="a golden's name; may be repeated")
+    parser.add_argument("--check", action="store_true", help="recompute instead of writing")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    names = args.only or [*VARIANTS, "passkey"]
+    if args.check:
+        sys.exit(1 if check(args.out, names) else 0)
+    for name in names:
+        record = make_passkey(args.out) if name == "passkey" else make_any_seed(name, VARIANTS[name], args.out)
+        size = sum(f.stat().st_size for f in (args.out / name).iterdir())
+        shown = {k: v for k, v in record.items() if k in ("seed", "logit_std", "greedy_gap", "dtype_noise", "mutants")}
+        print(f"{name}: {size // 1024} KiB {shown}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
