@@ -80,7 +80,9 @@ def randomise(model, seed):
             weight.copy_(0.5 * noise)
         else:
             # Peaked attention, and layers that outweigh the embedding: otherwise the model would repeat its last token.
-            gain = 1.5 if "q_proj" in name or "k_proj" in name else 2.0 if "o_proj" in name or "down_proj" in name else 1.0
+            gain = (
+                1.5 if "q_proj" in name or "k_proj" in name else 2.0 if "o_proj" in name or "down_proj" in name else 1.0
+            )
             weight.copy_(noise * gain * weight.shape[1] ** -0.5)
 
 
@@ -92,7 +94,9 @@ def scale_logits(model, tokens):
 
 def write_weights(directory, model, dtype, shards, tied):
     """model.safetensors in `dtype`, or shards with an index; a tied output matrix is not written."""
-    tensors = {k: v.to(dtype).contiguous() for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")}
+    tensors = {
+        k: v.to(dtype).contiguous() for k, v in model.state_dict().items() if not (tied and k == "lm_head.weight")
+    }
     if shards == 1:
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         return
@@ -138,9 +142,13 @@ def make(name, spec, out_root, seed):
     generator = torch.Generator().manual_seed(seed)
     tokens = [1] + torch.randint(3, config["vocab_size"], (spec["tokens"] - 1,), generator=generator).tolist()
 
-    model = AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.from_pretrained(directory), attn_implementation="eager"
-    ).float().eval()
+    model = (
+        AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained(directory), attn_implementation="eager"
+        )
+        .float()
+        .eval()
+    )
     randomise(model, seed)
     scale_logits(model, tokens)
     write_weights(directory, model, dtype, spec.get("shards", 1), config["tie_word_embeddings"])
@@ -237,7 +245,9 @@ def check(out_root, names):
         same = greedy(model, golden["tokens"], NEW_TOKENS)[0] == golden["greedy_continuation"]
         good = difference < TOLERANCE_F32 and same
         wrong += not good
-        print(f"{'ok   ' if good else 'WRONG'} {name}: largest logit difference {difference:.2e}, greedy tokens equal: {same}")
+        print(
+            f"{'ok   ' if good else 'WRONG'} {name}: largest logit difference {difference:.2e}, greedy tokens equal: {same}"
+        )
     return wrong
 
 

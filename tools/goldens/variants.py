@@ -93,7 +93,11 @@ VARIANTS = {
             "sliding_window": 16,
         },
         "tokens": 70,
-        "mutants": {"no_window": {"sliding_window": None}, "window_15": {"sliding_window": 15}, "window_17": {"sliding_window": 17}},
+        "mutants": {
+            "no_window": {"sliding_window": None},
+            "window_15": {"sliding_window": 15},
+            "window_17": {"sliding_window": 17},
+        },
     },
     "yi": {
         "shows": "Yi: its own rope_theta, three query heads on one kv head, head size 24",
