@@ -11,6 +11,7 @@ pub mod partial;
 pub mod request;
 pub mod run;
 pub mod shape;
+pub mod step;
 
 pub use dtype::DType;
 pub use ids::{BlockIndex, Epoch, InstanceId, LeaseId, PhysBlock, SeqId, StepId};
@@ -18,3 +19,4 @@ pub use partial::Partial;
 pub use request::{FinishReason, GenerateRequest, RequestError, SamplingParams, TokenEvent, TokenLogprobs};
 pub use run::KvRun;
 pub use shape::{AttentionGeometry, KvShape, ModelHash};
+pub use step::{Chunk, Lane, StepPlan};

@@ -1,0 +1,43 @@
+//! What the scheduler decides for one iteration.
+
+use crate::ids::SeqId;
+
+/// The two micro-batches that advance independently, so that a slow creditor delays only rows with remote KV.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Lane {
+    /// Sequences whose KV is entirely in this instance's store.
+    Local,
+    /// Sequences with KV on creditors.
+    Remote,
+}
+
+impl Lane {
+    /// Both, in the order of [`Lane::index`].
+    pub const ALL: [Self; 2] = [Self::Local, Self::Remote];
+
+    /// 0 or 1.
+    #[must_use]
+    pub const fn index(self) -> usize {
+        match self {
+            Self::Local => 0,
+            Self::Remote => 1,
+        }
+    }
+}
+
+/// Tokens of one sequence that a step computes: positions `[start, start + len)`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Chunk {
+    pub seq: SeqId,
+    pub start: u32,
+    /// At least 1; 1 for decoding.
+    pub len: u32,
+    /// The chunk reaches the sequence's last known token: its logits choose the next one.
+    pub last: bool,
+}
+
+/// The chunks of one lane's next iteration, decoding first. Empty when the lane has nothing to do.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StepPlan {
+    pub chunks: Vec<Chunk>,
+}
