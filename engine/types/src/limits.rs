@@ -9,6 +9,16 @@ pub const BLOCK_TOKENS_MAX: u32 = 1024;
 pub const SEQUENCE_TOKENS_MAX: u32 = 1 << 21;
 /// Largest vocabulary, in tokens.
 pub const VOCAB_MAX: u32 = 1 << 20;
+/// Widest residual stream, in elements.
+pub const HIDDEN_MAX: u32 = 1 << 16;
+/// Widest feed-forward layer, in elements.
+pub const INTERMEDIATE_MAX: u32 = 1 << 18;
+/// Most decoder layers.
+pub const LAYERS_MAX: u32 = 1 << 10;
+/// Most attention heads.
+pub const HEADS_MAX: u32 = 1 << 10;
+/// Largest attention head, in elements.
+pub const HEAD_DIM_MAX: u32 = 1 << 10;
 /// Rows (tokens) of one step by default.
 pub const STEP_ROWS_DEFAULT: usize = 512;
 /// Rows (tokens) of one step at most.

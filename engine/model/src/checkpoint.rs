@@ -1,0 +1,186 @@
+//! A model's tensors: one `model.safetensors` or the shards that `model.safetensors.index.json` lists.
+//!
+//! Files are memory-mapped (see `mapped` for what that asks of the operator) and checked when they are opened: the
+//! header parses, tensors tile the data exactly and their sizes follow from shape and element type. A tensor's bytes
+//! are a slice of the map, copied by nobody.
+
+use crate::fields::Fields;
+use crate::{ModelError, mapped};
+use bytes::Bytes;
+use lagoon_types::DType;
+use safetensors::{Dtype, SafeTensors};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+/// Shards of one checkpoint at most.
+const SHARDS_MAX: usize = 4096;
+
+/// One safetensors file.
+#[derive(Debug)]
+pub(crate) struct TensorFile {
+    pub(crate) path: PathBuf,
+    pub(crate) bytes: Bytes,
+    /// Where the tensors' data begins; before it is the header.
+    pub(crate) data_start: usize,
+}
+
+/// What is known of a tensor without reading it.
+#[derive(Clone, Debug)]
+pub struct TensorInfo {
+    /// Element type as safetensors names it, for example `BF16`.
+    pub stored: Dtype,
+    pub shape: Vec<usize>,
+    file: usize,
+    /// In the file, header included.
+    range: Range<usize>,
+}
+
+impl TensorInfo {
+    /// The element type, if it is one that Lagoon computes with.
+    #[must_use]
+    pub fn dtype(&self) -> Option<DType> {
+        match self.stored {
+            Dtype::F32 => Some(DType::F32),
+            Dtype::F16 => Some(DType::F16),
+            Dtype::BF16 => Some(DType::BF16),
+            _ => None,
+        }
+    }
+
+    /// Bytes of the tensor in its file.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.range.len()
+    }
+
+    /// Whether the tensor has no elements.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.range.is_empty()
+    }
+}
+
+/// All tensors of a model, by name.
+#[derive(Debug)]
+pub struct Checkpoint {
+    files: Vec<TensorFile>,
+    tensors: BTreeMap<String, TensorInfo>,
+}
+
+impl Checkpoint {
+    /// Maps and checks the tensors in `dir`.
+    pub fn open(dir: &Path) -> Result<Self, ModelError> {
+        let single = dir.join("model.safetensors");
+        let index = dir.join("model.safetensors.index.json");
+        let mut checkpoint = Self { files: Vec::new(), tensors: BTreeMap::new() };
+        if index.exists() {
+            checkpoint.open_shards(dir, &index)?;
+        } else if single.exists() {
+            let tensors = checkpoint.add_file(single)?;
+            checkpoint.tensors.extend(tensors);
+        } else {
+            return Err(ModelError::NotAModel {
+                name: dir.display().to_string(),
+                problem: "it has neither model.safetensors nor model.safetensors.index.json".to_owned(),
+                hint: "Lagoon reads safetensors only; convert other formats with transformers' save_pretrained"
+                    .to_owned(),
+            });
+        }
+        Ok(checkpoint)
+    }
+
+    fn open_shards(&mut self, dir: &Path, index: &Path) -> Result<(), ModelError> {
+        let map = Fields::read(index)?;
+        let weight_map = map.get("weight_map").ok_or_else(|| map.missing("weight_map"))?;
+        let weight_map = weight_map.as_object().ok_or_else(|| map.invalid("weight_map", "it must be an object"))?;
+        let mut shards: BTreeMap<&str, Vec<&String>> = BTreeMap::new();
+        for (tensor, file) in weight_map {
+            let plain = |name: &&str| Path::new(name).file_name().is_some_and(|base| base == *name);
+            let file = file.as_str().filter(plain).ok_or_else(|| {
+                map.invalid("weight_map", &format!("the file of `{tensor}` must be a plain file name, not {file}"))
+            })?;
+            shards.entry(file).or_default().push(tensor);
+        }
+        if shards.len() > SHARDS_MAX {
+            return Err(map.invalid("weight_map", &format!("it names more than {SHARDS_MAX} files")));
+        }
+        for (file, names) in shards {
+            let path = dir.join(file);
+            let mut found = self.add_file(path.clone())?;
+            for name in names {
+                let info = found.remove(name).ok_or_else(|| ModelError::Tensor {
+                    path: path.clone(),
+                    tensor: name.clone(),
+                    problem: "is not there, though the index says so".to_owned(),
+                })?;
+                self.tensors.insert(name.clone(), info);
+            }
+        }
+        Ok(())
+    }
+
+    /// Maps one file and returns its tensors.
+    fn add_file(&mut self, path: PathBuf) -> Result<BTreeMap<String, TensorInfo>, ModelError> {
+        let bytes = mapped::map(&path).map_err(|source| ModelError::Io { path: path.clone(), source })?;
+        let (header, metadata) = SafeTensors::read_metadata(&bytes).map_err(|e| ModelError::Malformed {
+            path: path.clone(),
+            problem: format!("{e} (the file has {} bytes; it may be truncated or corrupt)", bytes.len()),
+        })?;
+        // The header's length is 8 bytes of its own; read_metadata checked that all of it lies in the file.
+        let data_start = header + 8;
+        let file = self.files.len();
+        let tensors = metadata.offset_keys().into_iter().filter_map(|name| {
+            let info = metadata.info(&name)?;
+            let range = data_start + info.data_offsets.0..data_start + info.data_offsets.1;
+            Some((name, TensorInfo { stored: info.dtype, shape: info.shape.clone(), file, range }))
+        });
+        let tensors = tensors.collect();
+        self.files.push(TensorFile { path, bytes, data_start });
+        Ok(tensors)
+    }
+
+    /// All tensors in the order of their names.
+    pub fn tensors(&self) -> impl ExactSizeIterator<Item = (&str, &TensorInfo)> {
+        self.tensors.iter().map(|(name, info)| (name.as_str(), info))
+    }
+
+    /// What is known of one tensor.
+    #[must_use]
+    pub fn info(&self, name: &str) -> Option<&TensorInfo> {
+        self.tensors.get(name)
+    }
+
+    /// A tensor's type and bytes, after checking its shape.
+    pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<(DType, Bytes), ModelError> {
+        let info = self.info(name).ok_or_else(|| self.error(name, "is missing".to_owned()))?;
+        if info.shape != shape {
+            let problem = format!("has the shape {:?}; the configuration says {shape:?}", info.shape);
+            return Err(self.error(name, problem));
+        }
+        let dtype = info.dtype().ok_or_else(|| {
+            self.error(name, format!("has elements of type {:?}; supported are F32, F16 and BF16", info.stored))
+        })?;
+        Ok((dtype, self.files[info.file].bytes.slice(info.range.clone())))
+    }
+
+    /// The element type of the first tensor that Lagoon can compute with; [`crate::LlamaWeights::load`] checks that all
+    /// have the same.
+    #[must_use]
+    pub fn dtype(&self) -> Option<DType> {
+        self.tensors.values().find_map(TensorInfo::dtype)
+    }
+
+    /// An error that names `tensor` and the file that has it (or should).
+    #[must_use]
+    pub fn error(&self, tensor: &str, problem: String) -> ModelError {
+        let file = self.info(tensor).map_or(0, |info| info.file);
+        let path = self.files.get(file).map(|f| f.path.clone()).unwrap_or_default();
+        ModelError::Tensor { path, tensor: tensor.to_owned(), problem }
+    }
+
+    /// Files in the order of their names.
+    pub(crate) fn files(&self) -> &[TensorFile] {
+        &self.files
+    }
+}

@@ -1,0 +1,37 @@
+//! What can be wrong with a model: every message names the file, the field or tensor and its value, and most end with
+//! a `hint:` line that says what to do.
+
+use lagoon_backend::DeviceError;
+use std::path::PathBuf;
+
+/// Why a model cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    /// A file or directory cannot be read.
+    #[error("cannot read {}: {source}", path.display())]
+    Io { path: PathBuf, source: std::io::Error },
+    /// A file is not what its name says.
+    #[error("{} is not valid: {problem}", path.display())]
+    Malformed { path: PathBuf, problem: String },
+    /// A field that has no default is absent (or null).
+    #[error("{}: the field `{field}` is missing\nhint: {hint}", path.display())]
+    MissingField { path: PathBuf, field: String, hint: String },
+    /// A field's value is of the wrong type, out of range or contradicts another.
+    #[error("{}: the field `{field}` is {value}, which is not valid: {problem}", path.display())]
+    InvalidField { path: PathBuf, field: String, value: String, problem: String },
+    /// The model asks for something that Lagoon does not implement.
+    #[error("{}: the field `{field}` is {value}, which Lagoon does not support\nhint: {hint}", path.display())]
+    Unsupported { path: PathBuf, field: String, value: String, hint: String },
+    /// A tensor is absent, has another shape or type than the configuration says, or lies outside its file.
+    #[error("{}: the tensor `{tensor}` {problem}", path.display())]
+    Tensor { path: PathBuf, tensor: String, problem: String },
+    /// Neither a directory nor a hub name, or a directory that holds no model.
+    #[error("{name:?} is not a model: {problem}\nhint: {hint}")]
+    NotAModel { name: String, problem: String, hint: String },
+    /// The hub refused, could not be reached, or broke off.
+    #[error("cannot get {file} of {name} from {endpoint}: {problem}\nhint: {hint}")]
+    Hub { name: String, endpoint: String, file: String, problem: String, hint: String },
+    /// The device refused a weight.
+    #[error("cannot load the weights: {0}")]
+    Device(#[from] DeviceError),
+}

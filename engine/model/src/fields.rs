@@ -1,0 +1,165 @@
+//! Reading fields of a JSON file so that whatever is wrong is reported with the file, the field and its value.
+
+use crate::ModelError;
+use serde_json::{Map, Value};
+use std::path::{Path, PathBuf};
+
+/// Largest JSON file that is read, in bytes (a tokenizer is the largest in practice, and is not read here).
+const JSON_BYTES_MAX: u64 = 64 << 20;
+
+/// A JSON object and where it came from. A field that is `null` counts as absent, as transformers treats it.
+#[derive(Clone, Debug)]
+pub struct Fields {
+    path: PathBuf,
+    /// What precedes field names in messages, for example `rope_scaling.`.
+    prefix: String,
+    map: Map<String, Value>,
+}
+
+impl Fields {
+    /// Reads a file whose top level is an object.
+    pub fn read(path: &Path) -> Result<Self, ModelError> {
+        let io = |source| ModelError::Io { path: path.to_owned(), source };
+        let size = std::fs::metadata(path).map_err(io)?.len();
+        if size > JSON_BYTES_MAX {
+            let problem = format!("it has {size} bytes, more than {JSON_BYTES_MAX}");
+            return Err(ModelError::Malformed { path: path.to_owned(), problem });
+        }
+        Self::parse(path, &std::fs::read(path).map_err(io)?)
+    }
+
+    /// Parses `bytes`; `path` is only for messages.
+    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, ModelError> {
+        let malformed = |problem| ModelError::Malformed { path: path.to_owned(), problem };
+        match serde_json::from_slice(bytes).map_err(|e| malformed(e.to_string()))? {
+            Value::Object(map) => Ok(Self { path: path.to_owned(), prefix: String::new(), map }),
+            _ => Err(malformed("the top level is not an object".to_owned())),
+        }
+    }
+
+    /// Where the object came from.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The value, if there is one that is not null.
+    #[must_use]
+    pub fn get(&self, field: &str) -> Option<&Value> {
+        self.map.get(field).filter(|value| !value.is_null())
+    }
+
+    /// Whether the field is there, be it null.
+    #[must_use]
+    pub fn contains(&self, field: &str) -> bool {
+        self.map.contains_key(field)
+    }
+
+    /// The object in `field`.
+    pub fn object(&self, field: &str) -> Result<Option<Self>, ModelError> {
+        match self.get(field) {
+            None => Ok(None),
+            Some(Value::Object(map)) => {
+                let prefix = format!("{}{field}.", self.prefix);
+                Ok(Some(Self { path: self.path.clone(), prefix, map: map.clone() }))
+            }
+            Some(_) => Err(self.invalid(field, "it must be an object")),
+        }
+    }
+
+    /// A whole number in `1..=max`.
+    pub fn count(&self, field: &str, max: u64) -> Result<Option<u64>, ModelError> {
+        let Some(value) = self.get(field) else { return Ok(None) };
+        match value.as_u64() {
+            Some(n) if (1..=max).contains(&n) => Ok(Some(n)),
+            _ => Err(self.invalid(field, &format!("it must be a whole number from 1 to {max}"))),
+        }
+    }
+
+    /// As [`Fields::count`], but the field must be there.
+    pub fn required_count(&self, field: &str, max: u64) -> Result<u64, ModelError> {
+        self.count(field, max)?.ok_or_else(|| self.missing(field))
+    }
+
+    /// A finite number above zero.
+    pub fn positive(&self, field: &str) -> Result<Option<f64>, ModelError> {
+        let Some(value) = self.get(field) else { return Ok(None) };
+        match value.as_f64() {
+            Some(x) if x.is_finite() && x > 0.0 => Ok(Some(x)),
+            _ => Err(self.invalid(field, "it must be a finite number above zero")),
+        }
+    }
+
+    /// As [`Fields::positive`], but the field must be there.
+    pub fn required_positive(&self, field: &str) -> Result<f64, ModelError> {
+        self.positive(field)?.ok_or_else(|| self.missing(field))
+    }
+
+    /// A truth value.
+    pub fn flag(&self, field: &str) -> Result<Option<bool>, ModelError> {
+        let Some(value) = self.get(field) else { return Ok(None) };
+        value.as_bool().map(Some).ok_or_else(|| self.invalid(field, "it must be true or false"))
+    }
+
+    /// A string.
+    pub fn text(&self, field: &str) -> Result<Option<&str>, ModelError> {
+        let Some(value) = self.get(field) else { return Ok(None) };
+        value.as_str().map(Some).ok_or_else(|| self.invalid(field, "it must be a string"))
+    }
+
+    /// One token id or a list of them; empty when the field is absent.
+    pub fn token_ids(&self, field: &str) -> Result<Vec<u32>, ModelError> {
+        let Some(value) = self.get(field) else { return Ok(Vec::new()) };
+        let values = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
+        let id = |v: &Value| v.as_u64().and_then(|n| u32::try_from(n).ok());
+        values
+            .iter()
+            .map(id)
+            .collect::<Option<Vec<u32>>>()
+            .ok_or_else(|| self.invalid(field, "it must be a token id or a list of token ids"))
+    }
+
+    /// The error that `field` is absent.
+    #[must_use]
+    pub fn missing(&self, field: &str) -> ModelError {
+        let hint = "the file may be incomplete; compare it with the model's page on the hub".to_owned();
+        ModelError::MissingField { path: self.path.clone(), field: format!("{}{field}", self.prefix), hint }
+    }
+
+    /// The error that `field`'s value is impossible.
+    #[must_use]
+    pub fn invalid(&self, field: &str, problem: &str) -> ModelError {
+        ModelError::InvalidField {
+            path: self.path.clone(),
+            field: format!("{}{field}", self.prefix),
+            value: self.shown(field),
+            problem: problem.to_owned(),
+        }
+    }
+
+    /// The error that Lagoon lacks what `field`'s value asks for.
+    #[must_use]
+    pub fn unsupported(&self, field: &str, hint: &str) -> ModelError {
+        ModelError::Unsupported {
+            path: self.path.clone(),
+            field: format!("{}{field}", self.prefix),
+            value: self.shown(field),
+            hint: hint.to_owned(),
+        }
+    }
+
+    /// The value as JSON, cut to a readable length.
+    fn shown(&self, field: &str) -> String {
+        let text = self.map.get(field).map_or_else(|| "absent".to_owned(), Value::to_string);
+        match text.char_indices().nth(100) {
+            Some((end, _)) => format!("{}…", &text[..end]),
+            None => text,
+        }
+    }
+}
+
+/// `value` rounded to f32, which is what the arithmetic uses.
+#[allow(clippy::cast_possible_truncation, reason = "rounding is the purpose")]
+pub(crate) fn narrow(value: f64) -> f32 {
+    value as f32
+}

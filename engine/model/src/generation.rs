@@ -1,0 +1,79 @@
+//! Defaults for generation, from `generation_config.json` merged with `config.json`.
+
+use crate::fields::{Fields, narrow};
+use crate::{ModelConfig, ModelError};
+use std::path::Path;
+
+/// What a model's authors recommend. `None` means that they say nothing.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct GenerationConfig {
+    /// Tokens that end generation; sorted, without duplicates.
+    pub eos_ids: Vec<u32>,
+    pub bos_id: Option<u32>,
+    /// `false` asks for greedy decoding whatever the other values are.
+    pub do_sample: Option<bool>,
+    pub temperature: Option<f32>,
+    pub top_p: Option<f32>,
+    pub top_k: Option<u32>,
+    pub min_p: Option<f32>,
+}
+
+impl GenerationConfig {
+    /// Reads `generation_config.json` in `dir`, which may be absent. Its ids take precedence over those of `config`;
+    /// ids outside the vocabulary are refused.
+    pub fn open(dir: &Path, config: &ModelConfig) -> Result<Self, ModelError> {
+        let path = dir.join("generation_config.json");
+        if !path.exists() {
+            return Ok(config.generation_defaults());
+        }
+        Self::from_fields(&Fields::read(&path)?, config)
+    }
+
+    /// Parses the text of a `generation_config.json`; `path` is only for messages.
+    pub fn parse(path: &Path, json: &str, config: &ModelConfig) -> Result<Self, ModelError> {
+        Self::from_fields(&Fields::parse(path, json.as_bytes())?, config)
+    }
+
+    fn from_fields(fields: &Fields, config: &ModelConfig) -> Result<Self, ModelError> {
+        let ids = |field| -> Result<Vec<u32>, ModelError> {
+            let ids = fields.token_ids(field)?;
+            match ids.iter().find(|id| **id as usize >= config.vocab) {
+                Some(id) => Err(fields.invalid(field, &format!("{id} is outside the vocabulary of {}", config.vocab))),
+                None => Ok(ids),
+            }
+        };
+        let mut eos_ids = ids("eos_token_id")?;
+        if eos_ids.is_empty() {
+            eos_ids.clone_from(&config.eos_ids);
+        }
+        eos_ids.sort_unstable();
+        eos_ids.dedup();
+        Ok(Self {
+            eos_ids,
+            bos_id: ids("bos_token_id")?.first().copied().or(config.bos_id),
+            do_sample: fields.flag("do_sample")?,
+            temperature: ranged(fields, "temperature", 0.0, f64::from(f32::MAX))?,
+            top_p: ranged(fields, "top_p", 0.0, 1.0)?,
+            top_k: top_k(fields)?,
+            min_p: ranged(fields, "min_p", 0.0, 1.0)?,
+        })
+    }
+}
+
+fn ranged(fields: &Fields, field: &str, min: f64, max: f64) -> Result<Option<f32>, ModelError> {
+    let Some(value) = fields.get(field) else { return Ok(None) };
+    match value.as_f64() {
+        Some(x) if (min..=max).contains(&x) => Ok(Some(narrow(x))),
+        _ => Err(fields.invalid(field, &format!("it must be from {min} to {max}"))),
+    }
+}
+
+/// 0 (or, in some files, -1) keeps all tokens.
+fn top_k(fields: &Fields) -> Result<Option<u32>, ModelError> {
+    let Some(value) = fields.get("top_k") else { return Ok(None) };
+    match value.as_i64() {
+        Some(-1) => Ok(Some(0)),
+        Some(k) => u32::try_from(k).map(Some).map_err(|_range| fields.invalid("top_k", "it must be 0 or above")),
+        None => Err(fields.invalid("top_k", "it must be a whole number")),
+    }
+}

@@ -1,0 +1,31 @@
+//! The crate's only unsafe code: mapping a file read-only.
+
+use bytes::Bytes;
+use std::fs::File;
+use std::io;
+use std::path::Path;
+
+/// Owner of a map, so that slices of it can outlive the checkpoint.
+struct Mapped(memmap2::Mmap);
+
+impl AsRef<[u8]> for Mapped {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+/// Maps `path` into memory; slices of the result keep the map alive. An empty file gives empty bytes.
+///
+/// The file must not be changed while the process runs. If somebody truncates it, reading the lost part raises SIGBUS
+/// and ends the process; if somebody rewrites it in place, the weights change under way. Both are the operator's
+/// fault: replace model files by renaming new ones over them, which leaves the mapped ones intact.
+pub(crate) fn map(path: &Path) -> io::Result<Bytes> {
+    let file = File::open(path)?;
+    if file.metadata()?.len() == 0 {
+        return Ok(Bytes::new());
+    }
+    // SAFETY: the map is read-only, covers the whole file as its length is now, and lives as long as any slice of it.
+    // That nobody changes the file meanwhile is the documented duty of the operator, which no program can enforce.
+    let map = unsafe { memmap2::Mmap::map(&file)? };
+    Ok(Bytes::from_owner(Mapped(map)))
+}

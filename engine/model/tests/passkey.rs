@@ -1,0 +1,59 @@
+//! The bundled model opens, and its identity does not depend on where it lies.
+
+use lagoon_model::{Checkpoint, Family, GenerationConfig, ModelConfig, RopeScaling, model_hash};
+use lagoon_types::{AttentionGeometry, DType};
+use std::path::Path;
+
+fn passkey() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/passkey"))
+}
+
+#[test]
+fn the_bundled_model_opens() {
+    let config = ModelConfig::open(passkey()).unwrap();
+    assert_eq!(config.family, Family::Llama);
+    assert_eq!(config.geometry, AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64 });
+    assert_eq!((config.hidden, config.intermediate, config.layers, config.vocab), (256, 512, 4, 1024));
+    assert_eq!((config.rope_theta, config.rope_scaling), (1e8, RopeScaling::None));
+    assert_eq!((config.window, config.max_positions, config.dtype), (None, 65_536, Some(DType::F16)));
+    assert!(config.tie_word_embeddings);
+    assert_eq!(config.attention_scale(), 0.125);
+
+    let generation = GenerationConfig::open(passkey(), &config).unwrap();
+    assert_eq!(generation.eos_ids, [1023]);
+    assert_eq!((generation.bos_id, generation.do_sample), (Some(1022), Some(false)));
+
+    let checkpoint = Checkpoint::open(passkey()).unwrap();
+    assert_eq!(checkpoint.dtype(), Some(DType::F16));
+    let stored: u64 = checkpoint.tensors().map(|(_, info)| info.len() as u64).sum();
+    assert_eq!(stored, config.parameters() * 2);
+}
+
+#[test]
+fn the_identity_is_the_same_elsewhere_and_differs_with_content() {
+    let hash_of = |dir: &Path| {
+        let config = ModelConfig::open(dir).unwrap();
+        model_hash(&config, &Checkpoint::open(dir).unwrap(), None)
+    };
+    let copy = tempfile::tempdir().unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(passkey().join(file), copy.path().join(file)).unwrap();
+    }
+    let original = hash_of(passkey());
+    assert_eq!(original, hash_of(copy.path()));
+
+    let config = ModelConfig::open(passkey()).unwrap();
+    let checkpoint = Checkpoint::open(passkey()).unwrap();
+    assert_ne!(original, model_hash(&config, &checkpoint, Some(DType::F32)));
+
+    let weights = copy.path().join("model.safetensors");
+    let mut bytes = std::fs::read(&weights).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::remove_file(&weights).unwrap();
+    std::fs::write(&weights, bytes).unwrap();
+    assert_ne!(original, hash_of(copy.path()));
+
+    let json = std::fs::read_to_string(passkey().join("config.json")).unwrap();
+    let other = ModelConfig::parse(Path::new("config.json"), &json.replace("1e-05", "1e-06")).unwrap();
+    assert_ne!(original, model_hash(&other, &checkpoint, None));
+}
