@@ -1,6 +1,9 @@
 //! The backend contract ([`Device`]), the host CPU backend that is oracle and default ([`cpu`]), and the conformance
 //! suite ([`conformance`]) by which every backend proves itself.
 
+pub mod conformance;
+pub mod cpu;
 pub mod device;
 
+pub use cpu::CpuDevice;
 pub use device::{AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};

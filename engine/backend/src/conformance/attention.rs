@@ -1,0 +1,215 @@
+//! Micro attention against f64: geometries, element types, windows and runs cut anywhere.
+
+use super::Tolerance;
+use super::data::{DTYPES, Data, read, tensor};
+use super::oracle::{self, Attention};
+use crate::{AttnBatch, AttnRows, Device};
+use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
+
+/// A random situation: sequences whose past lies in runs of random lengths in permuted places of one store.
+struct Case {
+    geometry: AttentionGeometry,
+    dtype: DType,
+    window: Option<u32>,
+    /// Rows and position of the first, of each sequence.
+    seqs: Vec<(u32, u32)>,
+    /// Longest run, in tokens.
+    run_max: u32,
+    /// One in so many runs lies elsewhere; 0 for none.
+    missing: u32,
+    /// Magnitude of the queries.
+    steepness: f32,
+    seed: u64,
+}
+
+impl Default for Case {
+    fn default() -> Self {
+        Self {
+            geometry: geometry(4, 2, 64),
+            dtype: DType::F16,
+            window: None,
+            seqs: vec![(1, 20)],
+            run_max: 16,
+            missing: 0,
+            steepness: 1.0,
+            seed: 40,
+        }
+    }
+}
+
+fn geometry(heads: u32, kv_heads: u32, head_dim: u32) -> AttentionGeometry {
+    AttentionGeometry { heads, kv_heads, head_dim }
+}
+
+/// Rows, and the runs of all sequences in a store of so many slots.
+struct Layout {
+    seqs: Vec<AttnRows>,
+    runs: Vec<KvRun>,
+    slots: u32,
+}
+
+impl Case {
+    /// Cuts `0..pos0 + rows` of each sequence into runs and places them in random order with gaps.
+    fn layout(&self, data: &mut Data) -> Layout {
+        let (mut seqs, mut runs, mut row0) = (Vec::new(), Vec::new(), 1);
+        for (rows, pos0) in &self.seqs {
+            let (run0, mut pos) = (runs.len(), 0);
+            while pos < pos0 + rows {
+                let len = data.number(1..self.run_max + 1).min(pos0 + rows - pos);
+                if self.missing == 0 || !data.one_in(self.missing) {
+                    runs.push(KvRun { base: 0, len, first_pos: pos });
+                }
+                pos += len;
+            }
+            let index = |n: usize| u32::try_from(n).expect("fits");
+            seqs.push(AttnRows { row0, rows: *rows, pos0: *pos0, run0: index(run0), runs: index(runs.len() - run0) });
+            // A row of no sequence lies between the sequences.
+            row0 += rows + 1;
+        }
+        let mut slots = 0;
+        for i in data.permutation(u32::try_from(runs.len()).expect("fits")) {
+            slots += data.number(0..3);
+            runs[i as usize].base = slots;
+            slots += runs[i as usize].len;
+        }
+        Layout { seqs, runs, slots: slots + 1 }
+    }
+
+    fn check<D: Device>(&self, device: &mut D, tolerance: Tolerance) {
+        let mut data = Data::new(self.seed);
+        let g = self.geometry;
+        let layout = self.layout(&mut data);
+        let shape = KvShape { layers: 2, kv_heads: g.kv_heads, head_dim: g.head_dim, dtype: self.dtype };
+        let mut kv = device.kv(shape, layout.slots as usize).expect("kv");
+        let (bytes, stored) = data.stored(self.dtype, layout.slots as usize * 2 * g.kv_dim());
+        device.kv_write(&mut kv, 1, 0, &bytes).expect("kv_write");
+        let batch = AttnBatch {
+            geometry: g,
+            scale: 1.0 / (g.head_dim as f32).sqrt(),
+            window: self.window,
+            seqs: &layout.seqs,
+            runs: &layout.runs,
+        };
+        let (rows, cols) = (batch.rows(), g.qkv_dim());
+        let queries: Vec<f32> = data.values(rows * cols).into_iter().map(|v| v * self.steepness).collect();
+        let q = tensor(device, cols, &queries);
+        let mut out = device.partials(rows + 3, g).expect("partials");
+        device.attention(&q, &batch, &kv, 1, &mut out).expect("attention");
+        let want = Attention::of(&batch, &queries, cols, &stored);
+        let what = format!("attention {g:?} {} window {:?} sequences {:?}", self.dtype, self.window, self.seqs);
+        oracle::check(device, &what, &want, &out, &batch, tolerance);
+    }
+}
+
+/// All element types of the store, decode and a chunk.
+pub fn attention_dtypes<D: Device>(device: &mut D, tolerance: Tolerance) {
+    for dtype in DTYPES {
+        for seqs in [vec![(1, 0)], vec![(1, 77)], vec![(17, 30)], vec![(65, 0)]] {
+            Case { dtype, seqs, ..Case::default() }.check(device, tolerance);
+        }
+    }
+}
+
+/// Head counts and sizes from one head to many, none of them friendly.
+pub fn attention_geometries<D: Device>(device: &mut D, tolerance: Tolerance) {
+    let geometries = [
+        (1, 1, 40),
+        (4, 2, 72),
+        (6, 2, 80),
+        (12, 4, 64),
+        (8, 1, 96),
+        (4, 4, 128),
+        (2, 1, 172),
+        (3, 3, 16),
+        (16, 2, 256),
+    ];
+    for (i, (heads, kv_heads, head_dim)) in geometries.into_iter().enumerate() {
+        for seqs in [vec![(1, 50)], vec![(2, 3), (3, 40)], vec![(33, 21)]] {
+            let dtype = DTYPES[i % 3];
+            let seed = 50 + i as u64;
+            Case { geometry: geometry(heads, kv_heads, head_dim), dtype, seqs, seed, ..Case::default() }
+                .check(device, tolerance);
+        }
+    }
+}
+
+/// Sliding windows smaller and larger than runs and chunks, with runs that begin or end inside the window.
+pub fn attention_windows<D: Device>(device: &mut D, tolerance: Tolerance) {
+    for window in [1, 2, 7, 33, 64, 1000] {
+        for run_max in [1, 9, 100] {
+            let seqs = vec![(1, 90), (40, 60), (5, 2)];
+            Case { window: Some(window), run_max, seqs, seed: 60 + u64::from(window), ..Case::default() }
+                .check(device, tolerance);
+        }
+    }
+}
+
+/// Runs that lie elsewhere: counts fall, some rows see nothing at all, some sequences have no run.
+pub fn attention_missing_runs<D: Device>(device: &mut D, tolerance: Tolerance) {
+    for seed in 70u64..78 {
+        let seqs = vec![(1, 30), (20, 0), (3, 12), (1, 0), (64, 64)];
+        let window = seed.is_multiple_of(2).then_some(10);
+        Case { missing: 2, window, seqs, seed, run_max: 24, ..Case::default() }.check(device, tolerance);
+    }
+    // Nothing here at all.
+    Case { missing: 1, seqs: vec![(1, 5), (4, 9)], ..Case::default() }.check(device, tolerance);
+}
+
+/// Many sequences of one row each, of very different lengths.
+pub fn attention_decode_batch<D: Device>(device: &mut D, tolerance: Tolerance) {
+    for dtype in DTYPES {
+        let seqs = vec![(1, 700), (1, 0), (1, 1), (1, 31), (1, 32), (1, 257), (2, 100), (1, 64)];
+        Case { dtype, seqs, run_max: 300, geometry: geometry(12, 4, 64), seed: 80, ..Case::default() }
+            .check(device, tolerance);
+    }
+}
+
+/// Chunks in the middle of a sequence, mixed with decoding rows.
+pub fn attention_prefill<D: Device>(device: &mut D, tolerance: Tolerance) {
+    for dtype in DTYPES {
+        let seqs = vec![(130, 200), (1, 90), (66, 0)];
+        Case { dtype, seqs, run_max: 120, geometry: geometry(6, 2, 64), seed: 81, ..Case::default() }
+            .check(device, tolerance);
+    }
+}
+
+/// A few thousand tokens, so that splits over the context and their merge take part.
+pub fn attention_long_context<D: Device>(device: &mut D, tolerance: Tolerance) {
+    for (window, seqs) in [(None, vec![(1, 5000)]), (None, vec![(7, 4000)]), (Some(1500), vec![(1, 5000), (40, 2500)])]
+    {
+        Case { window, seqs, run_max: 2000, geometry: geometry(4, 2, 40), seed: 82, ..Case::default() }
+            .check(device, tolerance);
+    }
+}
+
+/// Scores of several hundred, where one key takes all the weight and unshifted exponentials overflow.
+pub fn attention_steep_scores<D: Device>(device: &mut D, tolerance: Tolerance) {
+    for dtype in DTYPES {
+        for seqs in [vec![(1, 150)], vec![(35, 80)]] {
+            Case { dtype, seqs, steepness: 300.0, seed: 83, ..Case::default() }.check(device, tolerance);
+        }
+    }
+}
+
+/// Rows that belong to no sequence keep their place: rows after the batch are not written.
+pub fn attention_leaves_other_rows<D: Device>(device: &mut D, _: Tolerance) {
+    let g = geometry(4, 2, 64);
+    let mut data = Data::new(84);
+    let shape = KvShape { layers: 1, kv_heads: 2, head_dim: 64, dtype: DType::BF16 };
+    let mut kv = device.kv(shape, 40).expect("kv");
+    let (bytes, _) = data.stored(DType::BF16, 40 * 2 * g.kv_dim());
+    device.kv_write(&mut kv, 0, 0, &bytes).expect("kv_write");
+    let (q, _) = data.tensor(device, 9, g.q_dim());
+    for rows in [1, 4] {
+        let mut out = device.partials(9, g).expect("partials");
+        let marks = vec![5.0; 9 * g.q_dim()];
+        device.write(&mut out.out, 0, &marks).expect("write");
+        let seqs = [AttnRows { row0: 0, rows, pos0: 30, run0: 0, runs: 1 }];
+        let runs = [KvRun { base: 2, len: 35, first_pos: 0 }];
+        let batch = AttnBatch { geometry: g, scale: 0.125, window: None, seqs: &seqs, runs: &runs };
+        device.attention(&q, &batch, &kv, 0, &mut out).expect("attention");
+        let got = read(device, &out.out, 9, g.q_dim());
+        assert!(got[..rows as usize * g.q_dim()].iter().all(|v| *v != 5.0), "rows of the batch are written");
+        assert!(got[rows as usize * g.q_dim()..].iter().all(|v| *v == 5.0), "rows beyond the batch are not");
+    }
+}

@@ -1,0 +1,136 @@
+//! Matrix products against f64.
+
+use super::data::{DTYPES, Data, read};
+use super::{Tolerance, assert_close};
+use crate::{Device, Mode, WeightSource};
+use bytes::Bytes;
+use lagoon_types::DType;
+
+/// Rows, inner dimension and columns: odd on purpose.
+const SHAPES: [(usize, usize, usize); 9] = [
+    (1, 40, 33),
+    (1, 768, 200),
+    (2, 72, 96),
+    (3, 172, 80),
+    (4, 96, 17),
+    (5, 80, 129),
+    (17, 172, 72),
+    (65, 128, 40),
+    (65, 96, 172),
+];
+
+/// Products with f32 weights.
+pub fn matmul_f32<D: Device>(device: &mut D, tolerance: Tolerance) {
+    SHAPES.iter().for_each(|s| product(device, DType::F32, *s, Mode::Set, 1, tolerance));
+}
+
+/// Products with f16 weights.
+pub fn matmul_f16<D: Device>(device: &mut D, tolerance: Tolerance) {
+    SHAPES.iter().for_each(|s| product(device, DType::F16, *s, Mode::Set, 1, tolerance));
+}
+
+/// Products with bf16 weights.
+pub fn matmul_bf16<D: Device>(device: &mut D, tolerance: Tolerance) {
+    SHAPES.iter().for_each(|s| product(device, DType::BF16, *s, Mode::Set, 1, tolerance));
+}
+
+/// Products added to what is there.
+pub fn matmul_add<D: Device>(device: &mut D, tolerance: Tolerance) {
+    for dtype in DTYPES {
+        [(1, 72, 65), (2, 96, 40), (5, 40, 70), (65, 172, 96)]
+            .iter()
+            .for_each(|s| product(device, dtype, *s, Mode::Add, 1, tolerance));
+    }
+}
+
+/// Weights stacked from several parts by rows, as q, k and v are.
+pub fn matmul_parts<D: Device>(device: &mut D, tolerance: Tolerance) {
+    for dtype in DTYPES {
+        [(1, 80, 100), (3, 40, 129), (17, 96, 160)]
+            .iter()
+            .for_each(|s| product(device, dtype, *s, Mode::Set, 3, tolerance));
+    }
+}
+
+/// A product large enough for every level of blocking, with ragged edges.
+pub fn matmul_blocked<D: Device>(device: &mut D, tolerance: Tolerance) {
+    for dtype in DTYPES {
+        product(device, dtype, (131, 1036, 331), Mode::Set, 2, tolerance);
+    }
+}
+
+/// A weight of more than 128 MiB, as a product and as an embedding table.
+pub fn matmul_large_weight<D: Device>(device: &mut D, tolerance: Tolerance) {
+    let (rows, k, n) = (2, 1000, 70_123);
+    let mut data = Data::new(20);
+    // Random enough: a period that is coprime to the row length, as drawing every element would take seconds.
+    let (period, exact) = data.stored(DType::F16, 65_521);
+    let bytes: Vec<u8> = period.iter().copied().cycle().take(n * k * 2).collect();
+    assert!(bytes.len() > 128 << 20, "larger than the limit in question");
+    let source = WeightSource { dtype: DType::F16, cols: k, parts: vec![(n, Bytes::from(bytes))] };
+    let weight = device.weight(source).expect("weight");
+    let (x, values) = data.tensor(device, rows, k);
+    let mut out = device.tensor(rows, n).expect("tensor");
+    device.matmul(&x, &weight, rows, Mode::Set, &mut out).expect("matmul");
+    let element = |row: usize, i: usize| exact[(row * k + i) % exact.len()];
+    let got = read(device, &out, rows, n);
+    let (want, sums) = oracle(&values, rows, k, n, element);
+    assert_close("large weight", &got, &want, |i| bound(k, tolerance) * sums[i]);
+    let ids: Vec<u32> = [0, 1, n / 2, n - 2, n - 1].iter().map(|i| u32::try_from(*i).expect("fits")).collect();
+    let mut out = device.tensor(ids.len(), k).expect("tensor");
+    device.embed(&weight, &ids, &mut out).expect("embed");
+    let want: Vec<f32> = ids.iter().flat_map(|id| (0..k).map(|i| element(*id as usize, i))).collect();
+    assert_eq!(read(device, &out, ids.len(), k), want);
+}
+
+/// Relative to the sum of absolute products; see [`Tolerance`].
+fn bound(k: usize, tolerance: Tolerance) -> f64 {
+    (8.0 + 2.0 * (k as f64).sqrt()) * 2f64.powi(-24) * tolerance.factor
+}
+
+/// `x · Wᵀ` and the sums of absolute products.
+fn oracle(x: &[f32], rows: usize, k: usize, n: usize, weight: impl Fn(usize, usize) -> f32) -> (Vec<f64>, Vec<f64>) {
+    let (mut want, mut sums) = (vec![0.0; rows * n], vec![0.0; rows * n]);
+    for col in 0..n {
+        for row in 0..rows {
+            for i in 0..k {
+                let product = f64::from(x[row * k + i]) * f64::from(weight(col, i));
+                want[row * n + col] += product;
+                sums[row * n + col] += product.abs();
+            }
+        }
+    }
+    (want, sums)
+}
+
+fn product<D: Device>(
+    device: &mut D,
+    dtype: DType,
+    (rows, k, n): (usize, usize, usize),
+    mode: Mode,
+    parts: usize,
+    tolerance: Tolerance,
+) {
+    let mut data = Data::new((rows * 1_000_000 + k * 1000 + n) as u64);
+    let (bytes, exact) = data.stored(dtype, n * k);
+    let bytes = Bytes::from(bytes);
+    let cuts: Vec<usize> = (0..=parts).map(|i| n * i * i / (parts * parts)).collect();
+    let part = |w: &[usize]| (w[1] - w[0], bytes.slice(w[0] * k * dtype.size()..w[1] * k * dtype.size()));
+    let source = WeightSource { dtype, cols: k, parts: cuts.windows(2).map(part).collect() };
+    let weight = device.weight(source).expect("weight");
+    // Tensors have more rows than the product works on.
+    let (x, values) = data.tensor(device, rows + 2, k);
+    let (mut out, before) = data.tensor(device, rows + 1, n);
+    device.matmul(&x, &weight, rows, mode, &mut out).expect("matmul");
+    let (mut want, mut sums) = oracle(&values, rows, k, n, |row, i| exact[row * k + i]);
+    if mode == Mode::Add {
+        for ((want, sum), before) in want.iter_mut().zip(&mut sums).zip(&before) {
+            *want += f64::from(*before);
+            *sum += f64::from(before.abs());
+        }
+    }
+    let got = read(device, &out, rows + 1, n);
+    let what = format!("matmul {dtype} {rows}x{k}x{n} {mode:?} in {parts} parts");
+    assert_close(&what, &got[..rows * n], &want, |i| bound(k, tolerance) * sums[i]);
+    assert_eq!(got[rows * n..], before[rows * n..], "{what}: rows beyond are untouched");
+}

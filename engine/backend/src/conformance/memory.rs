@@ -1,0 +1,54 @@
+//! Tensors and KV stores keep what is written to them.
+
+use super::Tolerance;
+use super::data::{DTYPES, Data, read};
+use crate::Device;
+use lagoon_types::KvShape;
+
+/// Tensors start zeroed; writes cover whole rows; reads append any rectangle.
+pub fn tensors_round_trip<D: Device>(device: &mut D, _: Tolerance) {
+    let mut data = Data::new(1);
+    for (rows, cols) in [(1, 1), (3, 40), (17, 172), (65, 5)] {
+        let mut tensor = device.tensor(rows, cols).expect("tensor");
+        assert!(read(device, &tensor, rows, cols).iter().all(|v| *v == 0.0), "tensors start zeroed");
+        let mut want = data.values(rows * cols);
+        device.write(&mut tensor, 0, &want).expect("write");
+        let last = data.values(cols);
+        device.write(&mut tensor, rows - 1, &last).expect("write of the last row");
+        want[(rows - 1) * cols..].copy_from_slice(&last);
+        assert_eq!(read(device, &tensor, rows, cols), want);
+        let mut out = vec![7.0];
+        device.read(&tensor, rows / 2..rows, cols / 2..cols, &mut out).expect("read of a rectangle");
+        let part: Vec<f32> = want.chunks_exact(cols).skip(rows / 2).flat_map(|r| &r[cols / 2..]).copied().collect();
+        assert_eq!(out[0], 7.0, "reads append");
+        assert_eq!(out[1..], part);
+    }
+}
+
+/// KV bytes come back as they were, slots start zeroed, and neighbours and other layers are untouched.
+pub fn kv_bytes_round_trip<D: Device>(device: &mut D, _: Tolerance) {
+    let mut data = Data::new(2);
+    for dtype in DTYPES {
+        for (kv_heads, head_dim) in [(1, 40), (4, 64), (2, 6)] {
+            let shape = KvShape { layers: 3, kv_heads, head_dim, dtype };
+            let (slots, token) = (37u32, shape.layer_token_bytes());
+            let mut kv = device.kv(shape, slots as usize).expect("kv");
+            let (bytes, _) = data.stored(dtype, 5 * token / dtype.size());
+            device.kv_write(&mut kv, 1, 11, &bytes).expect("kv_write");
+            let (odd, _) = data.stored(dtype, token / dtype.size());
+            device.kv_write(&mut kv, 1, slots - 1, &odd).expect("kv_write of the last slot");
+            let mut want = vec![0; slots as usize * token];
+            want[11 * token..16 * token].copy_from_slice(&bytes);
+            want[(slots as usize - 1) * token..].copy_from_slice(&odd);
+            let mut got = vec![9];
+            device.kv_read(&kv, 1, 0, slots, &mut got).expect("kv_read");
+            assert_eq!(got[0], 9, "reads append");
+            assert_eq!(got[1..], want, "{shape:?}");
+            for layer in [0, 2] {
+                got.clear();
+                device.kv_read(&kv, layer, 3, 20, &mut got).expect("kv_read");
+                assert!(got.len() == 20 * token && got.iter().all(|b| *b == 0), "layer {layer} is untouched");
+            }
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! The conformance suite of [`Device`](crate::Device): what every backend proves, against f64.
+//!
+//! A backend instantiates the suite with one line in a test file; each case becomes a `#[test]`:
+//!
+//! ```text
+//! fn device() -> Result<MyDevice, String> { MyDevice::open().map_err(|e| format!("no adapter: {e}")) }
+//! lagoon_backend::conformance_suite!(device);
+//! // or, with the backend's own accuracy stated and reasoned:
+//! lagoon_backend::conformance_suite!(device, Tolerance::loosened(8.0)); // exp is up to 17 ulp on this software GPU
+//! // separately, for a backend that must shard weights over a binding limit (allocates about 300 MiB):
+//! lagoon_backend::conformance_large_weight!(device);
+//! ```
+//!
+//! An `Err(reason)` skips the case: the reason is printed and appended as `name\treason` to the file that the
+//! environment variable `LAGOON_SKIP_LOG` names, so that CI fails on skips that are not listed. Inputs are random from
+//! fixed seeds; shapes are odd on purpose. Inputs respect the contract: what a backend may assert is never violated.
+
+mod attention;
+mod data;
+mod matmul;
+mod memory;
+mod merge;
+mod oracle;
+mod pointwise;
+mod rope;
+
+/// The cases, each of which panics on a violation.
+pub mod cases {
+    pub use super::attention::{
+        attention_decode_batch, attention_dtypes, attention_geometries, attention_leaves_other_rows,
+        attention_long_context, attention_missing_runs, attention_prefill, attention_steep_scores, attention_windows,
+    };
+    pub use super::matmul::{
+        matmul_add, matmul_bf16, matmul_blocked, matmul_f16, matmul_f32, matmul_large_weight, matmul_parts,
+    };
+    pub use super::memory::{kv_bytes_round_trip, tensors_round_trip};
+    pub use super::merge::{merge_counts_decide_emptiness, merge_extreme_scores, merge_of_split_attention};
+    pub use super::pointwise::{embed_widens_rows, gather_copies_rows, rms_norm_matches, silu_mul_matches};
+    pub use super::rope::{rope_append_rotates_and_stores, rope_append_then_attention};
+}
+
+pub use data::Data;
+
+/// How exact a backend must be: the stated bound of each operation times `factor`. The bounds, for `factor == 1`, are
+/// those of plain f32 arithmetic in any order of summation:
+///
+/// * `embed`, `gather_rows`, `kv_*`, `read`, `write`: exact.
+/// * `matmul`: `(8 + 2 sqrt(k)) u` of the sum of absolute products (`u = 2^-24`; the sum of `k` rounding errors grows
+///   as `sqrt(k)`). Weights are exact in their type, so the bound is the same for all three.
+/// * `rms_norm`, `silu_mul`: a few `u` relative, from the square root, the division and the exponential.
+/// * `rope_append`: `4 u` of the pair's magnitude; stored elements within half a unit of the store's type, and a whole
+///   one where `factor > 1` (a GPU may round its packing either way).
+/// * `attention`: relative errors of the weights are those of the scores in absolute terms, which grow with the largest
+///   score, plus the exponential's; outputs within that of the largest value.
+/// * `merge`: some `u` of the larger magnitude, lse likewise.
+#[derive(Clone, Copy, Debug)]
+pub struct Tolerance {
+    /// Multiplies every inexact bound; at least 1.
+    pub factor: f64,
+}
+
+impl Tolerance {
+    /// The bounds of plain f32 arithmetic.
+    pub const STRICT: Self = Self { factor: 1.0 };
+
+    /// The strict bounds times `factor`; say why where it is used.
+    #[must_use]
+    pub const fn loosened(factor: f64) -> Self {
+        assert!(factor >= 1.0, "a tolerance is loosened, not tightened");
+        Self { factor }
+    }
+}
+
+/// Runs a case on a device, or notes why it is skipped. Used by the macros.
+pub fn run<D>(name: &str, device: Result<D, String>, case: impl FnOnce(&mut D)) {
+    match device {
+        Ok(mut device) => case(&mut device),
+        Err(reason) => skip(name, &reason),
+    }
+}
+
+#[allow(clippy::print_stderr, reason = "a skipped test says so to people")]
+fn skip(name: &str, reason: &str) {
+    use std::io::Write;
+    eprintln!("skipped {name}: {reason}");
+    if let Some(path) = std::env::var_os("LAGOON_SKIP_LOG") {
+        let mut log = std::fs::OpenOptions::new().create(true).append(true).open(path).expect("the skip log opens");
+        writeln!(log, "{name}\t{reason}").expect("the skip log takes a line");
+    }
+}
+
+/// Asserts that every element of `got` is within its bound of `want`: `bound(i)` for element `i`.
+#[track_caller]
+fn assert_close(what: &str, got: &[f32], want: &[f64], bound: impl Fn(usize) -> f64) {
+    assert_eq!(got.len(), want.len(), "{what}: length");
+    for (i, (got, want)) in got.iter().zip(want).enumerate() {
+        let (error, bound) = ((f64::from(*got) - want).abs(), bound(i));
+        assert!(error <= bound, "{what}: element {i} is {got}, expected {want}, off by {error:e} (bound {bound:e})");
+    }
+}
+
+/// Instantiates the suite as `#[test]`s for `$make: Fn() -> Result<impl Device, String>`; see the module's doc.
+#[macro_export]
+macro_rules! conformance_suite {
+    ($make:expr) => {
+        $crate::conformance_suite!($make, $crate::conformance::Tolerance::STRICT);
+    };
+    ($make:expr, $tolerance:expr) => {
+        $crate::conformance_cases!(
+            $make,
+            $tolerance,
+            tensors_round_trip,
+            kv_bytes_round_trip,
+            embed_widens_rows,
+            gather_copies_rows,
+            rms_norm_matches,
+            silu_mul_matches,
+            matmul_f32,
+            matmul_f16,
+            matmul_bf16,
+            matmul_add,
+            matmul_parts,
+            matmul_blocked,
+            rope_append_rotates_and_stores,
+            rope_append_then_attention,
+            attention_dtypes,
+            attention_geometries,
+            attention_windows,
+            attention_missing_runs,
+            attention_decode_batch,
+            attention_prefill,
+            attention_long_context,
+            attention_steep_scores,
+            attention_leaves_other_rows,
+            merge_counts_decide_emptiness,
+            merge_extreme_scores,
+            merge_of_split_attention,
+        );
+    };
+}
+
+/// Instantiates the case of a weight larger than 128 MiB: a backend with a binding limit proves its sharding.
+#[macro_export]
+macro_rules! conformance_large_weight {
+    ($make:expr) => {
+        $crate::conformance_large_weight!($make, $crate::conformance::Tolerance::STRICT);
+    };
+    ($make:expr, $tolerance:expr) => {
+        $crate::conformance_cases!($make, $tolerance, matmul_large_weight);
+    };
+}
+
+/// One `#[test]` for each named case; used by the other macros, and by hand to leave cases out visibly.
+#[macro_export]
+macro_rules! conformance_cases {
+    ($make:expr, $tolerance:expr, $($case:ident),+ $(,)?) => {
+        $(
+            #[test]
+            fn $case() {
+                let tolerance: $crate::conformance::Tolerance = $tolerance;
+                $crate::conformance::run(stringify!($case), $make(), |device| {
+                    $crate::conformance::cases::$case(device, tolerance);
+                });
+            }
+        )+
+    };
+}

@@ -1,0 +1,103 @@
+//! Attention in f64, by plain loops over what each row sees.
+
+use super::data::read;
+use super::{Tolerance, assert_close};
+use crate::{AttnBatch, Device, Partials};
+use lagoon_types::run::visible;
+
+/// Attention of a batch in f64, with what its bounds need.
+pub(super) struct Attention {
+    /// `[rows][heads][head_dim]`, normalised.
+    pub(super) out: Vec<f64>,
+    /// `[rows][heads]`, natural log.
+    pub(super) lse: Vec<f64>,
+    /// `[rows]`, keys seen.
+    pub(super) count: Vec<u32>,
+    /// `[rows][heads]`: the largest sum of absolute products behind a score.
+    steepest: Vec<f64>,
+    /// Largest magnitude of a value.
+    value_max: f64,
+}
+
+impl Attention {
+    /// `queries` is `[rows][q_cols]`; `stored` is the layer's whole store, widened: `[slot][k|v][kv_heads][head_dim]`.
+    pub(super) fn of(batch: &AttnBatch<'_>, queries: &[f32], q_cols: usize, stored: &[f32]) -> Self {
+        let g = batch.geometry;
+        let (heads, rows) = (g.heads as usize, batch.rows());
+        let mut all = Self {
+            out: vec![0.0; rows * g.q_dim()],
+            lse: vec![0.0; rows * heads],
+            count: vec![0; rows],
+            steepest: vec![0.0; rows * heads],
+            value_max: stored.iter().fold(0.0, |m, v| f64::from(v.abs()).max(m)),
+        };
+        for seq in batch.seqs {
+            for i in 0..seq.rows {
+                let (row, seen) = ((seq.row0 + i) as usize, visible(seq.pos0 + i, batch.window));
+                let slots: Vec<usize> = batch.runs[seq.run0 as usize..][..seq.runs as usize]
+                    .iter()
+                    .flat_map(|run| run.positions().zip(run.base..))
+                    .filter_map(|(pos, slot)| seen.contains(&pos).then_some(slot as usize))
+                    .collect();
+                all.count[row] = u32::try_from(slots.len()).expect("fits");
+                if !slots.is_empty() {
+                    (0..heads).for_each(|head| all.head(batch, &queries[row * q_cols..], stored, row, head, &slots));
+                }
+            }
+        }
+        all
+    }
+
+    fn head(&mut self, batch: &AttnBatch<'_>, query: &[f32], stored: &[f32], row: usize, head: usize, slots: &[usize]) {
+        let g = batch.geometry;
+        let (dim, kv_dim, heads) = (g.head_dim as usize, g.kv_dim(), g.heads as usize);
+        let query = &query[head * dim..][..dim];
+        let at = head / g.group() as usize * dim;
+        let mut scores = Vec::with_capacity(slots.len());
+        let mut steepest = 0f64;
+        for slot in slots {
+            let key = &stored[slot * 2 * kv_dim + at..][..dim];
+            let products =
+                || query.iter().zip(key).map(|(a, b)| f64::from(*a) * f64::from(*b) * f64::from(batch.scale));
+            scores.push(products().sum::<f64>());
+            steepest = steepest.max(products().map(f64::abs).sum());
+        }
+        let max = scores.iter().fold(f64::NEG_INFINITY, |m, s| m.max(*s));
+        let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+        let out = &mut self.out[row * heads * dim + head * dim..][..dim];
+        for (slot, score) in slots.iter().zip(&scores) {
+            let weight = (score - max).exp() / sum;
+            let value = &stored[slot * 2 * kv_dim + kv_dim + at..][..dim];
+            out.iter_mut().zip(value).for_each(|(o, v)| *o += weight * f64::from(*v));
+        }
+        self.lse[row * heads + head] = max + sum.ln();
+        self.steepest[row * heads + head] = steepest;
+    }
+}
+
+/// Compares a device's partials with the oracle, for rows that saw keys.
+pub(super) fn check<D: Device>(
+    device: &mut D,
+    what: &str,
+    want: &Attention,
+    got: &Partials<D::Tensor>,
+    batch: &AttnBatch<'_>,
+    tolerance: Tolerance,
+) {
+    assert_eq!(got.count, want.count, "{what}: counts");
+    let (heads, dim, rows) = (batch.geometry.heads as usize, batch.geometry.head_dim as usize, want.count.len());
+    let out = read(device, &got.out, rows, heads * dim);
+    let lse = read(device, &got.lse, rows, heads);
+    let u = 2f64.powi(-24);
+    for row in (0..rows).filter(|row| want.count[*row] > 0) {
+        for head in 0..heads {
+            let at = row * heads + head;
+            let what = format!("{what}: row {row} head {head}");
+            let score_error = (8.0 + (dim as f64).sqrt()) * u * want.steepest[at];
+            let sum_error = (16.0 + 2.0 * f64::from(want.count[row]).sqrt()) * u;
+            let bound = (2.0 * score_error + sum_error) * tolerance.factor;
+            assert_close(&what, &out[at * dim..][..dim], &want.out[at * dim..][..dim], |_| bound * want.value_max);
+            assert_close(&what, &lse[at..=at], &want.lse[at..=at], |_| bound + 4.0 * u * want.lse[at].abs());
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! Embedding, gather, norm and activation.
+
+use super::data::{DTYPES, Data, read};
+use super::{Tolerance, assert_close};
+use crate::{Device, WeightSource};
+use bytes::Bytes;
+
+/// Rows of the table come out exactly, also when the table has several parts.
+pub fn embed_widens_rows<D: Device>(device: &mut D, _: Tolerance) {
+    let mut data = Data::new(3);
+    for dtype in DTYPES {
+        for cols in [40, 172, 768] {
+            let (bytes, exact) = data.stored(dtype, 53 * cols);
+            let bytes = Bytes::from(bytes);
+            let cut = 20 * cols * dtype.size();
+            let parts = vec![(20, bytes.slice(..cut)), (33, bytes.slice(cut..))];
+            let table = device.weight(WeightSource { dtype, cols, parts }).expect("weight");
+            let ids = [0, 52, 19, 20, 19, 7];
+            let mut out = device.tensor(9, cols).expect("tensor");
+            device.embed(&table, &ids, &mut out).expect("embed");
+            let want: Vec<f32> = ids.iter().flat_map(|id| &exact[*id as usize * cols..][..cols]).copied().collect();
+            assert_eq!(read(device, &out, ids.len(), cols), want, "{dtype} {cols}");
+            assert!(read(device, &out, 9, cols)[6 * cols..].iter().all(|v| *v == 0.0), "other rows are untouched");
+        }
+    }
+}
+
+/// Rows are copied exactly, in any order and repeatedly.
+pub fn gather_copies_rows<D: Device>(device: &mut D, _: Tolerance) {
+    let mut data = Data::new(4);
+    for cols in [1, 40, 768] {
+        let (x, values) = data.tensor(device, 17, cols);
+        let mut out = device.tensor(5, cols).expect("tensor");
+        let rows = [16, 0, 3, 3];
+        device.gather_rows(&x, &rows, &mut out).expect("gather_rows");
+        let want: Vec<f32> = rows.iter().flat_map(|r| &values[*r as usize * cols..][..cols]).copied().collect();
+        assert_eq!(read(device, &out, rows.len(), cols), want);
+    }
+}
+
+/// Norms of rows of ordinary, tiny and zero magnitude.
+pub fn rms_norm_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
+    let mut data = Data::new(5);
+    for dtype in DTYPES {
+        for (rows, cols) in [(1, 40), (2, 172), (5, 768), (17, 96), (65, 72)] {
+            let mut values = data.values(rows * cols);
+            values[..cols].iter_mut().for_each(|v| *v *= 1e-3);
+            if rows > 2 {
+                values[cols..2 * cols].fill(0.0);
+            }
+            let x = super::data::tensor(device, cols, &values);
+            let (weight, scale) = data.weight(device, dtype, 1, cols);
+            let mut out = device.tensor(rows, cols).expect("tensor");
+            let eps = 1e-5f32;
+            device.rms_norm(&x, &weight, eps, rows, &mut out).expect("rms_norm");
+            let want: Vec<f64> = values
+                .chunks_exact(cols)
+                .flat_map(|row| {
+                    let squares: f64 = row.iter().map(|v| f64::from(*v).powi(2)).sum();
+                    let factor = 1.0 / (squares / cols as f64 + f64::from(eps)).sqrt();
+                    row.iter().zip(&scale).map(move |(v, s)| f64::from(*v) * factor * f64::from(*s))
+                })
+                .collect();
+            let got = read(device, &out, rows, cols);
+            assert_close(&format!("rms_norm {dtype} {rows}x{cols}"), &got, &want, |i| {
+                1e-6 * tolerance.factor * want[i].abs() + 1e-12
+            });
+        }
+    }
+}
+
+/// The gated activation, also where the gate's exponential over- or underflows.
+pub fn silu_mul_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
+    let mut data = Data::new(6);
+    for (rows, n) in [(1, 40), (3, 172), (17, 96), (2, 2048)] {
+        let mut values: Vec<f32> = data.values(rows * 2 * n).into_iter().map(|v| v * 4.0).collect();
+        values[..6].copy_from_slice(&[0.0, -0.0, 60.0, -60.0, 300.0, -300.0]);
+        let x = super::data::tensor(device, 2 * n, &values);
+        let mut out = device.tensor(rows, n).expect("tensor");
+        device.silu_mul(&x, rows, &mut out).expect("silu_mul");
+        let want: Vec<f64> = values
+            .chunks_exact(2 * n)
+            .flat_map(|row| {
+                let (gate, up) = row.split_at(n);
+                gate.iter().zip(up).map(|(g, u)| {
+                    let g = f64::from(*g);
+                    g / (1.0 + (-g).exp()) * f64::from(*u)
+                })
+            })
+            .collect();
+        let got = read(device, &out, rows, n);
+        assert_close(&format!("silu_mul {rows}x{n}"), &got, &want, |i| {
+            1.5e-6 * tolerance.factor * want[i].abs() + 1e-20
+        });
+    }
+}

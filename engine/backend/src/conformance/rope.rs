@@ -1,0 +1,125 @@
+//! Rotation and append.
+
+use super::data::{DTYPES, Data, read, tensor};
+use super::oracle::{self, Attention};
+use super::{Tolerance, assert_close};
+use crate::{AttnBatch, AttnRows, Device};
+use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
+
+/// `[rows][head_dim]`: cosines then sines, for positions from `pos0`.
+fn angles(rows: usize, dim: usize, pos0: usize) -> Vec<f32> {
+    let half = dim / 2;
+    let angle = |row: usize, j: usize| (pos0 + row) as f64 * 10_000f64.powf(-(j as f64) / half as f64);
+    (0..rows)
+        .flat_map(|row| {
+            (0..2 * half).map(move |j| if j < half { angle(row, j).cos() } else { angle(row, j - half).sin() })
+        })
+        .map(|v| v as f32)
+        .collect()
+}
+
+/// The rotation of `[rows][qkv_dim]` in f64.
+fn rotate(qkv: &[f32], rope: &[f32], geometry: AttentionGeometry) -> Vec<f64> {
+    let (cols, dim) = (geometry.qkv_dim(), geometry.head_dim as usize);
+    let rotated = geometry.q_dim() + geometry.kv_dim();
+    let mut want: Vec<f64> = qkv.iter().map(|v| f64::from(*v)).collect();
+    for (x, angles) in want.chunks_exact_mut(cols).zip(rope.chunks_exact(dim)) {
+        for head in x[..rotated].chunks_exact_mut(dim) {
+            for j in 0..dim / 2 {
+                let (a, b) = (head[j], head[j + dim / 2]);
+                let (cos, sin) = (f64::from(angles[j]), f64::from(angles[j + dim / 2]));
+                head[j] = a * cos - b * sin;
+                head[j + dim / 2] = b * cos + a * sin;
+            }
+        }
+    }
+    want
+}
+
+/// Half a unit in the last place of `value` in `dtype` (f16 has subnormals from 2^-14 down).
+fn half_ulp(dtype: DType, value: f64) -> f64 {
+    let (digits, min_exponent) = match dtype {
+        DType::F32 => (24, -126),
+        DType::F16 => (11, -14),
+        DType::BF16 => (8, -126),
+    };
+    let exponent = if value == 0.0 { min_exponent } else { (value.abs().log2().floor() as i32).max(min_exponent) };
+    2f64.powi(exponent - digits)
+}
+
+/// Queries and keys are rotated in place, values left; K and V are stored rounded in their slots and nowhere else.
+pub fn rope_append_rotates_and_stores<D: Device>(device: &mut D, tolerance: Tolerance) {
+    let mut data = Data::new(30);
+    for dtype in DTYPES {
+        for (rows, heads, kv_heads, head_dim) in
+            [(1, 4, 2, 64), (3, 1, 1, 40), (17, 6, 2, 80), (65, 12, 4, 16), (5, 8, 1, 172)]
+        {
+            let geometry = AttentionGeometry { heads, kv_heads, head_dim };
+            let (cols, dim) = (geometry.qkv_dim(), head_dim as usize);
+            let what = format!("rope_append {dtype} {rows} rows {geometry:?}");
+            let (mut qkv, values) = data.tensor(device, rows + 1, cols);
+            let rope_values = angles(rows + 2, dim, 1000);
+            let rope = tensor(device, dim, &rope_values);
+            let shape = KvShape { layers: 2, kv_heads, head_dim, dtype };
+            let total = 80u32;
+            let mut kv = device.kv(shape, total as usize).expect("kv");
+            let mut slots = data.permutation(total);
+            slots.truncate(rows);
+            if rows > 2 {
+                slots[1] = u32::MAX;
+            }
+            device.rope_append(&mut qkv, &rope, geometry, &slots, &mut kv, 1).expect("rope_append");
+            let want = rotate(&values[..rows * cols], &rope_values, geometry);
+            let got = read(device, &qkv, rows + 1, cols);
+            let f32_bound = 4.0 * 2f64.powi(-24) * tolerance.factor * 3.0 * 2f64.sqrt();
+            assert_close(&what, &got[..rows * cols], &want, |_| f32_bound);
+            assert_eq!(got[rows * cols..], values[rows * cols..], "{what}: rows beyond are untouched");
+            let (q_dim, token) = (geometry.q_dim(), 2 * geometry.kv_dim());
+            let mut stored = Vec::new();
+            for slot in 0..total {
+                let mut bytes = Vec::new();
+                device.kv_read(&kv, 1, slot, 1, &mut bytes).expect("kv_read");
+                stored.clear();
+                dtype.decode(&bytes, &mut stored);
+                let Some(row) = slots.iter().position(|s| *s == slot) else {
+                    assert!(stored.iter().all(|v| *v == 0.0), "{what}: slot {slot} is untouched");
+                    continue;
+                };
+                let want = &want[row * cols + q_dim..][..token];
+                let units = if tolerance.factor > 1.0 { 2.0 } else { 1.0 };
+                assert_close(&what, &stored, want, |i| units * half_ulp(dtype, want[i]) + f32_bound);
+            }
+        }
+    }
+}
+
+/// A few chunks of one sequence, appended and attended to as a model does.
+pub fn rope_append_then_attention<D: Device>(device: &mut D, tolerance: Tolerance) {
+    let geometry = AttentionGeometry { heads: 6, kv_heads: 2, head_dim: 40 };
+    let mut data = Data::new(31);
+    for dtype in DTYPES {
+        let shape = KvShape { layers: 1, kv_heads: 2, head_dim: 40, dtype };
+        let mut kv = device.kv(shape, 64).expect("kv");
+        let mut out = device.partials(40, geometry).expect("partials");
+        let mut pos = 0u32;
+        for rows in [30u32, 1, 9, 1] {
+            let (mut qkv, _) = data.tensor(device, rows as usize, geometry.qkv_dim());
+            let rope = tensor(device, 40, &angles(rows as usize, 40, pos as usize));
+            let slots: Vec<u32> = (pos + 5..pos + 5 + rows).collect();
+            device.rope_append(&mut qkv, &rope, geometry, &slots, &mut kv, 0).expect("rope_append");
+            let seqs = [AttnRows { row0: 0, rows, pos0: pos, run0: 0, runs: 1 }];
+            pos += rows;
+            let runs = [KvRun { base: 5, len: pos, first_pos: 0 }];
+            let batch = AttnBatch { geometry, scale: 0.2, window: None, seqs: &seqs, runs: &runs };
+            device.attention(&qkv, &batch, &kv, 0, &mut out).expect("attention");
+            // The oracle starts from what the device rotated and stored, which the case above checks.
+            let queries = read(device, &qkv, rows as usize, geometry.qkv_dim());
+            let mut bytes = Vec::new();
+            device.kv_read(&kv, 0, 0, 64, &mut bytes).expect("kv_read");
+            let mut stored = Vec::new();
+            dtype.decode(&bytes, &mut stored);
+            let want = Attention::of(&batch, &queries, geometry.qkv_dim(), &stored);
+            oracle::check(device, &format!("attention after {pos} tokens of {dtype}"), &want, &out, &batch, tolerance);
+        }
+    }
+}

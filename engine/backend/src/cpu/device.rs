@@ -1,0 +1,154 @@
+//! [`Device`] for the host: memory here, each operation in its own file.
+
+use super::{CpuDevice, CpuKv, CpuTensor, CpuWeight};
+use super::{attention, embed, gather_rows, matmul, merge, rms_norm, rope_append, silu_mul};
+use crate::{AttnBatch, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
+use lagoon_types::{AttentionGeometry, KvShape};
+use std::ops::Range;
+
+impl Device for CpuDevice {
+    type Tensor = CpuTensor;
+    type Weight = CpuWeight;
+    type Kv = CpuKv;
+
+    fn info(&self) -> DeviceInfo {
+        DeviceInfo {
+            backend: "cpu",
+            name: format!("host, {} threads", self.threads.count()),
+            software: false,
+            memory_bytes: None,
+        }
+    }
+
+    fn tensor(&mut self, rows: usize, cols: usize) -> Result<CpuTensor, DeviceError> {
+        CpuTensor::new(rows, cols)
+    }
+
+    fn weight(&mut self, source: WeightSource) -> Result<CpuWeight, DeviceError> {
+        Ok(CpuWeight::new(source))
+    }
+
+    fn kv(&mut self, shape: KvShape, slots: usize) -> Result<CpuKv, DeviceError> {
+        CpuKv::new(shape, slots)
+    }
+
+    fn write(&mut self, tensor: &mut CpuTensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
+        assert_eq!(data.len() % tensor.cols, 0, "whole rows are written");
+        let start = row0 * tensor.cols;
+        tensor.data[start..start + data.len()].copy_from_slice(data);
+        Ok(())
+    }
+
+    fn read(
+        &mut self,
+        tensor: &CpuTensor,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        out.reserve(rows.len() * cols.len());
+        for row in rows {
+            out.extend_from_slice(&tensor.data[row * tensor.cols..][..tensor.cols][cols.clone()]);
+        }
+        Ok(())
+    }
+
+    fn kv_write(&mut self, kv: &mut CpuKv, layer: usize, slot0: u32, bytes: &[u8]) -> Result<(), DeviceError> {
+        let token_bytes = kv.shape.layer_token_bytes();
+        assert_eq!(bytes.len() % token_bytes, 0, "whole tokens are written");
+        let span = kv.span(slot0, bytes.len() / token_bytes);
+        kv.layer_mut(layer)[span].copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn kv_read(
+        &mut self,
+        kv: &CpuKv,
+        layer: usize,
+        slot0: u32,
+        tokens: u32,
+        out: &mut Vec<u8>,
+    ) -> Result<(), DeviceError> {
+        out.extend_from_slice(&kv.layer(layer)[kv.span(slot0, tokens as usize)]);
+        Ok(())
+    }
+
+    fn sync(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn embed(&mut self, table: &CpuWeight, ids: &[u32], out: &mut CpuTensor) -> Result<(), DeviceError> {
+        embed::embed(table, ids, out);
+        Ok(())
+    }
+
+    fn rms_norm(
+        &mut self,
+        x: &CpuTensor,
+        weight: &CpuWeight,
+        eps: f32,
+        rows: usize,
+        out: &mut CpuTensor,
+    ) -> Result<(), DeviceError> {
+        rms_norm::rms_norm(&self.threads, x, weight, eps, rows, out);
+        Ok(())
+    }
+
+    fn matmul(
+        &mut self,
+        x: &CpuTensor,
+        weight: &CpuWeight,
+        rows: usize,
+        mode: Mode,
+        out: &mut CpuTensor,
+    ) -> Result<(), DeviceError> {
+        matmul::matmul(&self.threads, x, weight, rows, mode, out);
+        Ok(())
+    }
+
+    fn rope_append(
+        &mut self,
+        qkv: &mut CpuTensor,
+        rope: &CpuTensor,
+        geometry: AttentionGeometry,
+        slots: &[u32],
+        kv: &mut CpuKv,
+        layer: usize,
+    ) -> Result<(), DeviceError> {
+        rope_append::rope_append(&self.threads, qkv, rope, geometry, slots, kv, layer);
+        Ok(())
+    }
+
+    fn attention(
+        &mut self,
+        q: &CpuTensor,
+        batch: &AttnBatch<'_>,
+        kv: &CpuKv,
+        layer: usize,
+        out: &mut Partials<CpuTensor>,
+    ) -> Result<(), DeviceError> {
+        batch.fill_counts(&mut out.count);
+        attention::attention(&self.threads, q, batch, kv, layer, out);
+        Ok(())
+    }
+
+    fn merge(
+        &mut self,
+        acc: &mut Partials<CpuTensor>,
+        other: &Partials<CpuTensor>,
+        geometry: AttentionGeometry,
+    ) -> Result<(), DeviceError> {
+        merge::merge(acc, other, geometry);
+        Ok(())
+    }
+
+    fn silu_mul(&mut self, x: &CpuTensor, rows: usize, out: &mut CpuTensor) -> Result<(), DeviceError> {
+        silu_mul::silu_mul(&self.threads, x, rows, out);
+        Ok(())
+    }
+
+    fn gather_rows(&mut self, x: &CpuTensor, rows: &[u32], out: &mut CpuTensor) -> Result<(), DeviceError> {
+        gather_rows::gather_rows(x, rows, out);
+        Ok(())
+    }
+}

@@ -1,0 +1,81 @@
+//! The host CPU backend: the oracle in practice and the default where there is no GPU.
+//!
+//! One file an op, named as the op in [`Device`]. Calls are complete when they return. Weights and KV are read in their
+//! own element type and widened to f32 in registers or in cache-sized tiles; sums are f32.
+
+mod attention;
+mod buffer;
+mod device;
+mod embed;
+mod gather_rows;
+mod kv;
+mod matmul;
+mod merge;
+mod rms_norm;
+mod rope_append;
+mod silu_mul;
+mod threads;
+mod weight;
+mod widen;
+
+use crate::DeviceError;
+use buffer::Buffer;
+pub use kv::CpuKv;
+use std::num::NonZeroUsize;
+use threads::Threads;
+pub use weight::CpuWeight;
+
+#[cfg(target_endian = "big")]
+compile_error!("weights, KV and wire payloads are little-endian and are used in place");
+
+/// f32 activations `[rows][cols]` in host memory.
+#[derive(Debug)]
+pub struct CpuTensor {
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) data: Buffer<f32>,
+}
+
+impl CpuTensor {
+    fn new(rows: usize, cols: usize) -> Result<Self, DeviceError> {
+        Ok(Self { rows, cols, data: Buffer::zeroed(rows.saturating_mul(cols), "tensor")? })
+    }
+
+    /// The first `rows` rows.
+    pub(crate) fn head(&self, rows: usize) -> &[f32] {
+        assert!(rows <= self.rows, "rows within the tensor");
+        &self.data[..rows * self.cols]
+    }
+
+    /// The first `rows` rows, for writing.
+    pub(crate) fn head_mut(&mut self, rows: usize) -> &mut [f32] {
+        assert!(rows <= self.rows, "rows within the tensor");
+        &mut self.data[..rows * self.cols]
+    }
+}
+
+/// The host's processors and memory as a [`crate::Device`].
+#[derive(Debug)]
+pub struct CpuDevice {
+    threads: Threads,
+}
+
+impl CpuDevice {
+    /// A device with as many threads as the process may use.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::with_threads(std::thread::available_parallelism().map_or(1, NonZeroUsize::get))
+    }
+
+    /// A device with `threads` threads (at least one).
+    #[must_use]
+    pub fn with_threads(threads: usize) -> Self {
+        Self { threads: Threads::new(threads.max(1)) }
+    }
+}
+
+impl Default for CpuDevice {
+    fn default() -> Self {
+        Self::new()
+    }
+}
