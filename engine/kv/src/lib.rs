@@ -1,1 +1,25 @@
-//! lagoon-kv
+//! rBlocks: the physical pool of one instance, the block table of one sequence, and the content and identity of a
+//! block. Logical only: no device memory, no protocol, no I/O, no clock.
+//!
+//! * [`BlockPool`] says who has each physical rBlock: nobody, a sequence of this instance, or a lease.
+//! * [`SeqBlocks`] says where each logical rBlock of one sequence lies: here, on a creditor, or nowhere any more
+//!   (behind the window).
+//! * [`LeaseHasher`] computes the hash of sealed remote blocks while their KV streams by, on both sides alike.
+//! * [`BlockIdentity`] names what a block holds by the tokens that lead to it.
+//!
+//! What must not be here: knowledge of instances beyond their ids, of messages, or of when anything happens.
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(clippy::unwrap_used, reason = "tests"))]
+
+pub mod account;
+mod extents;
+pub mod hash;
+pub mod identity;
+pub mod pool;
+pub mod seq;
+
+pub use account::KvAccount;
+pub use hash::{BlockHasher, LeaseHasher};
+pub use identity::{BlockIdentity, IdentityRoot};
+pub use pool::{BlockPool, BlockState, Owner, PoolCounts};
+pub use seq::{Advance, Freed, Placement, RemoteBlock, RemoteEntries, RemoteGrant, Segment, SeqBlocks, SlotRef};

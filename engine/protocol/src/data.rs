@@ -2,6 +2,7 @@
 //! never copies; lengths are validated by the codec against the header.
 
 use bytes::Bytes;
+pub use lagoon_types::LeaseRun;
 use lagoon_types::{DType, Epoch, LeaseId, SeqId, StepId};
 
 /// Why a creditor refuses a step or a transfer.
@@ -56,19 +57,6 @@ impl RefuseCode {
             _ => return None,
         })
     }
-}
-
-/// Consecutive tokens of one lease that a step attends to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LeaseRun {
-    pub lease: LeaseId,
-    pub epoch: Epoch,
-    /// First token's offset in the lease.
-    pub offset: u32,
-    /// Tokens; never 0. The creditor answers once `offset + len` tokens are written in the queried layer.
-    pub len: u32,
-    /// Position in the sequence of the first token.
-    pub first_pos: u32,
 }
 
 /// Query rows of one sequence in a step, and the lease runs that they attend to on this creditor.

@@ -17,6 +17,6 @@ pub use dtype::DType;
 pub use ids::{BlockIndex, Epoch, InstanceId, LeaseId, PhysBlock, SeqId, StepId};
 pub use partial::Partial;
 pub use request::{FinishReason, GenerateRequest, RequestError, SamplingParams, TokenEvent, TokenLogprobs};
-pub use run::KvRun;
+pub use run::{KvRun, LeaseRun};
 pub use shape::{AttentionGeometry, KvShape, ModelHash};
 pub use step::{Chunk, Lane, StepPlan};

@@ -3,6 +3,7 @@
 //! Invariant of the whole system: for every query row, the runs that are attended to (local, scratch, remote) tile
 //! the row's visible range exactly once. It is checked by comparing key counts with [`visible_len`].
 
+use crate::ids::{Epoch, LeaseId};
 use bytemuck::{Pod, Zeroable};
 use std::ops::Range;
 
@@ -16,6 +17,19 @@ pub struct KvRun {
     pub len: u32,
     /// Position in the sequence of the first token. Positions travel with the run, so windows stay right when
     /// blocks move.
+    pub first_pos: u32,
+}
+
+/// Consecutive tokens of one lease that a step attends to: a run on a creditor, as its debtor names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LeaseRun {
+    pub lease: LeaseId,
+    pub epoch: Epoch,
+    /// First token's offset in the lease.
+    pub offset: u32,
+    /// Tokens; never 0. The creditor answers once `offset + len` tokens are written in the queried layer.
+    pub len: u32,
+    /// Position in the sequence of the first token.
     pub first_pos: u32,
 }
 

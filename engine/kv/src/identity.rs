@@ -1,0 +1,111 @@
+//! What a block holds, named by everything that its KV depends on: the model, its adapter, the element type, the
+//! rotary embedding, and every token up to the block's end. Equal identities mean equal KV, so that a prefix that
+//! was computed once can be found again.
+//!
+//! `root = H(model, adapter, dtype, rope, block_tokens)`, `id_i = H(id_{i-1}, tokens of block i)`: a chain, so an
+//! identity covers the whole prefix. Every field is length-prefixed: no two different inputs hash the same bytes.
+
+use lagoon_types::{DType, ModelHash};
+
+/// What the chain of a model's blocks starts from.
+#[derive(Clone, Copy, Debug)]
+pub struct IdentityRoot<'a> {
+    pub model: ModelHash,
+    /// Identity of a fine-tuning adapter, empty for none.
+    pub adapter: &'a [u8],
+    pub dtype: DType,
+    /// Canonical description of the rotary embedding and its scaling.
+    pub rope: &'a [u8],
+    pub block_tokens: u32,
+}
+
+/// Identity of one full block and all that precedes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BlockIdentity(pub [u8; 32]);
+
+const ROOT_CONTEXT: &str = "lagoon 2026-11 block identity root";
+const BLOCK_CONTEXT: &str = "lagoon 2026-11 block identity";
+
+fn field(hasher: &mut blake3::Hasher, bytes: &[u8]) {
+    hasher.update(&(bytes.len() as u64).to_le_bytes());
+    hasher.update(bytes);
+}
+
+impl BlockIdentity {
+    /// The identity before the first block.
+    #[must_use]
+    pub fn root(root: &IdentityRoot<'_>) -> Self {
+        let mut hasher = blake3::Hasher::new_derive_key(ROOT_CONTEXT);
+        field(&mut hasher, &root.model.0);
+        field(&mut hasher, root.adapter);
+        field(&mut hasher, &[root.dtype.code()]);
+        field(&mut hasher, root.rope);
+        field(&mut hasher, &root.block_tokens.to_le_bytes());
+        Self(*hasher.finalize().as_bytes())
+    }
+
+    /// The identity of the block that follows this one and holds `tokens`.
+    #[must_use]
+    pub fn then(&self, tokens: &[u32]) -> Self {
+        let mut hasher = blake3::Hasher::new_derive_key(BLOCK_CONTEXT);
+        field(&mut hasher, &self.0);
+        hasher.update(&(tokens.len() as u64).to_le_bytes());
+        tokens.iter().for_each(|t| {
+            hasher.update(&t.to_le_bytes());
+        });
+        Self(*hasher.finalize().as_bytes())
+    }
+
+    /// Identities of every full block of `tokens`; the partial tail has none.
+    #[must_use]
+    pub fn chain(root: &IdentityRoot<'_>, tokens: &[u32]) -> Vec<Self> {
+        let mut last = Self::root(root);
+        let full = tokens.chunks_exact(root.block_tokens as usize);
+        full.map(|block| {
+            last = last.then(block);
+            last
+        })
+        .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ROOT: IdentityRoot<'_> = IdentityRoot {
+        model: ModelHash([7; 32]),
+        adapter: b"",
+        dtype: DType::F16,
+        rope: b"theta=1e4",
+        block_tokens: 4,
+    };
+
+    #[test]
+    fn equal_prefixes_share_identities_and_a_change_spreads_forward() {
+        let a = BlockIdentity::chain(&ROOT, &[1, 2, 3, 4, 5, 6, 7, 8, 9]);
+        let b = BlockIdentity::chain(&ROOT, &[1, 2, 3, 4, 5, 6, 7, 0]);
+        assert_eq!((a.len(), b.len()), (2, 2));
+        assert_eq!(a[0], b[0]);
+        assert_ne!(a[1], b[1]);
+        let c = BlockIdentity::chain(&ROOT, &[0, 2, 3, 4, 5, 6, 7, 8]);
+        assert_ne!(a[1], c[1], "the same tokens after another prefix are another block");
+    }
+
+    #[test]
+    fn everything_that_the_kv_depends_on_is_in_the_identity() {
+        let base = BlockIdentity::root(&ROOT);
+        let others = [
+            IdentityRoot { model: ModelHash([8; 32]), ..ROOT },
+            IdentityRoot { adapter: b"lora", ..ROOT },
+            IdentityRoot { dtype: DType::BF16, ..ROOT },
+            IdentityRoot { rope: b"theta=5e5", ..ROOT },
+            IdentityRoot { block_tokens: 8, ..ROOT },
+            // Fields do not run into each other.
+            IdentityRoot { adapter: b"theta", rope: b"=1e4", ..ROOT },
+        ];
+        for other in &others {
+            assert_ne!(BlockIdentity::root(other), base, "{other:?}");
+        }
+    }
+}

@@ -1,0 +1,527 @@
+//! The block table of one sequence on its debtor: where each logical rBlock lies.
+//!
+//! Invariants:
+//! * logical block `i` holds positions `[i * block_tokens, (i + 1) * block_tokens)`, wherever it lies;
+//! * the entries of a lease are in the table in order and one behind the other, so that what a window frees of a lease
+//!   are its leading entries;
+//! * blocks that are [`Placement::Gone`] are a prefix of the table, and wholly behind the window;
+//! * for every `len` and window, [`SeqBlocks::local_runs`] and [`SeqBlocks::remote_runs`] together list every position
+//!   from the window's first block to `len` exactly once.
+
+use crate::pool::{BlockPool, BlockState};
+use lagoon_types::{Epoch, InstanceId, KvRun, LeaseId, LeaseRun, PhysBlock};
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// Where a logical block lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Placement {
+    /// In this instance's own store.
+    Local(PhysBlock),
+    /// In an entry of a lease.
+    Remote(RemoteBlock),
+    /// Behind the window, freed.
+    Gone,
+}
+
+/// One entry of a lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RemoteBlock {
+    pub creditor: InstanceId,
+    pub lease: LeaseId,
+    pub epoch: Epoch,
+    pub entry: u32,
+}
+
+/// A whole lease, to be appended to the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RemoteGrant {
+    pub creditor: InstanceId,
+    pub lease: LeaseId,
+    pub epoch: Epoch,
+    pub blocks: u32,
+}
+
+/// Leading entries of a lease that the sequence does not need any more: all of `[0, entries)`, also those that were
+/// reported before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RemoteEntries {
+    pub creditor: InstanceId,
+    pub lease: LeaseId,
+    pub epoch: Epoch,
+    pub entries: u32,
+}
+
+/// Where one token's KV goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SlotRef {
+    /// A slot of this instance's store.
+    Local(u32),
+    /// A token offset in a lease.
+    Remote { creditor: InstanceId, lease: LeaseId, epoch: Epoch, offset: u32 },
+}
+
+/// Consecutive positions that lie consecutively in one memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Segment {
+    Local(KvRun),
+    Remote { creditor: InstanceId, run: LeaseRun },
+}
+
+impl Segment {
+    /// Position of the first token.
+    #[must_use]
+    pub fn first_pos(&self) -> u32 {
+        match self {
+            Self::Local(run) => run.first_pos,
+            Self::Remote { run, .. } => run.first_pos,
+        }
+    }
+
+    /// Tokens; never 0.
+    #[must_use]
+    pub fn tokens(&self) -> u32 {
+        match self {
+            Self::Local(run) => run.len,
+            Self::Remote { run, .. } => run.len,
+        }
+    }
+}
+
+/// What a sequence gives back. The table does not hold it any more; the caller frees it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Freed {
+    pub local: Vec<PhysBlock>,
+    pub remote: Vec<RemoteEntries>,
+}
+
+impl Freed {
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.local.is_empty() && self.remote.is_empty()
+    }
+}
+
+/// State changes of blocks when tokens are written. Local ones are marked in the pool with [`Advance::mark`]; for
+/// sealed remote ones the runner sends the hash.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Advance {
+    pub filling: Vec<PhysBlock>,
+    pub sealed: Vec<PhysBlock>,
+    pub sealed_remote: Vec<RemoteBlock>,
+}
+
+impl Advance {
+    /// Marks the local blocks in their pool.
+    pub fn mark(&self, pool: &mut BlockPool) {
+        self.filling.iter().for_each(|b| pool.mark(*b, BlockState::Filling));
+        self.sealed.iter().for_each(|b| pool.mark(*b, BlockState::Sealed));
+    }
+}
+
+/// The block table of one sequence. See the module for invariants.
+#[derive(Clone, Debug)]
+pub struct SeqBlocks {
+    block_tokens: u32,
+    blocks: Vec<Placement>,
+    gone: u32,
+    written: u32,
+}
+
+fn index(block: u32) -> usize {
+    block as usize
+}
+
+impl SeqBlocks {
+    /// An empty table.
+    ///
+    /// # Panics
+    /// If `block_tokens` is 0.
+    #[must_use]
+    pub fn new(block_tokens: u32) -> Self {
+        assert!(block_tokens > 0, "an rBlock holds tokens");
+        Self { block_tokens, blocks: Vec::new(), gone: 0, written: 0 }
+    }
+
+    #[must_use]
+    pub fn block_tokens(&self) -> u32 {
+        self.block_tokens
+    }
+
+    /// Logical blocks, gone ones included.
+    #[must_use]
+    pub fn blocks(&self) -> u32 {
+        u32::try_from(self.blocks.len()).expect("a sequence has fewer blocks than tokens")
+    }
+
+    /// Where each logical block lies.
+    #[must_use]
+    pub fn placements(&self) -> &[Placement] {
+        &self.blocks
+    }
+
+    /// Tokens that the table has room for, gone ones included.
+    #[must_use]
+    pub fn capacity_tokens(&self) -> u32 {
+        self.blocks() * self.block_tokens
+    }
+
+    /// Tokens whose KV is written in every layer.
+    #[must_use]
+    pub fn written(&self) -> u32 {
+        self.written
+    }
+
+    /// Blocks to append so that `tokens` tokens fit.
+    #[must_use]
+    pub fn shortfall(&self, tokens: u32) -> u32 {
+        tokens.div_ceil(self.block_tokens).saturating_sub(self.blocks())
+    }
+
+    /// Blocks that lie on creditors.
+    #[must_use]
+    pub fn remote_blocks(&self) -> u32 {
+        let remote = self.blocks.iter().filter(|p| matches!(p, Placement::Remote(_))).count();
+        u32::try_from(remote).expect("fewer than blocks")
+    }
+
+    /// Blocks that lie here.
+    #[must_use]
+    pub fn local_blocks(&self) -> u32 {
+        self.blocks() - self.gone - self.remote_blocks()
+    }
+
+    /// The last block, if it lies here: growth is best right behind it.
+    #[must_use]
+    pub fn last_local(&self) -> Option<PhysBlock> {
+        match self.blocks.last() {
+            Some(Placement::Local(block)) => Some(*block),
+            _ => None,
+        }
+    }
+
+    /// Appends own blocks.
+    pub fn push_local(&mut self, blocks: &[PhysBlock]) {
+        self.blocks.extend(blocks.iter().map(|b| Placement::Local(*b)));
+        self.assert_capacity();
+    }
+
+    /// Appends every entry of a lease.
+    ///
+    /// # Panics
+    /// If the lease is in the table already.
+    pub fn push_remote(&mut self, grant: &RemoteGrant) {
+        let &RemoteGrant { creditor, lease, epoch, blocks } = grant;
+        assert!(
+            self.leases().all(|l| (l.creditor, l.lease) != (creditor, lease)),
+            "{creditor}'s {lease} is in the table"
+        );
+        let entries = (0..blocks).map(|entry| Placement::Remote(RemoteBlock { creditor, lease, epoch, entry }));
+        self.blocks.extend(entries);
+        self.assert_capacity();
+    }
+
+    fn assert_capacity(&self) {
+        assert!(self.blocks().checked_mul(self.block_tokens).is_some(), "a sequence's capacity fits 32 bits");
+    }
+
+    /// The leases in the table, in order, each with all of its entries that the table ever held.
+    pub fn leases(&self) -> impl Iterator<Item = RemoteEntries> + '_ {
+        let mut blocks = self.blocks.iter().peekable();
+        std::iter::from_fn(move || {
+            loop {
+                let Placement::Remote(block) = blocks.next()? else { continue };
+                let ends = match blocks.peek() {
+                    Some(Placement::Remote(next)) => (next.creditor, next.lease) != (block.creditor, block.lease),
+                    _ => true,
+                };
+                if ends {
+                    let &RemoteBlock { creditor, lease, epoch, entry } = block;
+                    return Some(RemoteEntries { creditor, lease, epoch, entries: entry + 1 });
+                }
+            }
+        })
+    }
+
+    /// `tokens` more tokens are written in every layer.
+    ///
+    /// # Panics
+    /// If they do not fit.
+    pub fn advance(&mut self, tokens: u32) -> Advance {
+        let (from, to) = (self.written, self.written + tokens);
+        assert!(to <= self.capacity_tokens(), "{to} tokens written, room for {}", self.capacity_tokens());
+        let mut change = Advance::default();
+        for block in from / self.block_tokens..to.div_ceil(self.block_tokens) {
+            let (start, end) = (block * self.block_tokens, (block + 1) * self.block_tokens);
+            match self.blocks[index(block)] {
+                Placement::Local(b) if to >= end => change.sealed.push(b),
+                Placement::Local(b) if from <= start => change.filling.push(b),
+                Placement::Remote(b) if to >= end => change.sealed_remote.push(b),
+                Placement::Local(_) | Placement::Remote(_) => {}
+                Placement::Gone => panic!("block {block} is behind the window and cannot be written"),
+            }
+        }
+        self.written = to;
+        change
+    }
+
+    /// Visits positions `range` in order as maximal pieces, skipping gone blocks.
+    fn pieces(&self, range: Range<u32>, mut visit: impl FnMut(Segment)) {
+        assert!(range.end <= self.capacity_tokens(), "position {} has no block", range.end);
+        let mut last: Option<Segment> = None;
+        let mut pos = range.start;
+        while pos < range.end {
+            let within = pos % self.block_tokens;
+            let len = (self.block_tokens - within).min(range.end - pos);
+            let piece = match self.blocks[index(pos / self.block_tokens)] {
+                Placement::Gone => None,
+                Placement::Local(block) => {
+                    Some(Segment::Local(KvRun { base: block.0 * self.block_tokens + within, len, first_pos: pos }))
+                }
+                Placement::Remote(b) => {
+                    let offset = b.entry * self.block_tokens + within;
+                    let run = LeaseRun { lease: b.lease, epoch: b.epoch, offset, len, first_pos: pos };
+                    Some(Segment::Remote { creditor: b.creditor, run })
+                }
+            };
+            last = join(last, piece, &mut visit);
+            pos += len;
+        }
+        join(last, None, &mut visit);
+    }
+
+    /// Appends the pieces that cover positions `range`: where a chunk's KV is written.
+    ///
+    /// # Panics
+    /// If a position has no block, or one behind the window.
+    pub fn segments(&self, range: Range<u32>, out: &mut Vec<Segment>) {
+        assert!(
+            range.is_empty() || range.start >= self.gone * self.block_tokens,
+            "{} is behind the window",
+            range.start
+        );
+        self.pieces(range, |piece| out.push(piece));
+    }
+
+    /// Positions to attend to for queries that see `[window_start, upto_len)`, from the start of the window's block.
+    fn visible(&self, upto_len: u32, window_start: u32) -> Range<u32> {
+        let start = window_start / self.block_tokens * self.block_tokens;
+        assert!(start >= upto_len || start >= self.gone * self.block_tokens, "{window_start} was freed");
+        start.min(upto_len)..upto_len
+    }
+
+    /// Appends the local runs of positions below `upto_len`, ascending, physically consecutive blocks merged. Blocks
+    /// wholly before `window_start` (0 without a window; else that of the first query) are left out.
+    ///
+    /// # Panics
+    /// If a position of the range has no block any more or yet.
+    pub fn local_runs(&self, upto_len: u32, window_start: u32, out: &mut Vec<KvRun>) {
+        self.pieces(self.visible(upto_len, window_start), |piece| {
+            if let Segment::Local(run) = piece {
+                out.push(run);
+            }
+        });
+    }
+
+    /// The remote runs of the same positions, by creditor, ascending, consecutive entries of a lease merged.
+    ///
+    /// # Panics
+    /// As [`SeqBlocks::local_runs`].
+    #[must_use]
+    pub fn remote_runs(&self, upto_len: u32, window_start: u32) -> BTreeMap<InstanceId, Vec<LeaseRun>> {
+        let mut runs: BTreeMap<InstanceId, Vec<LeaseRun>> = BTreeMap::new();
+        self.pieces(self.visible(upto_len, window_start), |piece| {
+            if let Segment::Remote { creditor, run } = piece {
+                runs.entry(creditor).or_default().push(run);
+            }
+        });
+        runs
+    }
+
+    /// Where the KV of position `pos` goes.
+    ///
+    /// # Panics
+    /// If the position has no block, or one behind the window.
+    #[must_use]
+    pub fn slot(&self, pos: u32) -> SlotRef {
+        let within = pos % self.block_tokens;
+        match self.blocks[index(pos / self.block_tokens)] {
+            Placement::Local(block) => SlotRef::Local(block.0 * self.block_tokens + within),
+            Placement::Remote(RemoteBlock { creditor, lease, epoch, entry }) => {
+                SlotRef::Remote { creditor, lease, epoch, offset: entry * self.block_tokens + within }
+            }
+            Placement::Gone => panic!("position {pos} is behind the window"),
+        }
+    }
+
+    /// Gives back the blocks that no query at `pos` or later sees with this window.
+    pub fn free_behind_window(&mut self, pos: u32, window: u32) -> Freed {
+        let first_seen = lagoon_types::run::visible(pos, Some(window)).start;
+        let keep_from = (first_seen / self.block_tokens).min(self.blocks());
+        let mut freed = Freed::default();
+        for block in self.gone..keep_from {
+            match std::mem::replace(&mut self.blocks[index(block)], Placement::Gone) {
+                Placement::Local(phys) => freed.local.push(phys),
+                Placement::Remote(b) => {
+                    let entries =
+                        RemoteEntries { creditor: b.creditor, lease: b.lease, epoch: b.epoch, entries: b.entry + 1 };
+                    match freed.remote.last_mut() {
+                        Some(last) if (last.creditor, last.lease) == (b.creditor, b.lease) => *last = entries,
+                        _ => freed.remote.push(entries),
+                    }
+                }
+                Placement::Gone => panic!("block {block} was freed before"),
+            }
+        }
+        self.gone = self.gone.max(keep_from);
+        freed
+    }
+
+    /// Empties the table and gives everything back: local blocks, and whole leases.
+    pub fn clear(&mut self) -> Freed {
+        let remote = self.leases().collect();
+        let local = self.blocks.drain(..).filter_map(|p| match p {
+            Placement::Local(block) => Some(block),
+            Placement::Remote(_) | Placement::Gone => None,
+        });
+        let freed = Freed { local: local.collect(), remote };
+        (self.gone, self.written) = (0, 0);
+        freed
+    }
+
+    /// Bytes that the table takes.
+    #[must_use]
+    pub fn metadata_bytes(&self) -> usize {
+        size_of::<Self>() + self.blocks.capacity() * size_of::<Placement>()
+    }
+}
+
+/// Joins `piece` to `last` if it continues it in memory; else hands `last` out. Returns what is pending.
+fn join(last: Option<Segment>, piece: Option<Segment>, visit: &mut impl FnMut(Segment)) -> Option<Segment> {
+    match (last, piece) {
+        (Some(Segment::Local(a)), Some(Segment::Local(b)))
+            if a.base + a.len == b.base && a.first_pos + a.len == b.first_pos =>
+        {
+            Some(Segment::Local(KvRun { len: a.len + b.len, ..a }))
+        }
+        (Some(Segment::Remote { creditor, run: a }), Some(Segment::Remote { creditor: other, run: b }))
+            if (creditor, a.lease, a.offset + a.len) == (other, b.lease, b.offset)
+                && a.first_pos + a.len == b.first_pos =>
+        {
+            Some(Segment::Remote { creditor, run: LeaseRun { len: a.len + b.len, ..a } })
+        }
+        (last, piece) => {
+            last.into_iter().for_each(visit);
+            piece
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const C: InstanceId = InstanceId(9);
+
+    fn grant(lease: u64, blocks: u32) -> RemoteGrant {
+        RemoteGrant { creditor: C, lease: LeaseId(lease), epoch: Epoch(5), blocks }
+    }
+
+    fn lease_run(lease: u64, offset: u32, len: u32, first_pos: u32) -> LeaseRun {
+        LeaseRun { lease: LeaseId(lease), epoch: Epoch(5), offset, len, first_pos }
+    }
+
+    /// Blocks of 4: local 0 1 | lease 1 (2 entries) | lease 2 (1 entry) | local 7.
+    fn mixed() -> SeqBlocks {
+        let mut seq = SeqBlocks::new(4);
+        seq.push_local(&[PhysBlock(0), PhysBlock(1)]);
+        seq.push_remote(&grant(1, 2));
+        seq.push_remote(&grant(2, 1));
+        seq.push_local(&[PhysBlock(7)]);
+        seq
+    }
+
+    fn local(seq: &SeqBlocks, upto: u32, start: u32) -> Vec<KvRun> {
+        let mut runs = Vec::new();
+        seq.local_runs(upto, start, &mut runs);
+        runs
+    }
+
+    #[test]
+    fn runs_merge_what_is_consecutive_in_memory() {
+        let seq = mixed();
+        assert_eq!((seq.capacity_tokens(), seq.shortfall(25), seq.remote_blocks(), seq.local_blocks()), (24, 1, 3, 3));
+        let first = KvRun { base: 0, len: 8, first_pos: 0 };
+        assert_eq!(local(&seq, 22, 0), [first, KvRun { base: 28, len: 2, first_pos: 20 }]);
+        assert_eq!(seq.remote_runs(22, 0)[&C], [lease_run(1, 0, 8, 8), lease_run(2, 0, 4, 16)]);
+        // A window that starts inside a block keeps that whole block.
+        assert_eq!(local(&seq, 22, 6)[0], KvRun { base: 4, len: 4, first_pos: 4 });
+        assert_eq!(seq.remote_runs(15, 13)[&C], [lease_run(1, 4, 3, 12)]);
+        assert_eq!(local(&seq, 0, 0), []);
+    }
+
+    #[test]
+    fn chunks_are_cut_where_the_memory_changes() {
+        let seq = mixed();
+        let mut out = Vec::new();
+        seq.segments(6..18, &mut out);
+        assert_eq!(
+            out,
+            [
+                Segment::Local(KvRun { base: 6, len: 2, first_pos: 6 }),
+                Segment::Remote { creditor: C, run: lease_run(1, 0, 8, 8) },
+                Segment::Remote { creditor: C, run: lease_run(2, 0, 2, 16) },
+            ]
+        );
+        assert_eq!(seq.slot(5), SlotRef::Local(5));
+        assert_eq!(seq.slot(13), SlotRef::Remote { creditor: C, lease: LeaseId(1), epoch: Epoch(5), offset: 5 });
+        assert_eq!(seq.slot(23), SlotRef::Local(31));
+    }
+
+    #[test]
+    fn blocks_seal_when_they_are_full() {
+        let mut seq = mixed();
+        let a = seq.advance(5);
+        assert_eq!((a.sealed, a.filling), (vec![PhysBlock(0)], vec![PhysBlock(1)]));
+        let b = seq.advance(9);
+        assert_eq!(b.sealed, [PhysBlock(1)]);
+        assert_eq!(b.sealed_remote.iter().map(|r| r.entry).collect::<Vec<_>>(), [0]);
+        let c = seq.advance(2);
+        assert_eq!(c.sealed_remote.iter().map(|r| r.entry).collect::<Vec<_>>(), [1]);
+        assert_eq!(seq.advance(0), Advance::default());
+        assert_eq!(seq.written(), 16);
+    }
+
+    #[test]
+    fn a_window_frees_leading_blocks_and_entries_once() {
+        let mut seq = mixed();
+        seq.advance(20);
+        // A query at 18 with window 8 sees 11..=18: blocks 0 and 1 are behind it, block 2 (8..12) is not.
+        let freed = seq.free_behind_window(18, 8);
+        assert_eq!((freed.local, freed.remote), (vec![PhysBlock(0), PhysBlock(1)], vec![]));
+        let freed = seq.free_behind_window(23, 8);
+        let entries = |lease, entries| RemoteEntries { creditor: C, lease: LeaseId(lease), epoch: Epoch(5), entries };
+        assert_eq!(freed.remote, [entries(1, 2)]);
+        assert!(seq.free_behind_window(23, 8).is_empty());
+        assert_eq!(seq.remote_runs(24, 16)[&C], [lease_run(2, 0, 4, 16)]);
+        let rest = seq.clear();
+        assert_eq!((rest.local, rest.remote), (vec![PhysBlock(7)], vec![entries(2, 1)]));
+        assert_eq!(seq.capacity_tokens(), 0);
+    }
+
+    #[test]
+    fn clearing_a_half_freed_lease_gives_all_of_it_back() {
+        let mut seq = mixed();
+        seq.free_behind_window(12, 1);
+        let freed = seq.clear();
+        assert_eq!(freed.remote.iter().map(|r| (r.lease.0, r.entries)).collect::<Vec<_>>(), [(1, 2), (2, 1)]);
+    }
+
+    #[test]
+    #[should_panic(expected = "was freed")]
+    fn attending_to_freed_positions_panics() {
+        let mut seq = mixed();
+        seq.free_behind_window(18, 8);
+        let _ = seq.remote_runs(20, 3);
+    }
+}
