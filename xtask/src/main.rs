@@ -1,2 +1,80 @@
-//! Developer commands.
-fn main() {}
+//! Developer commands: `cargo xtask CMD`. `cargo xtask test` is the test command of the README.
+//!
+//! Everything here works on the checkout that it was built from; nothing is needed but Rust, and what a command says with a
+//! `hint:` when it misses something.
+#![forbid(unsafe_code)]
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "xtask is a command-line tool: printing is its purpose")]
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+
+mod ci;
+mod deny;
+mod environment;
+mod libtest;
+mod licence;
+mod skips;
+mod source;
+mod test;
+mod tidy;
+mod wgsl;
+mod workspace;
+
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", about = "Developer commands of Lagoon")]
+struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Check layering, file and function sizes, module docs, unsafe, op parity, licences and the wire hash
+    Tidy,
+    /// Run every check and every test (the README's test command)
+    Test {
+        /// Run only the tests: no rustfmt, tidy or clippy
+        #[arg(long)]
+        no_lint: bool,
+    },
+    /// Validate every shader with tint, where it is installed
+    Wgsl,
+    /// Check licences, banned crates and sources with cargo-deny, where it is installed
+    Deny,
+    /// Rewrite the hash in WIRE.md after the protocol's page was brought up to date
+    WireLock,
+    /// What CI runs: `test`, then the demo
+    Ci,
+}
+
+/// The repository's root.
+fn root() -> PathBuf {
+    let here = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    here.parent().map(PathBuf::from).unwrap_or(here)
+}
+
+fn run(command: &Command) -> Result<bool> {
+    let root = root();
+    match command {
+        Command::Tidy => tidy::run(&root),
+        Command::Test { no_lint } => test::run(&root, !no_lint),
+        Command::Wgsl => wgsl::run(&root),
+        Command::Deny => deny::run(&root),
+        Command::WireLock => tidy::wire::lock(&root),
+        Command::Ci => ci::run(&root),
+    }
+}
+
+fn main() -> ExitCode {
+    match run(&Args::parse().command) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

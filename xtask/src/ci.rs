@@ -1,0 +1,103 @@
+//! `cargo xtask ci`: what .ci/run calls: the test command, then cargo-deny and tint where they are installed, then the demo.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+
+use crate::{deny, test, wgsl};
+
+/// The README promises the demo's answer within this time, after the build.
+const DEMO_SECONDS_MAX: u64 = 60;
+
+pub(crate) fn run(root: &Path) -> Result<bool> {
+    // The test command prints its numbers last: whoever reads only the end of its part sees them.
+    let others = [deny::run(root)?, wgsl::run(root)?];
+    let tests = test::run(root, true)?;
+    let demo = demo(root);
+    match &demo {
+        Ok(line) => println!("demo: ok: {line}"),
+        Err(error) => println!("error: the demo failed: {error:#}"),
+    }
+    Ok(tests && demo.is_ok() && others.iter().all(|good| *good))
+}
+
+/// Run the README's demo and check what it reports.
+fn demo(root: &Path) -> Result<String> {
+    let build = ["build", "--locked", "--release", "--package", "lagoon"];
+    let built =
+        Command::new("cargo").args(build).current_dir(root).stdin(Stdio::null()).status().context("build the demo")?;
+    ensure!(built.success(), "it does not build");
+    let start = Instant::now();
+    let output = Command::new("cargo")
+        .args(["run", "--locked", "--quiet", "--release", "--", "demo", "--json"])
+        .current_dir(root)
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .output()
+        .context("run the demo")?;
+    let seconds = start.elapsed().as_secs();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    ensure!(output.status.success(), "exit status {}, output: {text}", output.status);
+    ensure!(seconds <= DEMO_SECONDS_MAX, "it took {seconds} s, at most {DEMO_SECONDS_MAX}");
+    check_report(&text)?;
+    Ok(text.trim().to_owned())
+}
+
+/// One JSON object that says that a pool served the request, exactly.
+fn check_report(text: &str) -> Result<()> {
+    let report: Value =
+        serde_json::from_str(text.trim()).with_context(|| format!("it printed no JSON object: {text}"))?;
+    for field in ["ok", "tokens_equal"] {
+        ensure!(report[field] == Value::Bool(true), "`{field}` is {}", report[field]);
+    }
+    for field in ["instances", "prompt_tokens", "kv_tokens_per_instance", "remote_rblocks", "wire_bytes"] {
+        ensure!(report[field].as_u64().is_some_and(|n| n > 0), "`{field}` is {}", report[field]);
+    }
+    if report["kv_tokens_per_instance"].as_u64() >= report["prompt_tokens"].as_u64() {
+        bail!(
+            "the prompt fits in one instance: {} of {} tokens",
+            report["prompt_tokens"],
+            report["kv_tokens_per_instance"]
+        );
+    }
+    ensure!(
+        report["max_abs_logit_diff"].as_f64().is_some(),
+        "`max_abs_logit_diff` is {}",
+        report["max_abs_logit_diff"]
+    );
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: &str = r#"{"ok":true,"backend":"cpu","instances":3,"prompt_tokens":19800,"kv_tokens_per_instance":8000,
+        "remote_rblocks":9,"wire_bytes":12345,"tokens_per_s":3.5,"max_abs_logit_diff":1e-5,"logit_std":3.0,
+        "tokens_equal":true,"answer":" 1","expected":"1"}"#;
+
+    #[test]
+    fn a_good_report_passes() {
+        check_report(GOOD).unwrap();
+    }
+
+    #[test]
+    fn each_lie_is_found() {
+        for (from, to) in [
+            ("\"ok\":true", "\"ok\":false"),
+            ("\"tokens_equal\":true", "\"tokens_equal\":false"),
+            ("\"remote_rblocks\":9", "\"remote_rblocks\":0"),
+            ("\"wire_bytes\":12345", "\"wire_bytes\":null"),
+            ("8000", "20000"),
+            ("1e-5", "null"),
+            ("{", "["),
+            ("\"instances\":3,", ""),
+        ] {
+            assert!(GOOD.contains(from), "{from}");
+            assert!(check_report(&GOOD.replacen(from, to, 1)).is_err(), "{from} -> {to}");
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! What the tests need besides Rust: a Vulkan driver for the wgpu tests. Installed where that is possible, else named.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result};
+
+const PACKAGES: [&str; 2] = ["mesa-vulkan-drivers", "libvulkan1"];
+
+/// A directory of our own for XDG_RUNTIME_DIR (Mesa warns without one), removed when dropped.
+#[derive(Debug)]
+pub(crate) struct RuntimeDir(PathBuf);
+
+impl RuntimeDir {
+    pub(crate) fn new() -> Result<Self> {
+        let path = std::env::temp_dir().join(format!("lagoon-run-{}", std::process::id()));
+        std::fs::create_dir_all(&path).with_context(|| format!("create {}", path.display()))?;
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::PermissionsExt;
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700))?;
+        }
+        Ok(Self(path))
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for RuntimeDir {
+    fn drop(&mut self) {
+        // What is left in the temporary directory does no harm.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Whether `dir` holds a file whose name the test accepts.
+fn any_file(dir: &str, accept: impl Fn(&str) -> bool) -> bool {
+    let Ok(entries) = std::fs::read_dir(dir) else { return false };
+    entries.flatten().any(|entry| accept(&entry.file_name().to_string_lossy()))
+}
+
+fn has_vulkan() -> bool {
+    let driver = ["/usr/share/vulkan/icd.d", "/etc/vulkan/icd.d", "/usr/local/share/vulkan/icd.d"]
+        .iter()
+        .any(|dir| any_file(dir, |name| name.ends_with(".json")));
+    let libraries =
+        ["/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu"];
+    let loader = libraries.iter().any(|dir| any_file(dir, |name| name.starts_with("libvulkan.so")));
+    let named = std::env::var_os("VK_DRIVER_FILES").is_some() || std::env::var_os("VK_ICD_FILENAMES").is_some();
+    loader && (driver || named)
+}
+
+fn is_root() -> bool {
+    Command::new("id").arg("-u").output().is_ok_and(|o| o.stdout.starts_with(b"0\n"))
+}
+
+fn apt_get(arguments: &[&str]) -> bool {
+    Command::new("apt-get")
+        .args(arguments)
+        .env("DEBIAN_FRONTEND", "noninteractive")
+        .stdin(std::process::Stdio::null())
+        .status()
+        .is_ok_and(|status| status.success())
+}
+
+/// Make sure that there is a Vulkan driver, on Linux: install Mesa's when this is root on a Debian, else say how.
+pub(crate) fn prepare() {
+    if !cfg!(target_os = "linux") || has_vulkan() {
+        return;
+    }
+    let hint = format!("sudo apt-get install --no-install-recommends {}", PACKAGES.join(" "));
+    if !is_root() || !Path::new("/usr/bin/apt-get").exists() {
+        println!("no Vulkan driver was found: the wgpu tests cannot run");
+        println!("hint: {hint}");
+        return;
+    }
+    println!("no Vulkan driver was found: installing {}", PACKAGES.join(" "));
+    let mut install = vec!["install", "-y", "-qq", "--no-install-recommends"];
+    install.extend(PACKAGES);
+    // The lists may be there already, or a mirror may be away: only the installation itself decides.
+    let updated = apt_get(&["update", "-qq"]);
+    if !apt_get(&install) {
+        println!("installing failed (package lists updated: {updated})");
+        println!("hint: {hint}");
+    }
+}

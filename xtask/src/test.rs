@@ -1,0 +1,169 @@
+//! `cargo xtask test`: rustfmt, tidy, clippy and every test, and one line of numbers at the end.
+//!
+//! Every step runs even when an earlier one failed, so that one run shows everything. A skipped test that tests/skips.toml
+//! does not list fails the command.
+
+use std::collections::BTreeSet;
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+
+use crate::environment::{self, RuntimeDir};
+use crate::libtest::Tally;
+use crate::skips::{self, Skipped};
+use crate::tidy;
+
+/// The environment variable that names the file to which a test that cannot run appends `name<TAB>reason`.
+const SKIP_LOG: &str = "LAGOON_SKIP_LOG";
+
+pub(crate) fn run(root: &Path, lint: bool) -> Result<bool> {
+    environment::prepare();
+    let mut broken = Vec::new();
+    let mut step = |name: &'static str, good: Result<bool>| {
+        let failed = good.unwrap_or_else(|error| {
+            println!("error: {error:#}");
+            false
+        });
+        if !failed {
+            broken.push(name);
+        }
+    };
+    if lint {
+        step("fmt", cargo(root, &["fmt", "--all", "--check"]));
+        heading("tidy");
+        step("tidy", tidy::run(root));
+        let clippy = ["clippy", "--locked", "--release", "--workspace", "--all-targets", "--", "-D", "warnings"];
+        step("clippy", cargo(root, &clippy));
+    }
+    let outcome = tests(root)?;
+    if !outcome.good {
+        broken.push("tests");
+    }
+    println!();
+    for skipped in &outcome.skipped {
+        println!("skipped: {}: {}", skipped.name, skipped.reason);
+    }
+    for skipped in &outcome.unlisted {
+        println!("error: {} was skipped and tests/skips.toml does not list it", skipped.name);
+    }
+    if !broken.is_empty() {
+        println!("error: failed: {}", broken.join(", "));
+    }
+    println!("{} passed, {} failed, {} skipped", outcome.passed, outcome.failed, outcome.skipped.len());
+    Ok(broken.is_empty())
+}
+
+fn heading(text: &str) {
+    println!("\n== {text}");
+    // A heading that cannot be shown is no reason to fail.
+    let _ = std::io::stdout().flush();
+}
+
+fn cargo(root: &Path, arguments: &[&str]) -> Result<bool> {
+    heading(&format!("cargo {}", arguments.join(" ")));
+    let start = Instant::now();
+    let status = Command::new("cargo")
+        .args(arguments)
+        .current_dir(root)
+        .stdin(Stdio::null())
+        .status()
+        .with_context(|| format!("run cargo {}", arguments.join(" ")))?;
+    println!("{} ({:.0} s)", if status.success() { "ok" } else { "failed" }, start.elapsed().as_secs_f64());
+    Ok(status.success())
+}
+
+/// What the tests came to.
+#[derive(Debug, Default)]
+struct Outcome {
+    good: bool,
+    passed: usize,
+    failed: usize,
+    skipped: BTreeSet<Skipped>,
+    /// Those of `skipped` that tests/skips.toml does not list.
+    unlisted: Vec<Skipped>,
+}
+
+fn tests(root: &Path) -> Result<Outcome> {
+    let runtime = RuntimeDir::new()?;
+    let log = runtime.path().join("skipped");
+    let listed: BTreeSet<String> = skips::listed(root)?.into_iter().map(|l| l.name).collect();
+    let arguments = ["test", "--locked", "--release", "--workspace", "--no-fail-fast"];
+    heading(&format!("cargo {}", arguments.join(" ")));
+    let mut child = Command::new("cargo")
+        .args(arguments)
+        .current_dir(root)
+        .env("XDG_RUNTIME_DIR", runtime.path())
+        .env(SKIP_LOG, &log)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .context("run cargo test")?;
+    let mut tally = Tally::default();
+    if let Some(stdout) = child.stdout.take() {
+        for line in BufReader::new(stdout).split(b'\n') {
+            let line = String::from_utf8_lossy(&line.context("read the tests' output")?).into_owned();
+            println!("{line}");
+            tally.line(line.trim_end());
+        }
+    }
+    let status = child.wait().context("wait for cargo test")?;
+    let text = if log.exists() {
+        std::fs::read_to_string(&log).context("read the log of skipped tests")?
+    } else {
+        String::new()
+    };
+    Ok(judge(&tally, &skips::parse_log(&text), &listed, status.success()))
+}
+
+/// A test that skips itself is reported as passed by the harness; it counts as skipped here.
+fn judge(tally: &Tally, logged: &BTreeSet<Skipped>, listed: &BTreeSet<String>, status_good: bool) -> Outcome {
+    let names: BTreeSet<&str> = logged.iter().map(|s| s.name.as_str()).collect();
+    let skipped: BTreeSet<Skipped> = logged.union(&tally.ignored).cloned().collect();
+    let unlisted: Vec<Skipped> = skipped.iter().filter(|s| !listed.contains(&s.name)).cloned().collect();
+    let mut failed = tally.failed + tally.running;
+    if !status_good && failed == 0 {
+        failed = 1; // it did not build, or a binary crashed before its first line
+    }
+    Outcome {
+        good: status_good && failed == 0 && unlisted.is_empty(),
+        passed: tally.passed.saturating_sub(names.len()),
+        failed,
+        skipped,
+        unlisted,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn skipped(name: &str) -> BTreeSet<Skipped> {
+        [Skipped { name: name.into(), reason: "r".into() }].into()
+    }
+
+    #[test]
+    fn skipped_tests_must_be_listed() {
+        let tally = Tally { passed: 3, ..Tally::default() };
+        let listed = ["a::b".to_owned()].into();
+        let good = judge(&tally, &skipped("a::b"), &listed, true);
+        assert_eq!((good.good, good.passed, good.failed, good.skipped.len()), (true, 2, 0, 1));
+        assert!(!judge(&tally, &skipped("a::c"), &listed, true).good);
+        let ignored = Tally { passed: 3, ignored: skipped("a::c"), ..Tally::default() };
+        let bad = judge(&ignored, &BTreeSet::new(), &listed, true);
+        assert_eq!((bad.good, bad.passed, bad.unlisted.len()), (false, 3, 1));
+    }
+
+    #[test]
+    fn failures_and_crashes_fail() {
+        let none = BTreeSet::new();
+        assert!(judge(&Tally { passed: 1, ..Tally::default() }, &none, &BTreeSet::new(), true).good);
+        assert!(!judge(&Tally { failed: 1, ..Tally::default() }, &none, &BTreeSet::new(), false).good);
+        let mut crashed = Tally::default();
+        crashed.line("running 2 tests");
+        assert_eq!(judge(&crashed, &none, &BTreeSet::new(), false).failed, 1);
+        assert_eq!(judge(&Tally::default(), &none, &BTreeSet::new(), false).failed, 1);
+    }
+}

@@ -1,0 +1,53 @@
+//! `cargo xtask tidy`: the rules of ARCHITECTURE.md as a test.
+//!
+//! Every rule yields findings; tidy.toml lists the exceptions, each with its reason. A finding that no exception covers is an
+//! error, and so is an exception that covers no finding.
+
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+use crate::{deny, skips, workspace};
+
+mod exceptions;
+mod files;
+mod layers;
+pub(crate) mod wire;
+
+/// A broken rule.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Finding {
+    /// The rule's name, as tidy.toml spells it.
+    pub(crate) rule: &'static str,
+    /// What an exception names: `crate -> crate`, a file, `file: function`.
+    pub(crate) subject: String,
+    pub(crate) message: String,
+}
+
+impl Finding {
+    pub(crate) fn new(rule: &'static str, subject: impl Into<String>, message: impl Into<String>) -> Self {
+        Self { rule, subject: subject.into(), message: message.into() }
+    }
+}
+
+/// Check everything and print what is wrong. Returns whether all is well.
+pub(crate) fn run(root: &Path) -> Result<bool> {
+    let graph = workspace::graph(root)?;
+    let mut findings = layers::check(&graph.members);
+    findings.extend(files::check(root)?);
+    findings.extend(files::op_parity(root)?);
+    findings.extend(wire::check(root)?);
+    findings.extend(deny::findings(root, &graph)?);
+    findings.extend(skips::dead(root)?);
+    let text = std::fs::read_to_string(root.join("xtask/tidy.toml")).context("read xtask/tidy.toml")?;
+    let listed = exceptions::parse(&text)?;
+    let remaining = exceptions::apply(&listed, findings);
+    for finding in &remaining {
+        println!("{}: {}: {}", finding.rule, finding.subject, finding.message);
+    }
+    match remaining.len() {
+        0 => println!("tidy: ok ({} crates, {} listed exceptions)", graph.members.len(), listed.len()),
+        count => println!("tidy: {count} errors"),
+    }
+    Ok(remaining.is_empty())
+}

@@ -1,0 +1,91 @@
+//! The dependency graph as `cargo metadata` gives it, reduced to what the rules look at, and the list of source files.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use cargo_metadata::MetadataCommand;
+
+/// A member of the workspace.
+#[derive(Debug, Clone)]
+pub(crate) struct Member {
+    pub(crate) name: String,
+    /// Its directory from the repository's root, with forward slashes.
+    pub(crate) dir: String,
+    /// Names of all its direct dependencies: normal, build and dev.
+    pub(crate) dependencies: BTreeSet<String>,
+}
+
+/// Any crate that the lock file names, for every platform.
+#[derive(Debug, Clone)]
+pub(crate) struct External {
+    pub(crate) name: String,
+    pub(crate) version: String,
+    pub(crate) licence: Option<String>,
+    pub(crate) from_registry: bool,
+    /// What it is built with: optional dependencies that nobody turns on are not among them.
+    pub(crate) dependencies: BTreeSet<String>,
+}
+
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Graph {
+    pub(crate) members: Vec<Member>,
+    /// Every crate, the members too.
+    pub(crate) all: Vec<External>,
+}
+
+/// Ask cargo for the graph. The lock file must be up to date.
+pub(crate) fn graph(root: &Path) -> Result<Graph> {
+    let metadata = MetadataCommand::new()
+        .manifest_path(root.join("Cargo.toml"))
+        .other_options(vec!["--locked".to_owned()])
+        .exec()
+        .context("read cargo metadata (hint: if Cargo.lock is out of date, run `cargo metadata` and commit it)")?;
+    let names: BTreeMap<_, _> = metadata.packages.iter().map(|p| (&p.id, p.name.to_string())).collect();
+    let nodes = metadata.resolve.as_ref().map(|resolve| resolve.nodes.as_slice()).unwrap_or_default();
+    let built_with: BTreeMap<_, BTreeSet<String>> =
+        nodes.iter().map(|n| (&n.id, n.dependencies.iter().filter_map(|d| names.get(d).cloned()).collect())).collect();
+    let mut graph = Graph::default();
+    for package in &metadata.packages {
+        let name = package.name.to_string();
+        if metadata.workspace_members.contains(&package.id) {
+            let dir = package.manifest_path.parent().map(|p| p.as_std_path().to_owned()).unwrap_or_default();
+            let dependencies = package.dependencies.iter().map(|d| d.name.clone()).collect();
+            graph.members.push(Member { name: name.clone(), dir: relative(root, &dir), dependencies });
+        }
+        graph.all.push(External {
+            name,
+            version: package.version.to_string(),
+            licence: package.license.clone(),
+            from_registry: package.source.as_ref().is_none_or(|s| s.repr.starts_with("registry+")),
+            dependencies: built_with.get(&package.id).cloned().unwrap_or_default(),
+        });
+    }
+    graph.members.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(graph)
+}
+
+/// `path` from the root, with forward slashes.
+pub(crate) fn relative(root: &Path, path: &Path) -> String {
+    path.strip_prefix(root).unwrap_or(path).to_string_lossy().replace('\\', "/")
+}
+
+/// Every file below `dir` with the extension, sorted. Build outputs and hidden directories are not looked at.
+pub(crate) fn files(dir: &Path, extension: &str) -> Result<Vec<PathBuf>> {
+    let mut out = Vec::new();
+    let mut open = vec![dir.to_owned()];
+    while let Some(dir) = open.pop() {
+        for entry in std::fs::read_dir(&dir).with_context(|| format!("list {}", dir.display()))? {
+            let entry = entry?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let kind = entry.file_type()?;
+            if kind.is_dir() && !name.starts_with('.') && name != "target" && name != "node_modules" {
+                open.push(entry.path());
+            } else if kind.is_file() && entry.path().extension().is_some_and(|e| e == extension) {
+                out.push(entry.path());
+            }
+        }
+    }
+    out.sort();
+    Ok(out)
+}
