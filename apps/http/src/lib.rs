@@ -1,1 +1,38 @@
-//! lagoon-http
+//! The OpenAI-compatible server: JSON and server-sent events above, tokens below.
+//!
+//! It knows an [`Engine`] that generates tokens and a [`TextModel`] that turns text into them; it knows no instance,
+//! pool or device. What it promises: a field is honoured or refused by name, never ignored; every failure is an
+//! OpenAI error body with its own status; every wait has a deadline; when a client goes away its sequences are
+//! cancelled.
+#![forbid(unsafe_code)]
+
+mod answer;
+pub mod engine;
+pub mod error;
+mod fields;
+mod generate;
+mod generations;
+pub mod limits;
+mod messages;
+pub mod metrics;
+mod params;
+mod reply;
+#[cfg(any(test, feature = "scripted"))]
+pub mod scripted;
+pub mod serve;
+pub mod server;
+pub mod state;
+mod stop;
+#[cfg(test)]
+mod tests;
+pub mod text;
+mod tokens;
+
+pub use engine::{CancelGuard, Engine, EngineInfo, Generation};
+pub use error::ApiError;
+pub use limits::Limits;
+pub use params::GenerationDefaults;
+pub use serve::serve;
+pub use server::router;
+pub use state::{ServerState, unix_seconds};
+pub use text::{ChatMessage, StreamDecoder, TextError, TextModel};

@@ -1,0 +1,195 @@
+//! Turning the pieces of a request's sequences into its answer: one JSON object, or server-sent events.
+//!
+//! A streamed answer has no chunk without news: the role rides on a sequence's first chunk, and the finish reason on
+//! its last one, which carries no text unless some was held back.
+
+use crate::{
+    error::ApiError,
+    generate::{Piece, Pieces},
+    reply::{self, Choice, Content, Delta, Endpoint, Reply, Usage},
+    text::TextModel,
+};
+use axum::{
+    body::{Body, Bytes},
+    http::{HeaderValue, header},
+    response::{IntoResponse, Response},
+};
+use futures::{StreamExt, stream};
+use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Duration};
+
+const ASSISTANT: &str = "assistant";
+
+/// What an answer reports, and for whom.
+pub(crate) struct Answer {
+    pub(crate) endpoint: Endpoint,
+    pub(crate) id: String,
+    pub(crate) model: String,
+    /// Seconds since 1970.
+    pub(crate) created: u64,
+    pub(crate) text: Arc<dyn TextModel>,
+    /// One per prompt; sequence `i` belongs to prompt `i / n`.
+    pub(crate) prompts: Vec<Vec<u32>>,
+    pub(crate) n: usize,
+    pub(crate) include_usage: bool,
+    pub(crate) return_token_ids: bool,
+    pub(crate) logprobs: bool,
+    pub(crate) logits: bool,
+    /// Per sequence.
+    pub(crate) progress: Vec<Progress>,
+}
+
+/// What was sent of one sequence.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Progress {
+    started: bool,
+    completion_tokens: usize,
+    /// Characters, for `text_offset`.
+    offset: usize,
+}
+
+impl Answer {
+    /// Collects everything into one object. All sequences are drained together, so that none of them fills up.
+    pub(crate) async fn whole(mut self, mut pieces: Pieces) -> Result<Response, ApiError> {
+        let sequences = self.prompts.len() * self.n;
+        let mut all: Vec<Piece> = (0..sequences)
+            .map(|index| Piece { index, text: String::new(), tokens: Vec::new(), finish: None })
+            .collect();
+        while let Some(piece) = pieces.next().await {
+            let piece = piece?;
+            let into = &mut all[piece.index];
+            into.text.push_str(&piece.text);
+            into.tokens.extend(piece.tokens);
+            into.finish = piece.finish;
+        }
+        let choices = all.into_iter().map(|piece| self.choice(piece, false)).collect();
+        let reply = Reply { usage: Some(Some(self.usage())), ..self.reply(choices, false) };
+        Ok(([(header::CONTENT_TYPE, "application/json")], to_json(&reply)).into_response())
+    }
+
+    /// Streams. The headers wait up to `hold` for the first piece, so that an early failure has its own status.
+    pub(crate) async fn stream(self, mut pieces: Pieces, hold: Duration) -> Result<Response, ApiError> {
+        let mut ready = VecDeque::new();
+        // Dropping `next` loses nothing: the sequences keep their place inside `pieces`.
+        match tokio::time::timeout(hold, pieces.next()).await {
+            Ok(Some(piece)) => ready.push_back(piece?),
+            Ok(None) => return Err(ApiError::internal("a request without sequences")),
+            Err(_elapsed) => {}
+        }
+        let state = Some(Frames { answer: self, pieces, ready });
+        let frames = stream::unfold(state, |state| async move {
+            let (frame, state) = state?.next().await;
+            Some((Ok::<_, Infallible>(Bytes::from(frame)), state))
+        });
+        let mut response = Body::from_stream(frames).into_response();
+        let headers = response.headers_mut();
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
+        headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+        headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+        Ok(response)
+    }
+
+    fn reply(&self, choices: Vec<Choice>, chunk: bool) -> Reply<'_> {
+        let chat = self.endpoint == Endpoint::Chat;
+        let object = match (chat, chunk) {
+            (true, true) => "chat.completion.chunk",
+            (true, false) => "chat.completion",
+            (false, _) => "text_completion",
+        };
+        let whole_chat = chat && !chunk && self.return_token_ids;
+        Reply {
+            id: &self.id,
+            object,
+            created: self.created,
+            model: &self.model,
+            choices,
+            prompt_token_ids: whole_chat.then(|| self.prompts[0].clone()),
+            usage: (chunk && self.include_usage).then_some(None),
+        }
+    }
+
+    /// One chunk with one piece.
+    fn chunk(&mut self, piece: Piece) -> String {
+        let index = piece.index;
+        let first = !self.progress[index].started;
+        let choice = self.choice(piece, true);
+        let mut reply = self.reply(vec![choice], true);
+        if first && self.return_token_ids && self.endpoint == Endpoint::Chat {
+            reply.prompt_token_ids = Some(self.prompts[index / self.n].clone());
+        }
+        to_json(&reply)
+    }
+
+    fn choice(&mut self, piece: Piece, chunk: bool) -> Choice {
+        let progress = &mut self.progress[piece.index];
+        let first = !progress.started;
+        progress.started = true;
+        progress.completion_tokens += piece.tokens.len();
+        let logprobs = (self.logprobs && !piece.tokens.is_empty())
+            .then(|| reply::logprobs(self.endpoint, &*self.text, &piece.tokens, &mut progress.offset));
+        let prompt_ids = self.return_token_ids && self.endpoint == Endpoint::Completions && first;
+        let content = match (self.endpoint, chunk) {
+            (Endpoint::Completions, _) => Content::Text(piece.text),
+            (Endpoint::Chat, false) => Content::Message { role: ASSISTANT, content: piece.text },
+            (Endpoint::Chat, true) => {
+                let content = (first || !piece.text.is_empty() || piece.finish.is_none()).then_some(piece.text);
+                Content::Delta(Delta { role: first.then_some(ASSISTANT), content })
+            }
+        };
+        Choice {
+            index: piece.index,
+            content,
+            logprobs,
+            finish_reason: piece.finish,
+            prompt_token_ids: prompt_ids.then(|| self.prompts[piece.index / self.n].clone()),
+            token_ids: self.return_token_ids.then(|| piece.tokens.iter().map(|token| token.id).collect()),
+            logits_b64: self.logits.then(|| {
+                piece.tokens.iter().filter_map(|token| token.logits.as_deref().map(reply::logits_b64)).collect()
+            }),
+        }
+    }
+
+    fn usage(&self) -> Usage {
+        let prompt_tokens = self.prompts.iter().map(Vec::len).sum();
+        let completion_tokens = self.progress.iter().map(|progress| progress.completion_tokens).sum();
+        Usage { prompt_tokens, completion_tokens, total_tokens: prompt_tokens + completion_tokens }
+    }
+
+    fn usage_chunk(&self) -> String {
+        to_json(&Reply { usage: Some(Some(self.usage())), ..self.reply(Vec::new(), true) })
+    }
+}
+
+/// A streamed answer under way.
+struct Frames {
+    answer: Answer,
+    pieces: Pieces,
+    /// Pieces that arrived before the headers were sent.
+    ready: VecDeque<Piece>,
+}
+
+impl Frames {
+    /// The next frame, and the rest of the stream unless this frame was the last one.
+    async fn next(mut self) -> (String, Option<Self>) {
+        let piece = match self.ready.pop_front() {
+            Some(piece) => Some(Ok(piece)),
+            None => self.pieces.next().await,
+        };
+        match piece {
+            Some(Ok(piece)) => (frame(&self.answer.chunk(piece)), Some(self)),
+            Some(Err(error)) => {
+                tracing::warn!(id = %self.answer.id, %error, "a stream failed");
+                (frame(&error.body()), None)
+            }
+            None if self.answer.include_usage => (frame(&self.answer.usage_chunk()) + &frame("[DONE]"), None),
+            None => (frame("[DONE]"), None),
+        }
+    }
+}
+
+fn frame(data: &str) -> String {
+    format!("data: {data}\n\n")
+}
+
+fn to_json(reply: &Reply<'_>) -> String {
+    serde_json::to_string(reply).expect("replies serialise: keys are strings and numbers are finite")
+}

@@ -1,0 +1,200 @@
+//! From the engine's token events to pieces of text, for all sequences of one request.
+//!
+//! Invariants: every token is reported exactly once, in order; a sequence ends with exactly one piece that has a
+//! finish reason, or with an error; a stop string never shows, not even in part; dropping the stream cancels
+//! whatever still runs.
+
+use crate::{
+    engine::Generation,
+    error::ApiError,
+    limits::Limits,
+    metrics,
+    stop::StopMatcher,
+    text::{StreamDecoder, TextError},
+};
+use futures::stream::{self, BoxStream, SelectAll, StreamExt};
+use lagoon_types::{FinishReason, TokenEvent, TokenLogprobs};
+use std::time::{Duration, Instant};
+use tokio::time::timeout;
+
+/// One generated token.
+#[derive(Clone, Debug)]
+pub(crate) struct Token {
+    pub(crate) id: u32,
+    pub(crate) logprobs: Option<TokenLogprobs>,
+    pub(crate) logits: Option<Vec<f32>>,
+}
+
+/// A piece of one sequence: usually one token and its text. Text that is not certain yet (an incomplete character, a
+/// possible stop string) comes with a later piece.
+#[derive(Clone, Debug)]
+pub(crate) struct Piece {
+    /// Which of the request's sequences.
+    pub(crate) index: usize,
+    pub(crate) text: String,
+    pub(crate) tokens: Vec<Token>,
+    /// Set in the sequence's last piece.
+    pub(crate) finish: Option<FinishReason>,
+}
+
+/// How tokens become text in one sequence.
+pub(crate) struct TextRules {
+    pub(crate) decoder: Box<dyn StreamDecoder>,
+    pub(crate) stop_strings: Vec<String>,
+    /// Tokens that end the sequence and have no text of their own. Sorted.
+    pub(crate) stop_ids: Vec<u32>,
+    /// Report a token at once even when it adds no text yet.
+    pub(crate) every_token: bool,
+}
+
+/// Pieces of all sequences, as they come.
+pub(crate) type Pieces = SelectAll<BoxStream<'static, Result<Piece, ApiError>>>;
+
+/// Merges the sequences of one request into one stream.
+pub(crate) fn pieces(sequences: Vec<Sequence>) -> Pieces {
+    stream::select_all(sequences.into_iter().map(|sequence| {
+        stream::unfold(sequence, |mut sequence| async move {
+            let piece = sequence.next().await?;
+            Some((piece, sequence))
+        })
+        .boxed()
+    }))
+}
+
+/// One sequence that is being generated.
+pub(crate) struct Sequence {
+    index: usize,
+    /// Gone once the sequence has ended; dropping it cancels.
+    generation: Option<Generation>,
+    rules: TextRules,
+    stop: StopMatcher,
+    first_token_deadline: Duration,
+    token_deadline: Duration,
+    retry_after_s: u32,
+    submitted: Instant,
+    last_token: Option<Instant>,
+    /// Tokens whose text is held back.
+    held: Vec<Token>,
+}
+
+impl Sequence {
+    pub(crate) fn new(index: usize, generation: Generation, rules: TextRules, limits: &Limits) -> Self {
+        metrics::sequence_started();
+        Self {
+            index,
+            generation: Some(generation),
+            stop: StopMatcher::new(&rules.stop_strings),
+            rules,
+            first_token_deadline: limits.first_token_deadline,
+            token_deadline: limits.token_deadline,
+            retry_after_s: limits.retry_after_s,
+            submitted: Instant::now(),
+            last_token: None,
+            held: Vec::new(),
+        }
+    }
+
+    /// The next piece; `None` after the last one or after an error.
+    async fn next(&mut self) -> Option<Result<Piece, ApiError>> {
+        loop {
+            let event = self.event().await?;
+            let outcome = match event {
+                Ok(TokenEvent::Token { id, logprobs, logits }) => self.token(Token { id, logprobs, logits }),
+                Ok(TokenEvent::Finished { reason, .. }) => Ok(Some(self.finished(reason))),
+                Ok(TokenEvent::Failed(error)) => Err(ApiError::from_request_error(&error, self.retry_after_s)),
+                Err(error) => Err(error),
+            };
+            match outcome {
+                Ok(None) => {}
+                Ok(Some(piece)) => return Some(Ok(piece)),
+                Err(error) => {
+                    self.end(metrics::Outcome::Failed);
+                    return Some(Err(error));
+                }
+            }
+        }
+    }
+
+    /// The engine's next event, within the deadline; `None` when the sequence has ended.
+    async fn event(&mut self) -> Option<Result<TokenEvent, ApiError>> {
+        let (deadline, what) = match self.last_token {
+            None => (self.first_token_deadline, "the first token"),
+            Some(_) => (self.token_deadline, "the next token"),
+        };
+        let generation = self.generation.as_mut()?;
+        Some(match timeout(deadline, generation.events.recv()).await {
+            Ok(Some(event)) => {
+                if matches!(event, TokenEvent::Finished { .. } | TokenEvent::Failed(_)) {
+                    generation.guard.disarm();
+                }
+                Ok(event)
+            }
+            Ok(None) => Err(ApiError::unavailable("the engine dropped the request")),
+            Err(_elapsed) => Err(ApiError::unavailable(format!("{what} took longer than {} s", deadline.as_secs()))),
+        })
+    }
+
+    /// Takes one token; gives a piece when there is something to report.
+    fn token(&mut self, token: Token) -> Result<Option<Piece>, ApiError> {
+        self.observe_token();
+        let silent = self.rules.stop_ids.binary_search(&token.id).is_ok();
+        let new_text = if silent { String::new() } else { self.rules.decoder.push(token.id).map_err(undecodable)? };
+        self.held.push(token);
+        let cut = self.stop.push(&new_text);
+        if cut.matched {
+            // Text before the match is all that shows; ending drops the generation, which cancels it.
+            self.end(metrics::Outcome::Stop);
+            return Ok(Some(self.piece(cut.text, Some(FinishReason::Stop))));
+        }
+        if cut.text.is_empty() && !self.rules.every_token {
+            return Ok(None);
+        }
+        Ok(Some(self.piece(cut.text, None)))
+    }
+
+    /// The engine ended the sequence: what was held back is certain now, unless it completes a stop string.
+    fn finished(&mut self, reason: FinishReason) -> Piece {
+        let rest = self.rules.decoder.finish();
+        let cut = self.stop.push(&rest);
+        let (mut text, mut reason) = (cut.text, reason);
+        if cut.matched {
+            reason = FinishReason::Stop;
+        } else {
+            text.push_str(&self.stop.finish());
+        }
+        self.end(match reason {
+            FinishReason::Stop => metrics::Outcome::Stop,
+            FinishReason::Length => metrics::Outcome::Length,
+        });
+        self.piece(text, Some(reason))
+    }
+
+    fn piece(&mut self, text: String, finish: Option<FinishReason>) -> Piece {
+        Piece { index: self.index, text, tokens: std::mem::take(&mut self.held), finish }
+    }
+
+    fn observe_token(&mut self) {
+        let now = Instant::now();
+        match self.last_token {
+            None => metrics::first_token(now - self.submitted),
+            Some(last) => metrics::next_token(now - last),
+        }
+        self.last_token = Some(now);
+    }
+
+    fn end(&mut self, outcome: metrics::Outcome) {
+        if self.generation.take().is_some() {
+            metrics::sequence_ended(outcome);
+        }
+    }
+}
+
+impl Drop for Sequence {
+    fn drop(&mut self) {
+        self.end(metrics::Outcome::Cancelled);
+    }
+}
+
+fn undecodable(error: TextError) -> ApiError {
+    ApiError::internal(format!("a generated token could not be decoded: {error}"))
+}

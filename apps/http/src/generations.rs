@@ -1,0 +1,198 @@
+//! `POST /v1/chat/completions` and `POST /v1/completions`.
+
+use crate::{
+    answer::{Answer, Progress},
+    engine::EngineInfo,
+    error::ApiError,
+    fields::{Fields, Neutral, out_of_range, wrong_type},
+    generate::{Pieces, Sequence, TextRules, pieces},
+    messages, metrics,
+    params::{Params, check_vocabulary, required, token_ids, too_many},
+    reply::Endpoint,
+    state::{ServerState, unix_seconds},
+};
+use axum::{body::Body, extract::State, response::Response};
+use lagoon_types::GenerateRequest;
+use rand::Rng;
+use serde_json::Value;
+use std::sync::Arc;
+
+/// What vLLM and OpenAI generate for a completion that names no length.
+const COMPLETION_TOKENS_DEFAULT: u32 = 16;
+
+const CHAT_UNSUPPORTED: &[(&str, Neutral)] = &[
+    ("tools", Neutral::Empty),
+    ("tool_choice", Neutral::Text(&["none", "auto"])),
+    ("parallel_tool_calls", Neutral::Any),
+    ("functions", Neutral::Empty),
+    ("function_call", Neutral::Text(&["none", "auto"])),
+    ("modalities", Neutral::TextModality),
+    ("audio", Neutral::Null),
+    ("store", Neutral::Bool(false)),
+    ("service_tier", Neutral::Text(&["auto", "default"])),
+    ("reasoning_effort", Neutral::Null),
+    ("verbosity", Neutral::Null),
+    ("prediction", Neutral::Null),
+    ("web_search_options", Neutral::Null),
+    ("chat_template", Neutral::Null),
+    ("chat_template_kwargs", Neutral::Empty),
+    ("continue_final_message", Neutral::Bool(false)),
+    ("add_special_tokens", Neutral::Bool(false)),
+    ("echo", Neutral::Bool(false)),
+];
+
+const COMPLETION_UNSUPPORTED: &[(&str, Neutral)] = &[("echo", Neutral::Bool(false)), ("suffix", Neutral::Empty)];
+
+/// `POST /v1/chat/completions`.
+pub(crate) async fn chat(State(state): State<Arc<ServerState>>, body: Body) -> Result<Response, ApiError> {
+    let mut fields = Fields::parse(&state.body(body).await?)?;
+    let mut params = Params::take(&mut fields, state.rules())?;
+    let messages = messages::take(&mut fields)?;
+    let open_answer = fields.bool("add_generation_prompt", true)?;
+    let logprobs = fields.bool("logprobs", false)?;
+    let top = fields.u32("top_logprobs", (0, state.limits.logprobs_max))?;
+    if top.is_some_and(|top| top > 0) && !logprobs {
+        let message = "the field `top_logprobs` needs `logprobs` to be true";
+        return Err(ApiError::field("top_logprobs", "invalid_value", message));
+    }
+    params.sampling.logprobs = logprobs.then(|| top.unwrap_or(0));
+    fields.neutral(CHAT_UNSUPPORTED)?;
+    fields.finish()?;
+    let info = state.check_model(params.model.as_deref())?;
+
+    let rendered = state.text.render_chat(&messages, open_answer);
+    let prompt = rendered.map_err(|error| ApiError::field("messages", "invalid_value", error.to_string()))?;
+    // Chat templates write the begin token themselves.
+    let prompt = state.encode(prompt, false).await?;
+    let limit = info.max_model_tokens.min(info.capacity_tokens.unwrap_or(u32::MAX));
+    let room = limit.saturating_sub(u32::try_from(prompt.len()).unwrap_or(u32::MAX)).max(1);
+    let max_tokens = params.max_tokens.unwrap_or(room);
+    generate(&state, Endpoint::Chat, params, vec![prompt], max_tokens, info).await
+}
+
+/// `POST /v1/completions`.
+pub(crate) async fn completions(State(state): State<Arc<ServerState>>, body: Body) -> Result<Response, ApiError> {
+    let mut fields = Fields::parse(&state.body(body).await?)?;
+    let mut params = Params::take(&mut fields, state.rules())?;
+    params.sampling.logprobs = fields.u32("logprobs", (0, state.limits.logprobs_max))?;
+    let special = fields.bool("add_special_tokens", true)?;
+    let prompts = required(&mut fields, "prompt")?;
+    fields.neutral(COMPLETION_UNSUPPORTED)?;
+    fields.finish()?;
+    let info = state.check_model(params.model.as_deref())?;
+
+    let prompts = prompt_list(prompts)?;
+    if prompts.len() > state.limits.sequences_max {
+        return Err(too_many("prompt", prompts.len(), state.limits.sequences_max));
+    }
+    let mut tokens = Vec::with_capacity(prompts.len());
+    for prompt in prompts {
+        tokens.push(match prompt {
+            Prompt::Text(text) => state.encode(text, special).await?,
+            Prompt::Tokens(ids) => ids,
+        });
+    }
+    let max_tokens = params.max_tokens.unwrap_or(COMPLETION_TOKENS_DEFAULT);
+    generate(&state, Endpoint::Completions, params, tokens, max_tokens, info).await
+}
+
+/// One prompt of a completion request.
+enum Prompt {
+    Text(String),
+    Tokens(Vec<u32>),
+}
+
+/// The four shapes of `prompt`: text, token ids, a list of texts, a list of lists of token ids.
+fn prompt_list(value: Value) -> Result<Vec<Prompt>, ApiError> {
+    const EXPECTED: &str = "a string, a list of strings, a list of token ids or a list of such lists";
+    let items = match value {
+        Value::String(text) => return Ok(vec![Prompt::Text(text)]),
+        Value::Array(items) => items,
+        other => return Err(wrong_type("prompt", EXPECTED, &other)),
+    };
+    match items.first() {
+        None => Err(ApiError::field("prompt", "invalid_value", "the field `prompt` must not be empty")),
+        Some(Value::Number(_)) => Ok(vec![Prompt::Tokens(token_ids("prompt", &Value::Array(items))?)]),
+        Some(_) => items
+            .into_iter()
+            .map(|item| match item {
+                Value::String(text) => Ok(Prompt::Text(text)),
+                Value::Array(_) => Ok(Prompt::Tokens(token_ids("prompt", &item)?)),
+                other => Err(wrong_type("prompt", EXPECTED, &other)),
+            })
+            .collect(),
+    }
+}
+
+/// Submits all sequences and answers.
+async fn generate(
+    state: &ServerState,
+    endpoint: Endpoint,
+    params: Params,
+    prompts: Vec<Vec<u32>>,
+    max_tokens: u32,
+    info: EngineInfo,
+) -> Result<Response, ApiError> {
+    let name = if endpoint == Endpoint::Chat { "messages" } else { "prompt" };
+    let sequences = prompts.len() * params.n;
+    if sequences > state.limits.sequences_max {
+        return Err(out_of_range("n (times prompts)", &sequences, &1, &state.limits.sequences_max));
+    }
+    for prompt in &prompts {
+        if prompt.is_empty() {
+            return Err(ApiError::field(name, "invalid_value", format!("the field `{name}` has no tokens")));
+        }
+        check_vocabulary(name, prompt, info.vocab_size)?;
+    }
+    let running = submit(state, &params, &prompts, max_tokens)?;
+    let stream = params.stream;
+    let answer = answer(state, endpoint, params, prompts, info.model_id);
+    if stream { answer.stream(running, state.limits.headers_hold).await } else { answer.whole(running).await }
+}
+
+/// All or nothing: when one sequence is refused, those before it are cancelled as they drop.
+fn submit(state: &ServerState, params: &Params, prompts: &[Vec<u32>], max_tokens: u32) -> Result<Pieces, ApiError> {
+    let mut sequences = Vec::with_capacity(prompts.len() * params.n);
+    for prompt in prompts {
+        for index in 0..params.n {
+            let request = GenerateRequest {
+                prompt: prompt.clone(),
+                max_tokens,
+                sampling: params.sampling_of(index),
+                stop_ids: params.stop_ids.clone(),
+                return_logits: params.return_logits,
+            };
+            let generation = state
+                .engine
+                .submit(request)
+                .map_err(|error| ApiError::from_request_error(&error, state.limits.retry_after_s))?;
+            let rules = TextRules {
+                decoder: state.text.decoder(params.skip_special),
+                stop_strings: params.stop_strings.clone(),
+                stop_ids: params.stop_ids.clone(),
+                every_token: params.return_token_ids,
+            };
+            sequences.push(Sequence::new(sequences.len(), generation, rules, &state.limits));
+        }
+    }
+    metrics::prompt_tokens(prompts.iter().map(Vec::len).sum());
+    Ok(pieces(sequences))
+}
+
+fn answer(state: &ServerState, endpoint: Endpoint, params: Params, prompts: Vec<Vec<u32>>, model: String) -> Answer {
+    let prefix = if endpoint == Endpoint::Chat { "chatcmpl" } else { "cmpl" };
+    Answer {
+        endpoint,
+        id: format!("{prefix}-{:032x}", rand::rng().random::<u128>()),
+        model,
+        created: unix_seconds(),
+        text: Arc::clone(&state.text),
+        progress: vec![Progress::default(); prompts.len() * params.n],
+        prompts,
+        n: params.n,
+        include_usage: params.include_usage,
+        return_token_ids: params.return_token_ids,
+        logprobs: params.sampling.logprobs.is_some(),
+        logits: params.return_logits,
+    }
+}

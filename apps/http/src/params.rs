@@ -1,0 +1,235 @@
+//! Fields that chat and completions share: sampling, lengths, stops, and what to report.
+
+use crate::{
+    error::ApiError,
+    fields::{Fields, Neutral, missing, out_of_range, wrong_type},
+    limits::Limits,
+};
+use lagoon_types::SamplingParams;
+use rand::Rng;
+use serde_json::Value;
+
+/// Defaults of a model, from its generation_config.json.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct GenerationDefaults {
+    /// `Some(false)` makes greedy decoding the default.
+    pub do_sample: Option<bool>,
+    pub temperature: Option<f32>,
+    pub top_p: Option<f32>,
+    pub top_k: Option<u32>,
+    pub min_p: Option<f32>,
+    /// End-of-sequence tokens.
+    pub eos_ids: Vec<u32>,
+}
+
+/// What chat and completions have in common, validated.
+#[derive(Clone, Debug)]
+pub(crate) struct Params {
+    pub(crate) model: Option<String>,
+    /// Of one sequence; `None` lets the endpoint choose.
+    pub(crate) max_tokens: Option<u32>,
+    pub(crate) sampling: SamplingParams,
+    /// Sequences per prompt.
+    pub(crate) n: usize,
+    pub(crate) stop_ids: Vec<u32>,
+    pub(crate) stop_strings: Vec<String>,
+    pub(crate) skip_special: bool,
+    pub(crate) stream: bool,
+    pub(crate) include_usage: bool,
+    pub(crate) return_token_ids: bool,
+    pub(crate) return_logits: bool,
+}
+
+/// What the server allows and presumes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rules<'a> {
+    pub(crate) limits: &'a Limits,
+    pub(crate) defaults: &'a GenerationDefaults,
+    pub(crate) expose_logits: bool,
+    pub(crate) vocab_size: u32,
+}
+
+/// Fields of both endpoints that Lagoon does not implement, with the values that change nothing.
+const UNSUPPORTED: &[(&str, Neutral)] = &[
+    ("user", Neutral::Any),
+    ("metadata", Neutral::Any),
+    ("request_id", Neutral::Any),
+    ("safety_identifier", Neutral::Any),
+    ("prompt_cache_key", Neutral::Any),
+    ("priority", Neutral::Number(0.0)),
+    ("presence_penalty", Neutral::Number(0.0)),
+    ("frequency_penalty", Neutral::Number(0.0)),
+    ("repetition_penalty", Neutral::Number(1.0)),
+    ("length_penalty", Neutral::Number(1.0)),
+    ("min_tokens", Neutral::Number(0.0)),
+    ("best_of", Neutral::Number(1.0)),
+    ("use_beam_search", Neutral::Bool(false)),
+    ("early_stopping", Neutral::Bool(false)),
+    ("include_stop_str_in_output", Neutral::Bool(false)),
+    ("spaces_between_special_tokens", Neutral::Bool(true)),
+    ("logit_bias", Neutral::Empty),
+    ("allowed_token_ids", Neutral::Null),
+    ("bad_words", Neutral::Empty),
+    ("prompt_logprobs", Neutral::Null),
+    ("truncate_prompt_tokens", Neutral::Null),
+    ("response_format", Neutral::TextFormat),
+    ("structured_outputs", Neutral::Null),
+    ("guided_json", Neutral::Null),
+    ("guided_regex", Neutral::Null),
+    ("guided_choice", Neutral::Null),
+    ("guided_grammar", Neutral::Null),
+];
+
+impl Params {
+    /// Takes the shared fields. `logprobs` differs between the endpoints and is the caller's.
+    pub(crate) fn take(fields: &mut Fields, rules: Rules<'_>) -> Result<Self, ApiError> {
+        fields.neutral(UNSUPPORTED)?;
+        let limits = rules.limits;
+        let max_tokens = fields.u32("max_tokens", (1, u32::MAX))?;
+        let max_completion = fields.u32("max_completion_tokens", (1, u32::MAX))?;
+        let stream = fields.bool("stream", false)?;
+        let n = fields.u32("n", (1, u32::try_from(limits.sequences_max).unwrap_or(u32::MAX)))?.unwrap_or(1);
+        let mut stop_ids = take_stop_ids(fields, rules)?;
+        if !fields.bool("ignore_eos", false)? {
+            stop_ids.extend(&rules.defaults.eos_ids);
+        }
+        stop_ids.sort_unstable();
+        stop_ids.dedup();
+        Ok(Self {
+            model: fields.string("model")?,
+            max_tokens: max_completion.or(max_tokens),
+            sampling: take_sampling(fields, rules.defaults)?,
+            n: usize::try_from(n).expect("usize holds u32"),
+            stop_ids,
+            stop_strings: take_stop_strings(fields, limits)?,
+            skip_special: fields.bool("skip_special_tokens", true)?,
+            stream,
+            include_usage: take_include_usage(fields, stream)?,
+            return_token_ids: fields.bool("return_token_ids", false)?,
+            return_logits: take_return_logits(fields, rules.expose_logits)?,
+        })
+    }
+
+    /// Sampling of the `index`-th sequence of a prompt: each has its own seed.
+    pub(crate) fn sampling_of(&self, index: usize) -> SamplingParams {
+        let offset = u64::try_from(index).expect("u64 holds usize");
+        SamplingParams { seed: self.sampling.seed.wrapping_add(offset), ..self.sampling.clone() }
+    }
+}
+
+fn take_sampling(fields: &mut Fields, defaults: &GenerationDefaults) -> Result<SamplingParams, ApiError> {
+    let greedy = defaults.do_sample == Some(false);
+    let temperature = if greedy { 0.0 } else { defaults.temperature.unwrap_or(1.0) };
+    let top_k = fields.integer("top_k", (-1, i64::from(u32::MAX)))?;
+    let top_p = fields.number("top_p", (0.0, 1.0))?.or(defaults.top_p).unwrap_or(1.0);
+    if top_p <= 0.0 {
+        let message = "the field `top_p` must be greater than 0 and at most 1";
+        return Err(ApiError::field("top_p", "invalid_value", message));
+    }
+    let seed = match fields.take("seed") {
+        None => rand::rng().random(),
+        Some(value) => seed_of(&value).ok_or_else(|| wrong_type("seed", "an integer of 64 bits", &value))?,
+    };
+    Ok(SamplingParams {
+        temperature: fields.number("temperature", (0.0, 100.0))?.unwrap_or(temperature),
+        // -1 and 0 both keep all tokens.
+        top_k: top_k.map_or(defaults.top_k.unwrap_or(0), |k| u32::try_from(k.max(0)).expect("bounded above")),
+        top_p,
+        min_p: fields.number("min_p", (0.0, 1.0))?.or(defaults.min_p).unwrap_or(0.0),
+        seed,
+        logprobs: None,
+    })
+}
+
+/// Any 64-bit integer, signed or not, is a seed.
+fn seed_of(value: &Value) -> Option<u64> {
+    value.as_u64().or_else(|| value.as_i64().map(i64::cast_unsigned))
+}
+
+fn take_stop_ids(fields: &mut Fields, rules: Rules<'_>) -> Result<Vec<u32>, ApiError> {
+    let Some(value) = fields.take("stop_token_ids") else { return Ok(Vec::new()) };
+    let ids = token_ids("stop_token_ids", &value)?;
+    if ids.len() > rules.limits.stop_ids_max {
+        return Err(too_many("stop_token_ids", ids.len(), rules.limits.stop_ids_max));
+    }
+    check_vocabulary("stop_token_ids", &ids, rules.vocab_size)?;
+    Ok(ids)
+}
+
+fn take_stop_strings(fields: &mut Fields, limits: &Limits) -> Result<Vec<String>, ApiError> {
+    let strings = match fields.take("stop") {
+        None => Vec::new(),
+        Some(Value::String(text)) => vec![text],
+        Some(Value::Array(items)) => items
+            .into_iter()
+            .map(|item| match item {
+                Value::String(text) => Ok(text),
+                other => Err(wrong_type("stop", "a string or a list of strings", &other)),
+            })
+            .collect::<Result<_, _>>()?,
+        Some(other) => return Err(wrong_type("stop", "a string or a list of strings", &other)),
+    };
+    if strings.len() > limits.stop_strings_max {
+        return Err(too_many("stop", strings.len(), limits.stop_strings_max));
+    }
+    if let Some(bad) = strings.iter().find(|text| text.is_empty() || text.len() > limits.stop_string_bytes_max) {
+        return Err(out_of_range("stop (length in bytes)", &bad.len(), &1, &limits.stop_string_bytes_max));
+    }
+    Ok(strings)
+}
+
+fn take_include_usage(fields: &mut Fields, stream: bool) -> Result<bool, ApiError> {
+    let Some(value) = fields.take("stream_options") else { return Ok(false) };
+    if !stream {
+        let message = "the field `stream_options` is only allowed when `stream` is true";
+        return Err(ApiError::field("stream_options", "invalid_value", message));
+    }
+    let mut options = Fields::nested("stream_options", value)?;
+    let include = options.bool("include_usage", false)?;
+    options
+        .neutral(&[("continuous_usage_stats", Neutral::Bool(false)), ("include_obfuscation", Neutral::Bool(false))])?;
+    options.finish()?;
+    Ok(include)
+}
+
+fn take_return_logits(fields: &mut Fields, exposed: bool) -> Result<bool, ApiError> {
+    let wanted = fields.bool("return_logits", false)?;
+    if wanted && !exposed {
+        let message = "the field `return_logits` is not supported: this server was started without --expose-logits";
+        return Err(ApiError::field("return_logits", "unsupported_parameter", message));
+    }
+    Ok(wanted)
+}
+
+/// A list of token ids. That they are in the vocabulary is checked where the vocabulary is known.
+pub(crate) fn token_ids(name: &str, value: &Value) -> Result<Vec<u32>, ApiError> {
+    let items = value.as_array().ok_or_else(|| wrong_type(name, "a list of token ids", value))?;
+    items
+        .iter()
+        .map(|item| {
+            let id = item.as_u64().and_then(|id| u32::try_from(id).ok());
+            id.ok_or_else(|| wrong_type(name, "a list of token ids (whole numbers from 0)", item))
+        })
+        .collect()
+}
+
+/// Refuses ids outside the vocabulary.
+pub(crate) fn check_vocabulary(name: &str, ids: &[u32], vocab_size: u32) -> Result<(), ApiError> {
+    match ids.iter().find(|id| **id >= vocab_size) {
+        None => Ok(()),
+        Some(id) => {
+            let message = format!("the field `{name}` has token id {id}, but the vocabulary has {vocab_size} tokens");
+            Err(ApiError::field(name, "invalid_value", message))
+        }
+    }
+}
+
+pub(crate) fn too_many(name: &str, got: usize, limit: usize) -> ApiError {
+    let message = format!("the field `{name}` has {got} entries, but at most {limit} are allowed");
+    ApiError::field(name, "invalid_value", message)
+}
+
+/// Takes a required field.
+pub(crate) fn required(fields: &mut Fields, name: &str) -> Result<Value, ApiError> {
+    fields.take(name).ok_or_else(|| missing(&fields.name(name)))
+}

@@ -1,0 +1,155 @@
+//! The JSON of answers: OpenAI's shapes, with vLLM's `token_ids` and Lagoon's `logits_b64`.
+
+use crate::{generate::Token, text::TextModel};
+use base64::{Engine as _, engine::general_purpose::STANDARD};
+use lagoon_types::{FinishReason, TokenLogprobs};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// Which endpoint answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Endpoint {
+    Chat,
+    Completions,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct Usage {
+    pub(crate) prompt_tokens: usize,
+    pub(crate) completion_tokens: usize,
+    pub(crate) total_tokens: usize,
+}
+
+/// A whole answer or one chunk of a streamed one.
+#[derive(Debug, Serialize)]
+pub(crate) struct Reply<'a> {
+    pub(crate) id: &'a str,
+    pub(crate) object: &'static str,
+    pub(crate) created: u64,
+    pub(crate) model: &'a str,
+    pub(crate) choices: Vec<Choice>,
+    /// Chat only: completions have it in the choice.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) prompt_token_ids: Option<Vec<u32>>,
+    /// `Some(None)` is an explicit `null`, which chunks have when usage was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) usage: Option<Option<Usage>>,
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct Choice {
+    pub(crate) index: usize,
+    #[serde(flatten)]
+    pub(crate) content: Content,
+    pub(crate) logprobs: Option<Logprobs>,
+    pub(crate) finish_reason: Option<FinishReason>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) prompt_token_ids: Option<Vec<u32>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) token_ids: Option<Vec<u32>>,
+    /// One entry a token: the logits over the vocabulary, f32 little-endian, base64.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) logits_b64: Option<Vec<String>>,
+}
+
+/// Where the text of a choice stands.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Content {
+    Text(String),
+    Message { role: &'static str, content: String },
+    Delta(Delta),
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct Delta {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) role: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) content: Option<String>,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+pub(crate) enum Logprobs {
+    Chat {
+        content: Vec<ChatLogprob>,
+    },
+    Completions {
+        tokens: Vec<String>,
+        token_logprobs: Vec<f32>,
+        top_logprobs: Vec<BTreeMap<String, f32>>,
+        text_offset: Vec<usize>,
+    },
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct ChatLogprob {
+    #[serde(flatten)]
+    chosen: Alternative,
+    top_logprobs: Vec<Alternative>,
+}
+
+#[derive(Debug, Serialize)]
+struct Alternative {
+    token: String,
+    logprob: f32,
+    bytes: Vec<u8>,
+}
+
+impl Alternative {
+    fn new(text: &dyn TextModel, id: u32, logprob: f32) -> Self {
+        let token = token_text(text, id);
+        Self { bytes: token.as_bytes().to_vec(), token, logprob: finite(logprob) }
+    }
+}
+
+/// Text of a single token as logprobs show it.
+fn token_text(text: &dyn TextModel, id: u32) -> String {
+    text.decode(&[id], false).unwrap_or_else(|_| format!("<token {id}>"))
+}
+
+/// JSON has no infinity: a probability of zero shows as a very small one, as OpenAI's -9999.
+fn finite(logprob: f32) -> f32 {
+    logprob.max(-9999.0)
+}
+
+/// Log-probabilities of `tokens` in the endpoint's shape; `offset` is where their text begins, in characters, and is
+/// advanced.
+pub(crate) fn logprobs(endpoint: Endpoint, text: &dyn TextModel, tokens: &[Token], offset: &mut usize) -> Logprobs {
+    let known = tokens.iter().filter_map(|token| token.logprobs.as_ref().map(|logprobs| (token.id, logprobs)));
+    match endpoint {
+        Endpoint::Chat => {
+            Logprobs::Chat { content: known.map(|(id, logprobs)| chat_logprob(text, id, logprobs)).collect() }
+        }
+        Endpoint::Completions => {
+            let (mut strings, mut chosen, mut top, mut offsets) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+            for (id, logprobs) in known {
+                let token = token_text(text, id);
+                let mut alternatives: BTreeMap<_, _> =
+                    logprobs.top.iter().map(|(id, logprob)| (token_text(text, *id), finite(*logprob))).collect();
+                // vLLM and OpenAI always list the chosen token too.
+                alternatives.insert(token.clone(), finite(logprobs.chosen));
+                offsets.push(*offset);
+                *offset += token.chars().count();
+                strings.push(token);
+                chosen.push(finite(logprobs.chosen));
+                top.push(alternatives);
+            }
+            Logprobs::Completions { tokens: strings, token_logprobs: chosen, top_logprobs: top, text_offset: offsets }
+        }
+    }
+}
+
+fn chat_logprob(text: &dyn TextModel, id: u32, logprobs: &TokenLogprobs) -> ChatLogprob {
+    ChatLogprob {
+        chosen: Alternative::new(text, id, logprobs.chosen),
+        top_logprobs: logprobs.top.iter().map(|(id, logprob)| Alternative::new(text, *id, *logprob)).collect(),
+    }
+}
+
+/// Logits of one token in base64 of f32 little-endian.
+pub(crate) fn logits_b64(logits: &[f32]) -> String {
+    let bytes: Vec<u8> = logits.iter().flat_map(|value| value.to_le_bytes()).collect();
+    STANDARD.encode(bytes)
+}

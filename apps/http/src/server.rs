@@ -1,0 +1,148 @@
+//! Routes, authentication, and what answers when no route does.
+
+use crate::{
+    engine::EngineInfo,
+    error::ApiError,
+    generations, metrics,
+    state::{ServerState, model_not_found},
+    tokens,
+};
+use axum::{
+    Json, Router,
+    extract::{MatchedPath, Path, Request, State},
+    http::{HeaderMap, StatusCode, Uri, header},
+    middleware::{self, Next},
+    response::{IntoResponse, Response},
+    routing::{get, post},
+};
+use serde::Serialize;
+use std::{sync::Arc, time::Instant};
+
+/// The OpenAI-compatible server.
+///
+/// With an API key set, every route but `/health` (also `/metrics`, and routes that do not exist) asks for it.
+pub fn router(state: ServerState) -> Router {
+    let state = Arc::new(state);
+    Router::new()
+        .route("/v1/chat/completions", post(generations::chat))
+        .route("/v1/completions", post(generations::completions))
+        .route("/v1/models", get(models))
+        .route("/v1/models/{*id}", get(model))
+        .route("/tokenize", post(tokens::tokenize))
+        .route("/detokenize", post(tokens::detokenize))
+        .route("/health", get(health))
+        .route("/metrics", get(show_metrics))
+        .route("/version", get(version))
+        .fallback(no_route)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(middleware::from_fn_with_state(Arc::clone(&state), authenticate))
+        .layer(middleware::from_fn(observe))
+        .with_state(state)
+}
+
+/// Whether `headers` carry `key` as a bearer token. The comparison takes the same time wherever the texts differ.
+#[must_use]
+pub fn bears_key(headers: &HeaderMap, key: &str) -> bool {
+    let value = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+    let Some((scheme, token)) = value.and_then(|value| value.split_once(' ')) else { return false };
+    // Equality of blake3's hashes is constant-time, and hashing hides the length.
+    scheme.eq_ignore_ascii_case("bearer") && blake3::hash(token.trim().as_bytes()) == blake3::hash(key.as_bytes())
+}
+
+/// The answer to a request without the right key.
+#[must_use]
+pub fn unauthorized() -> ApiError {
+    let message = "a valid API key is required: send it as `Authorization: Bearer KEY`";
+    ApiError::new(StatusCode::UNAUTHORIZED, Some("invalid_api_key"), message)
+}
+
+async fn authenticate(State(state): State<Arc<ServerState>>, request: Request, next: Next) -> Response {
+    match &state.api_key {
+        Some(key) if request.uri().path() != "/health" && !bears_key(request.headers(), key) => {
+            unauthorized().into_response()
+        }
+        _ => next.run(request).await,
+    }
+}
+
+async fn observe(request: Request, next: Next) -> Response {
+    let begun = Instant::now();
+    let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned());
+    let method = request.method().clone();
+    let response = next.run(request).await;
+    let route = route.as_deref().unwrap_or("other");
+    let elapsed = begun.elapsed();
+    metrics::request(route, response.status(), elapsed);
+    tracing::debug!(%method, route, status = response.status().as_u16(), ?elapsed, "request");
+    response
+}
+
+/// The answer to a path that does not exist.
+pub async fn no_route(uri: Uri) -> ApiError {
+    ApiError::new(StatusCode::NOT_FOUND, Some("not_found"), format!("there is no route {}", uri.path()))
+}
+
+/// The answer to a path that exists for another method.
+pub async fn wrong_method(request: Request) -> ApiError {
+    let message = format!("the route {} does not allow {}", request.uri().path(), request.method());
+    ApiError::new(StatusCode::METHOD_NOT_ALLOWED, Some("method_not_allowed"), message)
+}
+
+#[derive(Serialize)]
+struct ModelList {
+    object: &'static str,
+    data: Vec<Model>,
+}
+
+#[derive(Serialize)]
+struct Model {
+    id: String,
+    object: &'static str,
+    created: u64,
+    owned_by: &'static str,
+    root: String,
+    parent: Option<String>,
+    max_model_len: u32,
+}
+
+impl Model {
+    fn new(info: EngineInfo, created: u64) -> Self {
+        Self {
+            id: info.model_id.clone(),
+            object: "model",
+            created,
+            owned_by: "lagoon",
+            root: info.model_id,
+            parent: None,
+            max_model_len: info.max_model_tokens,
+        }
+    }
+}
+
+async fn models(State(state): State<Arc<ServerState>>) -> impl IntoResponse {
+    Json(ModelList { object: "list", data: vec![Model::new(state.engine.info(), state.created)] })
+}
+
+async fn model(State(state): State<Arc<ServerState>>, Path(id): Path<String>) -> Result<impl IntoResponse, ApiError> {
+    let info = state.engine.info();
+    if info.model_id != id {
+        return Err(model_not_found(&id, &info.model_id));
+    }
+    Ok(Json(Model::new(info, state.created)))
+}
+
+async fn health(State(state): State<Arc<ServerState>>) -> Result<impl IntoResponse, ApiError> {
+    if state.engine.info().ready {
+        Ok(Json(serde_json::json!({ "status": "ok" })))
+    } else {
+        Err(ApiError::unavailable("the engine is not ready"))
+    }
+}
+
+async fn show_metrics(State(state): State<Arc<ServerState>>) -> impl IntoResponse {
+    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], state.metrics.render())
+}
+
+async fn version() -> impl IntoResponse {
+    Json(serde_json::json!({ "version": env!("CARGO_PKG_VERSION") }))
+}

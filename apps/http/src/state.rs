@@ -1,0 +1,118 @@
+//! What handlers share.
+
+use crate::{
+    engine::{Engine, EngineInfo},
+    error::ApiError,
+    limits::Limits,
+    params::{GenerationDefaults, Rules},
+    text::{TextError, TextModel},
+};
+use axum::{
+    body::{Body, Bytes, to_bytes},
+    http::StatusCode,
+};
+use metrics_exporter_prometheus::PrometheusHandle;
+use std::{
+    fmt,
+    sync::Arc,
+    time::{SystemTime, UNIX_EPOCH},
+};
+use tokio::time::timeout;
+
+/// Everything that the router needs.
+#[derive(Clone)]
+pub struct ServerState {
+    pub engine: Arc<dyn Engine>,
+    pub text: Arc<dyn TextModel>,
+    pub defaults: GenerationDefaults,
+    /// When set, every route but `/health` asks for `Authorization: Bearer KEY`.
+    pub api_key: Option<String>,
+    pub limits: Limits,
+    /// Whether `return_logits` is allowed.
+    pub expose_logits: bool,
+    /// What `/metrics` shows: see [`crate::metrics::install`].
+    pub metrics: PrometheusHandle,
+    /// Seconds since 1970 at which the model was loaded, as `/v1/models` shows it.
+    pub created: u64,
+}
+
+impl fmt::Debug for ServerState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let keyed = self.api_key.is_some();
+        f.debug_struct("ServerState").field("info", &self.engine.info()).field("keyed", &keyed).finish_non_exhaustive()
+    }
+}
+
+impl ServerState {
+    pub(crate) fn rules(&self) -> Rules<'_> {
+        let vocab_size = self.engine.info().vocab_size;
+        Rules { limits: &self.limits, defaults: &self.defaults, expose_logits: self.expose_logits, vocab_size }
+    }
+
+    /// Reads a request's body within the limits.
+    pub(crate) async fn body(&self, body: Body) -> Result<Bytes, ApiError> {
+        let limit = self.limits.body_bytes_max;
+        match timeout(self.limits.body_deadline, to_bytes(body, limit)).await {
+            Ok(Ok(bytes)) => Ok(bytes),
+            Ok(Err(error)) if is_length_limit(&error) => {
+                let message = format!("the request body is larger than {limit} bytes");
+                Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, Some("request_too_large"), message))
+            }
+            Ok(Err(error)) => {
+                let message = format!("the request body could not be read: {error}");
+                Err(ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_body"), message))
+            }
+            Err(_elapsed) => {
+                let message = format!("the request body took longer than {} s", self.limits.body_deadline.as_secs());
+                Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, Some("request_timeout"), message))
+            }
+        }
+    }
+
+    /// Checks that the model asked for is the one served. No name means that one.
+    pub(crate) fn check_model(&self, model: Option<&str>) -> Result<EngineInfo, ApiError> {
+        let info = self.engine.info();
+        match model {
+            Some(model) if model != info.model_id => Err(model_not_found(model, &info.model_id)),
+            _ => Ok(info),
+        }
+    }
+
+    /// Tokens of `text`, computed off the runtime's threads: long prompts take a while.
+    pub(crate) async fn encode(&self, text: String, special: bool) -> Result<Vec<u32>, ApiError> {
+        let model = Arc::clone(&self.text);
+        blocking(move || model.encode(&text, special)).await
+    }
+
+    /// Text of `ids`.
+    pub(crate) async fn decode(&self, ids: Vec<u32>, skip_special: bool) -> Result<String, ApiError> {
+        let model = Arc::clone(&self.text);
+        blocking(move || model.decode(&ids, skip_special)).await
+    }
+}
+
+pub(crate) fn model_not_found(model: &str, served: &str) -> ApiError {
+    let message = format!("the model `{model}` does not exist; this server serves `{served}`");
+    ApiError {
+        param: Some("model".to_owned()),
+        ..ApiError::new(StatusCode::NOT_FOUND, Some("model_not_found"), message)
+    }
+}
+
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, TextError> + Send + 'static,
+) -> Result<T, ApiError> {
+    let done = tokio::task::spawn_blocking(work).await;
+    let result = done.map_err(|error| ApiError::internal(format!("the tokenizer panicked: {error}")))?;
+    result.map_err(|TextError(message)| ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_value"), message))
+}
+
+fn is_length_limit(error: &axum::Error) -> bool {
+    std::error::Error::source(error).is_some_and(|source| source.to_string() == "length limit exceeded")
+}
+
+/// Seconds since 1970.
+#[must_use]
+pub fn unix_seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs())
+}

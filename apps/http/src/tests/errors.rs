@@ -1,0 +1,142 @@
+//! Every failure is an OpenAI error body with its own status.
+
+use super::Client;
+use crate::scripted::{ScriptedEngine, state};
+use lagoon_types::RequestError;
+use serde_json::{Value, json};
+use std::fmt::Write;
+
+#[tokio::test]
+async fn requests_that_are_wrong() {
+    let client = Client::saying("ok").await;
+    let mut out = String::new();
+    for body in ["", "{", "[1]", "{\"prompt\": }", "\u{0}"] {
+        writeln!(out, "{body:?}\n{}", client.raw("/v1/completions", body).await.stable()).unwrap();
+    }
+    for (path, body) in [
+        ("/v1/completions", json!({"prompt": "a", "model": "gpt-4"})),
+        ("/v1/completions", json!({})),
+        ("/v1/completions", json!({"prompt": []})),
+        ("/v1/completions", json!({"prompt": [[]]})),
+        ("/v1/completions", json!({"prompt": ["a", [1]], "best_of": 2})),
+        ("/v1/completions", json!({"prompt": ["a", 1]})),
+        ("/v1/completions", json!({"prompt": [1, -1]})),
+        ("/v1/completions", json!({"prompt": [1, 258]})),
+        ("/v1/completions", json!({"prompt": "a", "stop_token_ids": [258]})),
+        ("/v1/completions", json!({"prompt": "a", "max_tokens": 0})),
+        ("/v1/completions", json!({"prompt": "a", "max_tokens": "5"})),
+        ("/v1/completions", json!({"prompt": "a", "temperature": -1})),
+        ("/v1/completions", json!({"prompt": "a", "top_p": 0})),
+        ("/v1/completions", json!({"prompt": "a", "top_k": -2})),
+        ("/v1/completions", json!({"prompt": "a", "seed": 1.5})),
+        ("/v1/completions", json!({"prompt": "a", "logprobs": 21})),
+        ("/v1/completions", json!({"prompt": "a", "stop": ["a", ""]})),
+        ("/v1/completions", json!({"prompt": "a", "stop": vec!["a"; 17]})),
+        ("/v1/completions", json!({"prompt": "a", "stop": 5})),
+        ("/v1/completions", json!({"prompt": vec!["a"; 129]})),
+        ("/v1/completions", json!({"prompt": ["a", "b"], "n": 65})),
+        ("/v1/completions", json!({"prompt": "a", "stream_options": {"include_usage": true}})),
+        ("/v1/chat/completions", json!({})),
+        ("/v1/chat/completions", json!({"messages": []})),
+        ("/v1/chat/completions", json!({"messages": "hi"})),
+        ("/v1/chat/completions", json!({"messages": [{"role": "user"}]})),
+        ("/v1/chat/completions", json!({"messages": [{"role": "tool", "content": "a"}]})),
+        ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": "refuse me"}]})),
+        ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})),
+        ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2})),
+    ] {
+        writeln!(out, "{path} {body}\n{}", client.post(path, body.clone()).await.stable()).unwrap();
+    }
+    insta::assert_snapshot!(out);
+}
+
+#[tokio::test]
+async fn what_the_engine_refuses() {
+    let mut out = String::new();
+    for error in [
+        RequestError::Invalid("the prompt is empty".to_owned()),
+        RequestError::TooLong {
+            prompt_tokens: 9000,
+            needed_tokens: 9100,
+            limit_tokens: 8192,
+            limit_name: "the pool's capacity",
+        },
+        RequestError::QueueFull { queued: 256, limit: 256 },
+        RequestError::Unavailable("the gManager is gone".to_owned()),
+        RequestError::Internal("counts do not tile".to_owned()),
+    ] {
+        let client = Client::of(ScriptedEngine::new(move |_| Err(error.clone()))).await;
+        let reply = client.post("/v1/completions", json!({"prompt": "a"})).await;
+        let retry = reply.headers.get("retry-after").map(|value| value.to_str().unwrap());
+        writeln!(out, "{} retry-after {retry:?}", reply.stable()).unwrap();
+    }
+    insta::assert_snapshot!(out);
+}
+
+#[tokio::test]
+async fn routes_and_methods_that_do_not_exist() {
+    let client = Client::saying("ok").await;
+    let mut out = String::new();
+    for path in ["/", "/v1/embeddings", "/v1/completions", "/tokenize"] {
+        writeln!(out, "GET {path}\n{}", client.get(path).await.stable()).unwrap();
+    }
+    writeln!(out, "POST /v1/models\n{}", client.post("/v1/models", json!({})).await.stable()).unwrap();
+    insta::assert_snapshot!(out);
+}
+
+#[tokio::test]
+async fn a_body_over_the_limit() {
+    let mut server = state(ScriptedEngine::saying("ok"));
+    server.limits.body_bytes_max = 1000;
+    let client = Client::new(server).await;
+    let body = json!({"prompt": "a".repeat(1000)});
+    insta::assert_snapshot!(client.post("/v1/completions", body).await.stable());
+    assert_eq!(client.post("/v1/completions", json!({"prompt": "a"})).await.status, 200);
+}
+
+#[tokio::test]
+async fn a_body_that_never_ends() {
+    let mut server = state(ScriptedEngine::saying("ok"));
+    server.limits.body_deadline = std::time::Duration::from_millis(50);
+    let client = Client::new(server).await;
+    let endless = futures::stream::once(async { Ok::<_, std::io::Error>("{") }).chain(futures::stream::pending());
+    let reply = client.raw("/v1/completions", reqwest::Body::wrap_stream(endless)).await;
+    assert_eq!((reply.status, &reply.json()["error"]["code"]), (408, &Value::from("request_timeout")));
+}
+
+use futures::StreamExt;
+
+#[tokio::test]
+async fn an_api_key_guards_all_but_health() {
+    let mut server = state(ScriptedEngine::saying("ok"));
+    server.api_key = Some("sesame".to_owned());
+    let client = Client::new(server).await;
+    assert_eq!(client.get("/health").await.status, 200);
+    let refused = client.get("/v1/models").await;
+    assert_eq!(refused.headers["www-authenticate"], "Bearer");
+    insta::assert_snapshot!(refused.stable());
+    for path in ["/metrics", "/version", "/nowhere"] {
+        assert_eq!(client.get(path).await.status, 401, "{path}");
+    }
+    for (authorization, status) in [
+        ("Bearer sesame", 200),
+        ("bearer sesame", 200),
+        ("Bearer sesam", 401),
+        ("Bearer sesame2", 401),
+        ("Bearer ", 401),
+        ("Basic sesame", 401),
+        ("sesame", 401),
+    ] {
+        let request = client.http.get(client.url("/v1/models")).header("authorization", authorization);
+        assert_eq!(request.send().await.unwrap().status().as_u16(), status, "{authorization}");
+    }
+}
+
+#[tokio::test]
+async fn logits_only_where_they_are_exposed() {
+    let mut server = state(ScriptedEngine::saying("ok"));
+    server.expose_logits = false;
+    let client = Client::new(server).await;
+    let body = json!({"prompt": "a", "return_logits": true});
+    insta::assert_snapshot!(client.post("/v1/completions", body).await.stable());
+}

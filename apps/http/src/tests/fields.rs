@@ -1,0 +1,130 @@
+//! A field is honoured, neutral, or refused by name.
+
+use super::Client;
+use serde_json::{Value, json};
+
+/// Each unsupported field with a value that is refused.
+fn refused() -> Vec<(&'static str, Value)> {
+    vec![
+        ("priority", json!(1)),
+        ("presence_penalty", json!(0.5)),
+        ("frequency_penalty", json!(0.5)),
+        ("repetition_penalty", json!(1.1)),
+        ("length_penalty", json!(2)),
+        ("min_tokens", json!(3)),
+        ("best_of", json!(2)),
+        ("use_beam_search", json!(true)),
+        ("early_stopping", json!(true)),
+        ("include_stop_str_in_output", json!(true)),
+        ("spaces_between_special_tokens", json!(false)),
+        ("logit_bias", json!({"5": 10})),
+        ("allowed_token_ids", json!([1])),
+        ("bad_words", json!(["x"])),
+        ("prompt_logprobs", json!(1)),
+        ("truncate_prompt_tokens", json!(5)),
+        ("response_format", json!({"type": "json_object"})),
+        ("structured_outputs", json!({"json": {}})),
+        ("guided_json", json!({})),
+        ("guided_regex", json!("a*")),
+        ("guided_choice", json!(["a"])),
+        ("guided_grammar", json!("root ::= a")),
+        ("echo", json!(true)),
+        ("not_a_field", json!(null)),
+        ("Stream", json!(true)),
+    ]
+}
+
+fn refused_in_chat() -> Vec<(&'static str, Value)> {
+    vec![
+        ("tools", json!([{"type": "function"}])),
+        ("tool_choice", json!("required")),
+        ("functions", json!([{}])),
+        ("function_call", json!({"name": "f"})),
+        ("modalities", json!(["text", "audio"])),
+        ("audio", json!({"voice": "x"})),
+        ("store", json!(true)),
+        ("service_tier", json!("flex")),
+        ("reasoning_effort", json!("low")),
+        ("verbosity", json!("low")),
+        ("prediction", json!({})),
+        ("web_search_options", json!({})),
+        ("chat_template", json!("{{ x }}")),
+        ("chat_template_kwargs", json!({"enable_thinking": false})),
+        ("continue_final_message", json!(true)),
+        ("add_special_tokens", json!(true)),
+        ("prompt", json!("a")),
+        ("suffix", json!("a")),
+    ]
+}
+
+async fn assert_refused(client: &Client, path: &str, mut body: Value, field: &str, value: &Value) {
+    body[field] = value.clone();
+    let reply = client.post(path, body).await;
+    let error = &reply.json()["error"];
+    assert_eq!(reply.status, 400, "{field}: {}", reply.text);
+    assert_eq!(error["param"], field, "{}", reply.text);
+    assert_eq!(error["code"], "unsupported_parameter", "{}", reply.text);
+    assert!(error["message"].as_str().unwrap().contains(&format!("`{field}`")), "{}", reply.text);
+}
+
+#[tokio::test]
+async fn unsupported_values_are_refused_by_name() {
+    let client = Client::saying("ok").await;
+    let chat = json!({"messages": [{"role": "user", "content": "a"}]});
+    let completion = json!({"prompt": "a"});
+    for (field, value) in refused() {
+        assert_refused(&client, "/v1/chat/completions", chat.clone(), field, &value).await;
+        assert_refused(&client, "/v1/completions", completion.clone(), field, &value).await;
+    }
+    for (field, value) in refused_in_chat() {
+        assert_refused(&client, "/v1/chat/completions", chat.clone(), field, &value).await;
+    }
+    for (field, value) in [("suffix", json!("b")), ("messages", json!([])), ("top_logprobs", json!(1))] {
+        assert_refused(&client, "/v1/completions", completion.clone(), field, &value).await;
+    }
+}
+
+#[tokio::test]
+async fn nested_fields_are_refused_with_their_path() {
+    let client = Client::saying("ok").await;
+    for (body, param) in [
+        (json!({"messages": [{"role": "user", "content": "a", "weight": 1}]}), "messages[0].weight"),
+        (
+            json!({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]}),
+            "messages[0].content[0].x",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": "a"}], "stream": true, "stream_options": {"x": 1}}),
+            "stream_options.x",
+        ),
+    ] {
+        let reply = client.post("/v1/chat/completions", body).await;
+        assert_eq!((reply.status, &reply.json()["error"]["param"]), (400, &Value::from(param)), "{}", reply.text);
+    }
+}
+
+#[tokio::test]
+async fn neutral_values_are_accepted() {
+    let client = Client::saying("ok").await;
+    let neutral = json!({
+        "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "best_of": 1, "user": "u",
+        "metadata": {"a": "b"}, "repetition_penalty": 1, "min_tokens": 0, "prompt_logprobs": null,
+        "response_format": {"type": "text"}, "guided_json": null, "stop": null, "seed": null, "temperature": null,
+        "max_tokens": null, "stream": false, "stream_options": null, "ignore_eos": false, "echo": false,
+        "logprobs": null, "return_logits": false, "model": "lagoon/scripted",
+    });
+    let in_chat = json!({
+        "tools": [], "tool_choice": "none", "parallel_tool_calls": true, "functions": null, "modalities": ["text"],
+        "store": false, "service_tier": "auto", "reasoning_effort": null, "chat_template_kwargs": {},
+        "messages": [{"role": "user", "content": "a"}], "top_logprobs": 0,
+    });
+    let mut completion = neutral.clone();
+    completion["prompt"] = json!("a");
+    completion["suffix"] = json!(null);
+    let reply = client.post("/v1/completions", completion).await;
+    assert_eq!(reply.status, 200, "{}", reply.text);
+    let mut chat = neutral;
+    chat.as_object_mut().unwrap().extend(in_chat.as_object().unwrap().clone());
+    let reply = client.post("/v1/chat/completions", chat).await;
+    assert_eq!(reply.status, 200, "{}", reply.text);
+}
