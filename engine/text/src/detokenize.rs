@@ -1,0 +1,113 @@
+//! Tokens to text, one token at a time.
+//!
+//! Every token's bytes are known (see `pieces`), so the text so far is the bytes so far read as UTF-8. What is held
+//! back is at most three bytes: the beginning of a character whose rest may come. Invalid bytes become U+FFFD exactly
+//! as `String::from_utf8_lossy` would have it of the whole.
+
+use crate::Tokenizer;
+use std::sync::Arc;
+
+/// The state of one text under assembly.
+#[derive(Clone, Debug)]
+pub(crate) struct Assembly {
+    /// No token has been seen yet.
+    first: bool,
+    /// A byte that is dropped from the beginning of the text, and how often it still may.
+    strip: Option<(u8, usize)>,
+    /// Bytes that are not text yet; between calls, an incomplete character.
+    pending: Vec<u8>,
+}
+
+impl Assembly {
+    pub(crate) fn new(tokenizer: &Tokenizer) -> Self {
+        Self { first: true, strip: tokenizer.scheme().strip(), pending: Vec::new() }
+    }
+
+    /// Appends the text that `id` completes.
+    pub(crate) fn push(&mut self, tokenizer: &Tokenizer, id: u32, skip_special: bool, out: &mut String) {
+        if skip_special && tokenizer.is_special(id) {
+            return;
+        }
+        let Some(token) = tokenizer.token(id) else { return };
+        let held = self.pending.len();
+        tokenizer.scheme().append(&token, self.first, &mut self.pending);
+        self.first = false;
+        while let Some((byte, times)) = self.strip {
+            // The beginning of the text is at hand only while nothing else has been seen, so nothing is held.
+            match self.pending.get(held) {
+                Some(found) if *found == byte && times > 0 => {
+                    self.pending.remove(held);
+                    self.strip = Some((byte, times - 1));
+                }
+                Some(_) => self.strip = None,
+                None => break,
+            }
+        }
+        self.release(out);
+    }
+
+    /// Moves everything that is certain from `pending` to `out`.
+    fn release(&mut self, out: &mut String) {
+        let mut rest = self.pending.as_slice();
+        loop {
+            match std::str::from_utf8(rest) {
+                Ok(text) => {
+                    out.push_str(text);
+                    rest = &[];
+                    break;
+                }
+                Err(error) => {
+                    let (valid, after) = rest.split_at(error.valid_up_to());
+                    out.extend(valid.utf8_chunks().map(|chunk| chunk.valid()));
+                    match error.error_len() {
+                        Some(invalid) => {
+                            out.push(char::REPLACEMENT_CHARACTER);
+                            rest = &after[invalid..];
+                        }
+                        None => {
+                            rest = after;
+                            break;
+                        }
+                    }
+                }
+            }
+        }
+        let done = self.pending.len() - rest.len();
+        self.pending.drain(..done);
+    }
+
+    /// Appends what is held back: an incomplete character is one U+FFFD.
+    pub(crate) fn finish(&mut self, out: &mut String) {
+        if !self.pending.is_empty() {
+            self.pending.clear();
+            out.push(char::REPLACEMENT_CHARACTER);
+        }
+    }
+}
+
+/// Streams the text of one sequence: the pieces together are [`Tokenizer::decode`] of all its tokens.
+#[derive(Clone, Debug)]
+pub struct IncrementalDetokenizer {
+    tokenizer: Arc<Tokenizer>,
+    skip_special: bool,
+    assembly: Assembly,
+}
+
+impl IncrementalDetokenizer {
+    /// A new text. With `skip_special` special tokens give no text.
+    #[must_use]
+    pub fn new(tokenizer: Arc<Tokenizer>, skip_special: bool) -> Self {
+        let assembly = Assembly::new(&tokenizer);
+        Self { tokenizer, skip_special, assembly }
+    }
+
+    /// Appends the text that the token completes, which may be none.
+    pub fn push(&mut self, id: u32, out: &mut String) {
+        self.assembly.push(&self.tokenizer, id, self.skip_special, out);
+    }
+
+    /// Appends what was held back. Call it once, after the last token.
+    pub fn finish(&mut self, out: &mut String) {
+        self.assembly.finish(out);
+    }
+}

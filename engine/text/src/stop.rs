@@ -1,0 +1,90 @@
+//! Stop strings in a stream of text.
+//!
+//! The text ends where a stop string is complete for the first time; what is kept is the text before that stop string
+//! (before the longest, where several are complete at once). This depends on the text alone, not on how it is cut into
+//! pieces. Text is released as soon as it can no longer be the beginning of a stop string.
+
+/// Stop strings of one request at most.
+pub const STOPS_MAX: usize = 16;
+/// Longest stop string, in bytes.
+pub const STOP_BYTES_MAX: usize = 1024;
+
+/// Why stop strings were refused.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum StopError {
+    #[error("a stop string is empty")]
+    Empty,
+    #[error("a stop string has {bytes} bytes, the limit is {STOP_BYTES_MAX}")]
+    TooLong { bytes: usize },
+    #[error("there are {count} stop strings, the limit is {STOPS_MAX}")]
+    TooMany { count: usize },
+}
+
+/// Finds the first stop string in a stream.
+#[derive(Clone, Debug)]
+pub struct StopStrings {
+    stops: Vec<String>,
+    /// Text that may be the beginning of a stop string.
+    held: String,
+    stopped: bool,
+}
+
+impl StopStrings {
+    /// A new stream with these stop strings; with none, text passes unchanged.
+    pub fn new(stops: Vec<String>) -> Result<Self, StopError> {
+        if stops.len() > STOPS_MAX {
+            return Err(StopError::TooMany { count: stops.len() });
+        }
+        if stops.iter().any(String::is_empty) {
+            return Err(StopError::Empty);
+        }
+        if let Some(long) = stops.iter().find(|stop| stop.len() > STOP_BYTES_MAX) {
+            return Err(StopError::TooLong { bytes: long.len() });
+        }
+        Ok(Self { stops, held: String::new(), stopped: false })
+    }
+
+    /// Takes the next piece and appends what is certainly not part of a stop string to `out`. Returns whether a stop
+    /// string is complete; from then on nothing more is appended.
+    pub fn push(&mut self, piece: &str, out: &mut String) -> bool {
+        if self.stopped {
+            return true;
+        }
+        self.held.push_str(piece);
+        // The end that comes first wins; of stop strings with that end, the longest, which begins first.
+        let find = |stop: &String| self.held.find(stop.as_str()).map(|start| (start + stop.len(), start));
+        if let Some((_, start)) = self.stops.iter().filter_map(find).min() {
+            out.push_str(&self.held[..start]);
+            self.held.clear();
+            self.stopped = true;
+            return true;
+        }
+        let keep_from = self.undecided_from();
+        out.push_str(&self.held[..keep_from]);
+        self.held.drain(..keep_from);
+        false
+    }
+
+    /// Appends what was held back, after the last piece. If a stop string was found there is nothing.
+    pub fn finish(&mut self, out: &mut String) {
+        out.push_str(&self.held);
+        self.held.clear();
+    }
+
+    /// Whether a stop string was found.
+    #[must_use]
+    pub fn stopped(&self) -> bool {
+        self.stopped
+    }
+
+    /// Where the longest end of `held` begins that a stop string may begin with.
+    fn undecided_from(&self) -> usize {
+        let longest = self.stops.iter().map(String::len).max().unwrap_or(0);
+        let earliest = self.held.len().saturating_sub(longest);
+        let open = |start: &usize| {
+            let end = &self.held.as_bytes()[*start..];
+            self.held.is_char_boundary(*start) && self.stops.iter().any(|stop| stop.as_bytes().starts_with(end))
+        };
+        (earliest..self.held.len()).find(open).unwrap_or(self.held.len())
+    }
+}
