@@ -57,6 +57,12 @@ pub const LEASE_RENEW_MS: u64 = 3_000;
 pub const STEP_DEADLINE_MS: u64 = 10_000;
 /// Time that a borrow may take, rounds included, before the request goes back to waiting.
 pub const BORROW_DEADLINE_MS: u64 = 5_000;
+/// Time that a creditor may take to answer a lease request before the next candidate is tried.
+pub const LEASE_ANSWER_MS: u64 = 1_500;
+/// Time after which an unanswered borrow query or release is sent again.
+pub const CONTROL_REPEAT_MS: u64 = 1_000;
+/// An instance that is silent for this long leaves the gManager's books.
+pub const INSTANCE_FORGET_MS: u64 = 60_000;
 /// Time that a request may wait for admission.
 pub const ADMISSION_DEADLINE_MS: u64 = 600_000;
 /// Time to establish a connection to a peer.
@@ -65,6 +71,9 @@ pub const CONNECT_DEADLINE_MS: u64 = 5_000;
 const _: () = assert!(HEARTBEAT_MS * 4 <= HEARTBEAT_STALE_MS);
 const _: () = assert!(LEASE_RENEW_MS * 3 <= LEASE_TTL_MS);
 const _: () = assert!(STEP_DEADLINE_MS < LEASE_TTL_MS);
+const _: () = assert!(LEASE_ANSWER_MS * (CANDIDATES as u64) < BORROW_DEADLINE_MS);
+const _: () = assert!(CONTROL_REPEAT_MS < BORROW_DEADLINE_MS && CONTROL_REPEAT_MS < LEASE_TTL_MS);
+const _: () = assert!(LEASE_TTL_MS <= INSTANCE_FORGET_MS && HEARTBEAT_STALE_MS < INSTANCE_FORGET_MS);
 const _: () = assert!(STEP_ROWS_DEFAULT <= STEP_ROWS_MAX);
 const _: () = assert!(BLOCK_TOKENS_DEFAULT <= BLOCK_TOKENS_MAX);
 const _: () = assert!(CONTROL_FRAME_BYTES_MAX <= DATA_FRAME_BYTES_MAX && DATA_FRAME_BYTES_MAX <= PEER_QUEUE_BYTES_MAX);

@@ -1,0 +1,300 @@
+//! The creditor's half of an rManager: leases that other instances' sequences have here.
+//!
+//! Invariants:
+//! * a lease's blocks `[freed, blocks)` are lent in the pool to that lease, and no others;
+//! * every access names the lease, its debtor and its epoch, and is refused if one differs;
+//! * a debtor has at most one lease per request number, so that a repeated request lends nothing twice.
+
+use super::RManagerConfig;
+use lagoon_kv::hash::ContentHash;
+use lagoon_kv::{BlockPool, BlockState, LeaseHasher, Owner};
+use lagoon_protocol::{
+    Debt, LeaseGrant, LeaseRefuse, LeaseRelease, LeaseReleased, LeaseRenew, LeaseRenewed, LeaseRequest, RefuseCode,
+};
+use lagoon_types::{Epoch, InstanceId, KvRun, LeaseId, LeaseRun, PhysBlock, limits};
+use std::collections::BTreeMap;
+
+/// A lease ended without its debtor's release: nobody renewed it, or the debtor is another process now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LeaseEnded {
+    pub debtor: InstanceId,
+    pub lease: LeaseId,
+}
+
+#[derive(Debug)]
+struct Lease {
+    debtor: InstanceId,
+    epoch: Epoch,
+    request: u64,
+    blocks: Vec<PhysBlock>,
+    /// Leading entries that were released.
+    freed: u32,
+    renewed_ms: u64,
+    hasher: LeaseHasher,
+    /// Hashes of entries that are written in every layer, until they are freed.
+    whole: BTreeMap<u32, ContentHash>,
+}
+
+impl Lease {
+    fn entries(&self) -> u32 {
+        u32::try_from(self.blocks.len()).expect("a lease has at most the pool's blocks")
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Creditor {
+    block_tokens: u32,
+    layers: u32,
+    layer_token_bytes: usize,
+    lend_blocks_max: u32,
+    lend_reserve_blocks: u32,
+    ttl_ms: u64,
+    lease_base: u64,
+    epoch_base: u64,
+    issued: u64,
+    leases: BTreeMap<LeaseId, Lease>,
+    by_request: BTreeMap<(InstanceId, u64), LeaseId>,
+}
+
+/// SplitMix64's finaliser: spreads a seed over all bits.
+fn spread(seed: u64) -> u64 {
+    let a = (seed ^ (seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let b = (a ^ (a >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    b ^ (b >> 31)
+}
+
+impl Creditor {
+    pub(super) fn new(config: &RManagerConfig) -> Self {
+        // Ids of two processes must not meet: 31 random bits above a counter for leases, 63 for epochs.
+        let lease_base = (spread(config.incarnation ^ 0x6c65_6173_6520_6964) >> 33) << 32;
+        let epoch_base = spread(config.incarnation ^ 0x6570_6f63_6820_3a29) >> 1;
+        Self {
+            block_tokens: config.block_tokens,
+            layers: config.shape.layers,
+            layer_token_bytes: config.shape.layer_token_bytes(),
+            lend_blocks_max: config.lend_blocks_max,
+            lend_reserve_blocks: config.lend_reserve_blocks,
+            ttl_ms: config.lease_ttl_ms,
+            lease_base,
+            epoch_base,
+            issued: 0,
+            leases: BTreeMap::new(),
+            by_request: BTreeMap::new(),
+        }
+    }
+
+    pub(super) fn lendable(&self, pool: &BlockPool) -> u32 {
+        let counts = pool.counts();
+        let under_cap = self.lend_blocks_max.saturating_sub(counts.lent);
+        under_cap.min(counts.free.saturating_sub(self.lend_reserve_blocks))
+    }
+
+    pub(super) fn lends_to(&self, debtor: InstanceId) -> bool {
+        self.leases.values().any(|l| l.debtor == debtor)
+    }
+
+    pub(super) fn on_request(
+        &mut self,
+        from: InstanceId,
+        request: &LeaseRequest,
+        now_ms: u64,
+        pool: &mut BlockPool,
+    ) -> Result<LeaseGrant, LeaseRefuse> {
+        if let Some(lease) = self.by_request.get(&(from, request.request)) {
+            return Ok(self.grant_of(*lease));
+        }
+        let lendable = self.lendable(pool);
+        let refuse = |reason: String| LeaseRefuse { request: request.request, blocks_lendable: lendable, reason };
+        if request.blocks == 0 || request.blocks_min > request.blocks {
+            return Err(refuse(format!("{} to {} blocks make no sense", request.blocks_min, request.blocks)));
+        }
+        let blocks = request.blocks.min(lendable);
+        if blocks < request.blocks_min.max(1) {
+            return Err(refuse(format!("{lendable} blocks are lendable, at least {} wanted", request.blocks_min)));
+        }
+        self.issued += 1;
+        let lease = LeaseId(self.lease_base + self.issued);
+        let epoch = Epoch(self.epoch_base.wrapping_add(self.issued));
+        let blocks = pool.allocate(Owner::Lent(lease), blocks, None).expect("lendable blocks are free");
+        let hasher = LeaseHasher::new(self.layers as usize, self.block_tokens, self.layer_token_bytes);
+        let (debtor, request) = (from, request.request);
+        let (freed, renewed_ms, whole) = (0, now_ms, BTreeMap::new());
+        self.leases.insert(lease, Lease { debtor, epoch, request, blocks, freed, renewed_ms, hasher, whole });
+        self.by_request.insert((from, request), lease);
+        Ok(self.grant_of(lease))
+    }
+
+    fn grant_of(&self, id: LeaseId) -> LeaseGrant {
+        let lease = &self.leases[&id];
+        LeaseGrant {
+            request: lease.request,
+            lease: id.0,
+            epoch: lease.epoch.0,
+            blocks: lease.entries(),
+            ttl_ms: self.ttl_ms,
+        }
+    }
+
+    /// Frees leading entries. What the debtor does not have (any more) is as good as released.
+    pub(super) fn on_release(&mut self, from: InstanceId, m: &LeaseRelease, pool: &mut BlockPool) -> LeaseReleased {
+        let id = LeaseId(m.lease);
+        if let Some(lease) = self.leases.get_mut(&id)
+            && (lease.debtor, lease.epoch.0) == (from, m.epoch)
+        {
+            if m.entries >= lease.entries() {
+                self.remove(id, pool);
+            } else if m.entries > lease.freed {
+                pool.free(Owner::Lent(id), &lease.blocks[lease.freed as usize..m.entries as usize]);
+                lease.freed = m.entries;
+                lease.hasher.forget_before(m.entries);
+                lease.whole = lease.whole.split_off(&m.entries);
+            }
+        }
+        LeaseReleased { lease: m.lease, entries: m.entries }
+    }
+
+    fn remove(&mut self, id: LeaseId, pool: &mut BlockPool) -> LeaseEnded {
+        let lease = self.leases.remove(&id).expect("the lease exists");
+        self.by_request.remove(&(lease.debtor, lease.request));
+        pool.free(Owner::Lent(id), &lease.blocks[lease.freed as usize..]);
+        LeaseEnded { debtor: lease.debtor, lease: id }
+    }
+
+    fn remove_where(&mut self, pool: &mut BlockPool, ended: impl Fn(&Lease) -> bool) -> Vec<LeaseEnded> {
+        let ids: Vec<LeaseId> = self.leases.iter().filter(|(_, l)| ended(l)).map(|(id, _)| *id).collect();
+        ids.into_iter().map(|id| self.remove(id, pool)).collect()
+    }
+
+    pub(super) fn on_renew(&mut self, from: InstanceId, m: &LeaseRenew, now_ms: u64) -> LeaseRenewed {
+        let mut unknown = Vec::new();
+        for &id in &m.leases {
+            match self.leases.get_mut(&LeaseId(id)) {
+                Some(lease) if lease.debtor == from => lease.renewed_ms = now_ms,
+                _ => unknown.push(id),
+            }
+        }
+        LeaseRenewed { unknown }
+    }
+
+    pub(super) fn expire(&mut self, now_ms: u64, pool: &mut BlockPool) -> Vec<LeaseEnded> {
+        let ttl_ms = self.ttl_ms;
+        self.remove_where(pool, |l| now_ms > l.renewed_ms + ttl_ms)
+    }
+
+    pub(super) fn free_debtor(&mut self, debtor: InstanceId, pool: &mut BlockPool) -> Vec<LeaseEnded> {
+        self.remove_where(pool, |l| l.debtor == debtor)
+    }
+
+    pub(super) fn next_wake_ms(&self) -> Option<u64> {
+        self.leases.values().map(|l| l.renewed_ms + self.ttl_ms + 1).min()
+    }
+
+    pub(super) fn debts(&self) -> Vec<Debt> {
+        let mut debts: BTreeMap<InstanceId, u32> = BTreeMap::new();
+        for lease in self.leases.values() {
+            *debts.entry(lease.debtor).or_default() += lease.entries() - lease.freed;
+        }
+        debts.into_iter().map(|(debtor, blocks)| Debt { debtor: debtor.0, blocks }).collect()
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (InstanceId, LeaseId, Epoch, u32, u32)> + '_ {
+        self.leases.iter().map(|(id, l)| (l.debtor, *id, l.epoch, l.freed, l.entries()))
+    }
+
+    pub(super) fn hashers(&self) -> impl Iterator<Item = &LeaseHasher> + '_ {
+        self.leases.values().map(|l| &l.hasher)
+    }
+
+    fn find(&self, from: InstanceId, (id, epoch): (LeaseId, Epoch)) -> Result<&Lease, RefuseCode> {
+        let lease = self.leases.get(&id).filter(|l| l.debtor == from).ok_or(RefuseCode::UnknownLease)?;
+        if lease.epoch == epoch { Ok(lease) } else { Err(RefuseCode::StaleEpoch) }
+    }
+
+    /// Visits tokens `[offset, offset + tokens)` of a lease as physically consecutive pieces `(first slot, tokens)`.
+    fn pieces(&self, lease: &Lease, offset: u32, tokens: u32) -> Result<Vec<(u32, u32)>, RefuseCode> {
+        let bt = self.block_tokens;
+        let end = offset.checked_add(tokens).filter(|end| end.div_ceil(bt) <= lease.entries());
+        let end = end.ok_or(RefuseCode::OutOfRange)?;
+        if tokens == 0 || offset / bt < lease.freed {
+            return Err(RefuseCode::OutOfRange);
+        }
+        let mut pieces: Vec<(u32, u32)> = Vec::new();
+        let mut at = offset;
+        while at < end {
+            let len = (bt - at % bt).min(end - at);
+            let slot = lease.blocks[(at / bt) as usize].0 * bt + at % bt;
+            match pieces.last_mut() {
+                Some((first, have)) if *first + *have == slot => *have += len,
+                _ => pieces.push((slot, len)),
+            }
+            at += len;
+        }
+        Ok(pieces)
+    }
+
+    pub(super) fn resolve(&self, from: InstanceId, run: &LeaseRun, out: &mut Vec<KvRun>) -> Result<(), RefuseCode> {
+        let lease = self.find(from, (run.lease, run.epoch))?;
+        if run.first_pos.checked_add(run.len).is_none_or(|end| end > limits::SEQUENCE_TOKENS_MAX) {
+            return Err(RefuseCode::OutOfRange);
+        }
+        let mut first_pos = run.first_pos;
+        for (base, len) in self.pieces(lease, run.offset, run.len)? {
+            out.push(KvRun { base, len, first_pos });
+            first_pos += len;
+        }
+        Ok(())
+    }
+
+    pub(super) fn begin_write(
+        &self,
+        from: InstanceId,
+        key: (LeaseId, Epoch),
+        layer: u32,
+        offset: u32,
+        tokens: u32,
+    ) -> Result<Vec<(u32, u32)>, RefuseCode> {
+        if self.written(from, key, layer)? != offset {
+            return Err(RefuseCode::OutOfRange);
+        }
+        self.pieces(self.find(from, key)?, offset, tokens)
+    }
+
+    pub(super) fn written(&self, from: InstanceId, key: (LeaseId, Epoch), layer: u32) -> Result<u32, RefuseCode> {
+        let lease = self.find(from, key)?;
+        if layer >= self.layers {
+            return Err(RefuseCode::Malformed);
+        }
+        Ok(lease.hasher.written(layer as usize))
+    }
+
+    pub(super) fn commit_write(&mut self, id: LeaseId, layer: u32, bytes: &[u8], pool: &mut BlockPool) {
+        let lease = self.leases.get_mut(&id).expect("a commit follows its begin at once");
+        let first = lease.hasher.written(layer as usize) / self.block_tokens;
+        let mut whole = Vec::new();
+        lease.hasher.write(layer as usize, bytes, &mut whole);
+        let end = lease.hasher.written(layer as usize).div_ceil(self.block_tokens);
+        for block in &lease.blocks[first as usize..end as usize] {
+            if pool.state(*block) == BlockState::Reserved {
+                pool.mark(*block, BlockState::Filling);
+            }
+        }
+        lease.whole.extend(whole);
+    }
+
+    pub(super) fn seal(
+        &mut self,
+        from: InstanceId,
+        key: (LeaseId, Epoch),
+        entry: u32,
+        hash: &ContentHash,
+        pool: &mut BlockPool,
+    ) -> Result<(), RefuseCode> {
+        let lease = self.find(from, key)?;
+        let own = lease.whole.get(&entry).ok_or(RefuseCode::OutOfRange)?;
+        if own != hash {
+            return Err(RefuseCode::HashMismatch);
+        }
+        pool.mark(lease.blocks[entry as usize], BlockState::Sealed);
+        Ok(())
+    }
+}

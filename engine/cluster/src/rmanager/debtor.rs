@@ -1,0 +1,428 @@
+//! The debtor's half of an rManager: one negotiation per borrow (the contract protocol, Infinite-LLM v1 §4.4).
+//!
+//! A borrow asks the gManager for candidates and then those, one after the other; each may grant a part. After the
+//! last one it asks the gManager again, naming whom it need not recommend. It is all or nothing: what a failed borrow
+//! was granted is released.
+//!
+//! Invariants:
+//! * every borrow ends in exactly one output (or its cancellation) before its deadline;
+//! * a grant belongs to a borrow that waits for it, or it is released at once; nothing leaks;
+//! * a candidate is asked at most once per borrow.
+
+use super::held::{Held, HeldLeases};
+use lagoon_kv::RemoteGrant;
+use lagoon_protocol::{
+    BorrowAdvice, BorrowQuery, Candidate, ControlBody, LeaseGrant, LeaseRefuse, LeaseRenewed, LeaseRequest, Refusal,
+};
+use lagoon_types::{Epoch, InstanceId, LeaseId, SeqId, limits};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+/// One negotiation; unique in its rManager.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BorrowId(pub u64);
+
+/// Why a borrow failed. Everything that it was granted is released.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BorrowFailure {
+    #[error("no instance has blocks to lend")]
+    NoCreditors,
+    #[error("the instances that have blocks to lend do not have enough")]
+    Refused,
+    #[error("the borrow took longer than {} ms", limits::BORROW_DEADLINE_MS)]
+    Deadline,
+    #[error("the whole pool has {pool_blocks_total} blocks")]
+    PoolTooSmall { pool_blocks_total: u64 },
+}
+
+/// A lease that a borrow got, whole.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BorrowedLease {
+    pub creditor: InstanceId,
+    pub quic_addr: String,
+    pub lease: LeaseId,
+    pub epoch: Epoch,
+    pub blocks: u32,
+}
+
+impl BorrowedLease {
+    /// For the sequence's block table.
+    #[must_use]
+    pub fn grant(&self) -> RemoteGrant {
+        RemoteGrant { creditor: self.creditor, lease: self.lease, epoch: self.epoch, blocks: self.blocks }
+    }
+}
+
+/// What an rManager wants done.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Output {
+    /// Send to the gManager; may be dropped when it is not connected (what matters is repeated).
+    ToGManager(ControlBody),
+    /// Send to a peer, connecting if need be. When that fails, call `on_peer_down`.
+    ToPeer {
+        instance: InstanceId,
+        quic_addr: String,
+        body: ControlBody,
+    },
+    /// A borrow is complete: the leases' blocks sum to what was asked for.
+    Borrowed {
+        borrow: BorrowId,
+        seq: SeqId,
+        leases: Vec<BorrowedLease>,
+    },
+    BorrowFailed {
+        borrow: BorrowId,
+        seq: SeqId,
+        reason: BorrowFailure,
+    },
+    /// The KV in a lease that was handed out is gone.
+    LeaseLost {
+        seq: SeqId,
+        creditor: InstanceId,
+        lease: LeaseId,
+    },
+}
+
+#[derive(Debug)]
+enum State {
+    /// Waits for the gManager. `asked_ms` is `None` until this instance has a number.
+    Advice { query: u64, asked_ms: Option<u64> },
+    /// Waits for a candidate.
+    Asking { request: u64, candidate: Candidate, sent_ms: u64, blocks: u32 },
+}
+
+#[derive(Debug)]
+struct Borrow {
+    seq: SeqId,
+    wanted: u32,
+    deadline_ms: u64,
+    round: u32,
+    state: State,
+    candidates: VecDeque<Candidate>,
+    asked: BTreeSet<InstanceId>,
+    granted: Vec<(InstanceId, LeaseId)>,
+    got: u32,
+}
+
+/// A request whose borrow does not wait for it any more.
+#[derive(Debug)]
+struct Late {
+    instance: InstanceId,
+    quic_addr: String,
+    forget_ms: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct Debtor {
+    instance: Option<InstanceId>,
+    /// Last number given to a borrow, a query or a request.
+    issued: u64,
+    borrows: BTreeMap<BorrowId, Borrow>,
+    late: BTreeMap<u64, Late>,
+    pub(super) held: HeldLeases,
+}
+
+impl Debtor {
+    pub(super) fn new() -> Self {
+        let held = HeldLeases::default();
+        Self { instance: None, issued: 0, borrows: BTreeMap::new(), late: BTreeMap::new(), held }
+    }
+
+    pub(super) fn instance(&self) -> Option<InstanceId> {
+        self.instance
+    }
+
+    pub(super) fn set_instance(&mut self, instance: InstanceId) {
+        self.instance = Some(instance);
+    }
+
+    pub(super) fn poll(&mut self) -> Option<Output> {
+        self.held.outputs.pop_front()
+    }
+
+    fn issue(&mut self) -> u64 {
+        self.issued += 1;
+        self.issued
+    }
+
+    pub(super) fn borrow(&mut self, seq: SeqId, blocks: u32, now_ms: u64) -> BorrowId {
+        assert!(blocks > 0, "a borrow is of something");
+        let id = BorrowId(self.issue());
+        let borrow = Borrow {
+            seq,
+            wanted: blocks,
+            deadline_ms: now_ms + limits::BORROW_DEADLINE_MS,
+            round: 0,
+            state: State::Advice { query: 0, asked_ms: None },
+            candidates: VecDeque::new(),
+            asked: BTreeSet::new(),
+            granted: Vec::new(),
+            got: 0,
+        };
+        self.borrows.insert(id, borrow);
+        self.start_round(id, now_ms);
+        id
+    }
+
+    pub(super) fn cancel(&mut self, id: BorrowId, now_ms: u64) -> bool {
+        if let Some(borrow) = self.borrows.remove(&id) {
+            self.abandon(borrow, now_ms);
+            return true;
+        }
+        let queued = self.held.outputs.iter().position(|o| match o {
+            Output::Borrowed { borrow, .. } | Output::BorrowFailed { borrow, .. } => *borrow == id,
+            _ => false,
+        });
+        let Some(output) = queued.and_then(|at| self.held.outputs.remove(at)) else { return false };
+        if let Output::Borrowed { leases, .. } = output {
+            for lease in leases {
+                self.held.release(lease.creditor, lease.lease, lease.blocks, now_ms);
+            }
+        }
+        true
+    }
+
+    /// Releases what a borrow got, and whatever is still to be granted to it.
+    fn abandon(&mut self, borrow: Borrow, now_ms: u64) {
+        for (creditor, lease) in borrow.granted {
+            self.held.release(creditor, lease, u32::MAX, now_ms);
+        }
+        if let State::Asking { request, candidate, .. } = borrow.state {
+            self.expect_late(request, &candidate, now_ms);
+        }
+    }
+
+    fn expect_late(&mut self, request: u64, candidate: &Candidate, now_ms: u64) {
+        let (instance, quic_addr) = (InstanceId(candidate.instance), candidate.quic_addr.clone());
+        self.late.insert(request, Late { instance, quic_addr, forget_ms: now_ms + limits::LEASE_TTL_MS });
+    }
+
+    fn fail(&mut self, id: BorrowId, reason: BorrowFailure, now_ms: u64) {
+        let borrow = self.borrows.remove(&id).expect("a borrow fails once");
+        let seq = borrow.seq;
+        self.abandon(borrow, now_ms);
+        self.held.outputs.push_back(Output::BorrowFailed { borrow: id, seq, reason });
+    }
+
+    /// Asks the gManager for candidates.
+    fn start_round(&mut self, id: BorrowId, now_ms: u64) {
+        let query = self.issue();
+        let borrow = self.borrows.get_mut(&id).expect("the borrow goes on");
+        borrow.round += 1;
+        if borrow.round > limits::BORROW_ROUNDS_MAX {
+            return self.fail(id, BorrowFailure::Refused, now_ms);
+        }
+        borrow.state = State::Advice { query, asked_ms: None };
+        self.query(id, now_ms);
+    }
+
+    /// Sends (again) the query of a borrow that waits for advice.
+    fn query(&mut self, id: BorrowId, now_ms: u64) {
+        let Some(debtor) = self.instance else { return };
+        let borrow = self.borrows.get_mut(&id).expect("the borrow goes on");
+        let State::Advice { query, asked_ms } = &mut borrow.state else { panic!("{id:?} waits for no advice") };
+        *asked_ms = Some(now_ms);
+        let exclude = borrow.asked.iter().map(|i| i.0).collect();
+        let message = BorrowQuery { query: *query, debtor: debtor.0, blocks: borrow.wanted - borrow.got, exclude };
+        self.held.outputs.push_back(Output::ToGManager(ControlBody::BorrowQuery(message)));
+    }
+
+    pub(super) fn on_advice(&mut self, advice: &BorrowAdvice, now_ms: u64) {
+        let waits = |b: &Borrow| matches!(b.state, State::Advice { query, .. } if query == advice.query);
+        let Some((&id, borrow)) = self.borrows.iter_mut().find(|(_, b)| waits(b)) else { return };
+        if u64::from(borrow.wanted) > advice.pool_blocks_total {
+            let pool_blocks_total = advice.pool_blocks_total;
+            return self.fail(id, BorrowFailure::PoolTooSmall { pool_blocks_total }, now_ms);
+        }
+        let usable = |c: &&Candidate| {
+            let instance = InstanceId(c.instance);
+            c.instance != 0 && Some(instance) != self.instance && !borrow.asked.contains(&instance)
+        };
+        borrow.candidates = advice.candidates.iter().filter(usable).take(limits::CANDIDATES).cloned().collect();
+        if borrow.candidates.is_empty() {
+            let reason = if borrow.asked.is_empty() { BorrowFailure::NoCreditors } else { BorrowFailure::Refused };
+            return self.fail(id, reason, now_ms);
+        }
+        self.ask_next(id, now_ms);
+    }
+
+    /// Asks the next candidate, or the gManager for more of them.
+    fn ask_next(&mut self, id: BorrowId, now_ms: u64) {
+        let request = self.issue();
+        let borrow = self.borrows.get_mut(&id).expect("the borrow goes on");
+        let Some(candidate) = borrow.candidates.pop_front() else { return self.start_round(id, now_ms) };
+        let instance = InstanceId(candidate.instance);
+        let quic_addr = candidate.quic_addr.clone();
+        borrow.asked.insert(instance);
+        let blocks = borrow.wanted - borrow.got;
+        // Less per creditor, and the sequence would need more creditors than it may have.
+        let blocks_min = blocks.div_ceil(u32::try_from(limits::CREDITORS_MAX).expect("a small constant"));
+        borrow.state = State::Asking { request, candidate, sent_ms: now_ms, blocks };
+        let body = ControlBody::LeaseRequest(LeaseRequest { request, seq: borrow.seq.0, blocks, blocks_min });
+        self.held.outputs.push_back(Output::ToPeer { instance, quic_addr, body });
+    }
+
+    /// The borrow that waits for `from`'s answer to `request`.
+    fn waiting(&self, from: InstanceId, request: u64) -> Option<BorrowId> {
+        let waits = |b: &Borrow| match &b.state {
+            State::Asking { request: r, candidate, .. } => *r == request && candidate.instance == from.0,
+            State::Advice { .. } => false,
+        };
+        self.borrows.iter().find(|(_, b)| waits(b)).map(|(id, _)| *id)
+    }
+
+    pub(super) fn on_grant(&mut self, from: InstanceId, grant: &LeaseGrant, now_ms: u64) {
+        let (lease, epoch) = (LeaseId(grant.lease), Epoch(grant.epoch));
+        let Some(id) = self.waiting(from, grant.request) else {
+            if self.late.get(&grant.request).is_some_and(|l| l.instance == from) {
+                let late = self.late.remove(&grant.request).expect("just found");
+                self.held.start_release((from, lease), late.quic_addr, epoch, grant.blocks, now_ms);
+            }
+            return;
+        };
+        let borrow = self.borrows.get_mut(&id).expect("just found");
+        let State::Asking { candidate, sent_ms, blocks, .. } = &borrow.state else { panic!("{id:?} asks nobody") };
+        let (quic_addr, confirmed_ms) = (candidate.quic_addr.clone(), *sent_ms);
+        let sensible = (1..=*blocks).contains(&grant.blocks) && grant.ttl_ms >= limits::LEASE_RENEW_MS * 3;
+        if !sensible || self.held.get(from, lease).is_some() {
+            self.held.start_release((from, lease), quic_addr, epoch, grant.blocks, now_ms);
+            return self.ask_next(id, now_ms);
+        }
+        borrow.got += grant.blocks;
+        borrow.granted.push((from, lease));
+        let held = Held {
+            quic_addr,
+            epoch,
+            seq: borrow.seq,
+            blocks: grant.blocks,
+            released: 0,
+            ttl_ms: grant.ttl_ms,
+            confirmed_ms,
+            borrow: Some(id),
+        };
+        let complete = borrow.got == borrow.wanted;
+        self.held.insert(from, lease, held, now_ms);
+        if complete { self.complete(id) } else { self.ask_next(id, now_ms) }
+    }
+
+    fn complete(&mut self, id: BorrowId) {
+        let borrow = self.borrows.remove(&id).expect("a borrow is completed once");
+        self.held.hand_out(&borrow.granted);
+        let leases = borrow.granted.iter().map(|&(creditor, lease)| {
+            let held = self.held.get(creditor, lease).expect("a borrow's leases are held");
+            let (quic_addr, epoch, blocks) = (held.quic_addr.clone(), held.epoch, held.blocks);
+            BorrowedLease { creditor, quic_addr, lease, epoch, blocks }
+        });
+        let leases = leases.collect();
+        self.held.outputs.push_back(Output::Borrowed { borrow: id, seq: borrow.seq, leases });
+    }
+
+    pub(super) fn on_refuse(&mut self, from: InstanceId, refuse: &LeaseRefuse, now_ms: u64) {
+        match self.waiting(from, refuse.request) {
+            Some(id) => self.refused(id, from, refuse.blocks_lendable, now_ms),
+            None => {
+                if self.late.get(&refuse.request).is_some_and(|l| l.instance == from) {
+                    self.late.remove(&refuse.request);
+                }
+            }
+        }
+    }
+
+    /// Tells the gManager, and goes on with the next candidate.
+    fn refused(&mut self, id: BorrowId, creditor: InstanceId, blocks_lendable: u32, now_ms: u64) {
+        let refusal = Refusal { creditor: creditor.0, blocks_lendable };
+        self.held.outputs.push_back(Output::ToGManager(ControlBody::Refusal(refusal)));
+        self.ask_next(id, now_ms);
+    }
+
+    /// A candidate does not answer (in time): as good as a refusal, but a grant may still come.
+    fn unanswered(&mut self, id: BorrowId, now_ms: u64) {
+        let State::Asking { request, candidate, .. } = &self.borrows[&id].state else { panic!("{id:?} asks nobody") };
+        let (request, candidate) = (*request, candidate.clone());
+        self.expect_late(request, &candidate, now_ms);
+        self.refused(id, InstanceId(candidate.instance), 0, now_ms);
+    }
+
+    pub(super) fn on_renewed(&mut self, from: InstanceId, renewed: &LeaseRenewed) {
+        for lease in self.held.on_renewed(from, renewed) {
+            self.lose(from, lease);
+        }
+    }
+
+    /// A lease is gone: its borrow looks for other blocks, or its sequence is told.
+    fn lose(&mut self, creditor: InstanceId, lease: LeaseId) -> Option<Held> {
+        let held = self.held.remove(creditor, lease)?;
+        match held.borrow.and_then(|id| self.borrows.get_mut(&id)) {
+            Some(borrow) => {
+                borrow.got -= held.blocks;
+                borrow.granted.retain(|key| *key != (creditor, lease));
+            }
+            None => self.held.outputs.push_back(Output::LeaseLost { seq: held.seq, creditor, lease }),
+        }
+        Some(held)
+    }
+
+    fn asking(&self, wanted: impl Fn(&Candidate, u64) -> bool) -> Vec<BorrowId> {
+        let asks = |b: &Borrow| match &b.state {
+            State::Asking { candidate, sent_ms, .. } => wanted(candidate, *sent_ms),
+            State::Advice { .. } => false,
+        };
+        self.borrows.iter().filter(|(_, b)| asks(b)).map(|(id, _)| *id).collect()
+    }
+
+    pub(super) fn on_peer_down(&mut self, peer: InstanceId, now_ms: u64) {
+        self.held.on_peer_down(peer);
+        for id in self.asking(|candidate, _| candidate.instance == peer.0) {
+            self.unanswered(id, now_ms);
+        }
+    }
+
+    pub(super) fn on_peer_restarted(&mut self, peer: InstanceId, now_ms: u64) {
+        for lease in self.held.on_peer_restarted(peer) {
+            self.lose(peer, lease);
+        }
+        for id in self.asking(|candidate, _| candidate.instance == peer.0) {
+            self.unanswered(id, now_ms);
+        }
+    }
+
+    pub(super) fn tick(&mut self, now_ms: u64) {
+        for (creditor, lease) in self.held.overdue(now_ms) {
+            if let Some(held) = self.lose(creditor, lease) {
+                self.held.start_release((creditor, lease), held.quic_addr, held.epoch, held.blocks, now_ms);
+            }
+        }
+        let over: Vec<_> = self.borrows.iter().filter(|(_, b)| now_ms >= b.deadline_ms).map(|(id, _)| *id).collect();
+        for id in over {
+            self.fail(id, BorrowFailure::Deadline, now_ms);
+        }
+        for id in self.asking(|_, sent_ms| now_ms >= sent_ms + limits::LEASE_ANSWER_MS) {
+            self.unanswered(id, now_ms);
+        }
+        let repeat = |b: &Borrow| match b.state {
+            State::Advice { asked_ms, .. } => asked_ms.is_none_or(|t| now_ms >= t + limits::CONTROL_REPEAT_MS),
+            State::Asking { .. } => false,
+        };
+        let unheard: Vec<_> = self.borrows.iter().filter(|(_, b)| repeat(b)).map(|(id, _)| *id).collect();
+        for id in unheard {
+            self.query(id, now_ms);
+        }
+        self.late.retain(|_, late| now_ms < late.forget_ms);
+        self.held.tick(now_ms);
+    }
+
+    pub(super) fn next_wake_ms(&self) -> Option<u64> {
+        let of = |b: &Borrow| match b.state {
+            State::Asking { sent_ms, .. } => b.deadline_ms.min(sent_ms + limits::LEASE_ANSWER_MS),
+            State::Advice { asked_ms, .. } => {
+                asked_ms.map_or(b.deadline_ms, |t| b.deadline_ms.min(t + limits::CONTROL_REPEAT_MS))
+            }
+        };
+        self.borrows.values().map(of).chain(self.held.next_wake_ms()).min()
+    }
+
+    /// Nothing is borrowed, negotiated or awaited.
+    #[cfg(test)]
+    pub(super) fn at_rest(&self) -> bool {
+        self.borrows.is_empty() && self.held.at_rest()
+    }
+}

@@ -1,0 +1,228 @@
+//! What a debtor holds of others: leases in use, releases that are not acknowledged yet, and renewals.
+//!
+//! Invariants:
+//! * a lease is held from its grant until it is released or lost; while it is held, its creditor lends it, because it
+//!   counts as lost [`MARGIN`] of its time to live before the creditor may free it, counted from when the last
+//!   acknowledged request or renewal was *sent*;
+//! * a release is repeated until it is acknowledged, or the creditor is another process, or the creditor's own time to
+//!   live has done its work.
+
+use super::debtor::{BorrowId, Output};
+use lagoon_protocol::{ControlBody, LeaseRelease, LeaseReleased, LeaseRenew, LeaseRenewed};
+use lagoon_types::{Epoch, InstanceId, LeaseId, SeqId, limits};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+/// One part in this many of a lease's time to live is the debtor's safety margin.
+const MARGIN: u64 = 8;
+/// Leases in one renewal message (10 bytes each at most, well under a control frame).
+const RENEW_LEASES_MAX: usize = 32_768;
+const _: () = assert!(RENEW_LEASES_MAX * 12 < limits::CONTROL_FRAME_BYTES_MAX);
+
+/// A lease that this instance holds.
+#[derive(Clone, Debug)]
+pub(super) struct Held {
+    pub(super) quic_addr: String,
+    pub(super) epoch: Epoch,
+    pub(super) seq: SeqId,
+    pub(super) blocks: u32,
+    pub(super) released: u32,
+    pub(super) ttl_ms: u64,
+    /// When the last message was sent that the creditor is known to have taken as a sign of life.
+    pub(super) confirmed_ms: u64,
+    /// The borrow that it belongs to, until that is complete.
+    pub(super) borrow: Option<BorrowId>,
+}
+
+impl Held {
+    fn lost_at_ms(&self) -> u64 {
+        self.confirmed_ms + self.ttl_ms - self.ttl_ms / MARGIN
+    }
+}
+
+#[derive(Debug)]
+struct Releasing {
+    quic_addr: String,
+    epoch: Epoch,
+    entries: u32,
+    sent_ms: u64,
+    give_up_ms: u64,
+}
+
+/// Renewals to one creditor. Its answers come in order, so the oldest outstanding one is answered first.
+#[derive(Debug)]
+struct Renewals {
+    sent_ms: u64,
+    outstanding: VecDeque<(u64, Vec<LeaseId>)>,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct HeldLeases {
+    leases: BTreeMap<(InstanceId, LeaseId), Held>,
+    releasing: BTreeMap<(InstanceId, LeaseId), Releasing>,
+    renewals: BTreeMap<InstanceId, Renewals>,
+    pub(super) outputs: VecDeque<Output>,
+}
+
+impl HeldLeases {
+    pub(super) fn blocks(&self) -> u32 {
+        self.leases.values().map(|h| h.blocks - h.released).sum()
+    }
+
+    pub(super) fn has_from(&self, creditor: InstanceId) -> bool {
+        self.of(creditor).next().is_some()
+    }
+
+    pub(super) fn get(&self, creditor: InstanceId, lease: LeaseId) -> Option<&Held> {
+        self.leases.get(&(creditor, lease))
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (InstanceId, LeaseId, Epoch, u32, u32)> + '_ {
+        self.leases.iter().map(|((creditor, lease), h)| (*creditor, *lease, h.epoch, h.released, h.blocks))
+    }
+
+    fn of(&self, creditor: InstanceId) -> impl Iterator<Item = LeaseId> + '_ {
+        let all = (creditor, LeaseId(0))..=(creditor, LeaseId(u64::MAX));
+        self.leases.range(all).map(|((_, lease), _)| *lease)
+    }
+
+    pub(super) fn insert(&mut self, creditor: InstanceId, lease: LeaseId, held: Held, now_ms: u64) {
+        self.renewals.entry(creditor).or_insert(Renewals { sent_ms: now_ms, outstanding: VecDeque::new() });
+        let old = self.leases.insert((creditor, lease), held);
+        assert!(old.is_none(), "{creditor}'s {lease} was held already");
+    }
+
+    /// The borrow that `leases` belong to is complete.
+    pub(super) fn hand_out(&mut self, leases: &[(InstanceId, LeaseId)]) {
+        for key in leases {
+            self.leases.get_mut(key).expect("a borrow's leases are held").borrow = None;
+        }
+    }
+
+    /// Releases leading entries, and stops holding the lease if they are all.
+    pub(super) fn release(&mut self, creditor: InstanceId, lease: LeaseId, entries: u32, now_ms: u64) {
+        let key = (creditor, lease);
+        let Some(held) = self.leases.get_mut(&key) else { return };
+        if entries <= held.released {
+            return;
+        }
+        let (quic_addr, epoch) = (held.quic_addr.clone(), held.epoch);
+        let entries = entries.min(held.blocks);
+        held.released = entries;
+        if entries == held.blocks {
+            self.leases.remove(&key);
+        }
+        self.start_release(key, quic_addr, epoch, entries, now_ms);
+    }
+
+    /// Releases a lease that is not (or no longer) held: a late grant, or one that seems lost.
+    pub(super) fn start_release(
+        &mut self,
+        key: (InstanceId, LeaseId),
+        quic_addr: String,
+        epoch: Epoch,
+        entries: u32,
+        now_ms: u64,
+    ) {
+        let give_up_ms = now_ms + limits::LEASE_TTL_MS;
+        let releasing = Releasing { quic_addr, epoch, entries, sent_ms: now_ms, give_up_ms };
+        self.outputs.push_back(release_message(key, &releasing));
+        self.releasing.insert(key, releasing);
+    }
+
+    pub(super) fn on_released(&mut self, from: InstanceId, m: &LeaseReleased) {
+        let key = (from, LeaseId(m.lease));
+        if self.releasing.get(&key).is_some_and(|r| m.entries >= r.entries) {
+            self.releasing.remove(&key);
+        }
+    }
+
+    /// Takes an answer to a renewal; returns the leases that are lost.
+    pub(super) fn on_renewed(&mut self, from: InstanceId, m: &LeaseRenewed) -> Vec<LeaseId> {
+        let renewed = self.renewals.get_mut(&from).and_then(|r| r.outstanding.pop_front());
+        let Some((sent_ms, leases)) = renewed else { return Vec::new() };
+        let unknown: BTreeSet<u64> = m.unknown.iter().copied().collect();
+        let mut lost = Vec::new();
+        for lease in leases {
+            match self.leases.get_mut(&(from, lease)) {
+                Some(_) if unknown.contains(&lease.0) => lost.push(lease),
+                Some(held) => held.confirmed_ms = held.confirmed_ms.max(sent_ms),
+                None => {}
+            }
+        }
+        lost
+    }
+
+    /// Answers that were under way will not come.
+    pub(super) fn on_peer_down(&mut self, peer: InstanceId) {
+        if let Some(renewals) = self.renewals.get_mut(&peer) {
+            renewals.outstanding.clear();
+        }
+    }
+
+    /// The creditor is another process: nothing of the old one is left to release. Returns what is lost.
+    pub(super) fn on_peer_restarted(&mut self, peer: InstanceId) -> Vec<LeaseId> {
+        self.renewals.remove(&peer);
+        self.releasing.retain(|(creditor, _), _| *creditor != peer);
+        self.of(peer).collect()
+    }
+
+    /// Stops holding a lease.
+    pub(super) fn remove(&mut self, creditor: InstanceId, lease: LeaseId) -> Option<Held> {
+        self.leases.remove(&(creditor, lease))
+    }
+
+    /// Leases whose time to live may be over.
+    pub(super) fn overdue(&self, now_ms: u64) -> Vec<(InstanceId, LeaseId)> {
+        self.leases.iter().filter(|(_, h)| now_ms >= h.lost_at_ms()).map(|(key, _)| *key).collect()
+    }
+
+    /// Repeats releases and sends renewals that are due.
+    pub(super) fn tick(&mut self, now_ms: u64) {
+        self.releasing.retain(|_, r| now_ms < r.give_up_ms);
+        for (key, r) in &mut self.releasing {
+            if now_ms >= r.sent_ms + limits::CONTROL_REPEAT_MS {
+                r.sent_ms = now_ms;
+                self.outputs.push_back(release_message(*key, r));
+            }
+        }
+        let leases = &self.leases;
+        self.renewals.retain(|creditor, r| {
+            let mut of = leases.range((*creditor, LeaseId(0))..=(*creditor, LeaseId(u64::MAX))).peekable();
+            let Some((_, first)) = of.peek() else { return !r.outstanding.is_empty() && !gave_up(r, now_ms) };
+            if now_ms < r.sent_ms + limits::LEASE_RENEW_MS {
+                return true;
+            }
+            r.sent_ms = now_ms;
+            let quic_addr = first.quic_addr.clone();
+            let ids: Vec<LeaseId> = of.map(|((_, lease), _)| *lease).collect();
+            for chunk in ids.chunks(RENEW_LEASES_MAX) {
+                r.outstanding.push_back((now_ms, chunk.to_vec()));
+                let body = ControlBody::LeaseRenew(LeaseRenew { leases: chunk.iter().map(|l| l.0).collect() });
+                self.outputs.push_back(Output::ToPeer { instance: *creditor, quic_addr: quic_addr.clone(), body });
+            }
+            true
+        });
+    }
+
+    pub(super) fn next_wake_ms(&self) -> Option<u64> {
+        let repeats = self.releasing.values().map(|r| r.give_up_ms.min(r.sent_ms + limits::CONTROL_REPEAT_MS));
+        let lost = self.leases.values().map(Held::lost_at_ms);
+        let renewals = self.renewals.values().map(|r| r.sent_ms + limits::LEASE_RENEW_MS);
+        repeats.chain(lost).chain(renewals).min()
+    }
+
+    /// Nothing is held and no release is under way.
+    #[cfg(test)]
+    pub(super) fn at_rest(&self) -> bool {
+        self.leases.is_empty() && self.releasing.is_empty()
+    }
+}
+
+fn gave_up(renewals: &Renewals, now_ms: u64) -> bool {
+    now_ms > renewals.sent_ms + limits::LEASE_TTL_MS
+}
+
+fn release_message((instance, lease): (InstanceId, LeaseId), r: &Releasing) -> Output {
+    let release = LeaseRelease { lease: lease.0, epoch: r.epoch.0, entries: r.entries };
+    Output::ToPeer { instance, quic_addr: r.quic_addr.clone(), body: ControlBody::LeaseRelease(release) }
+}

@@ -1,0 +1,355 @@
+//! The rManager: one instance's rBlocks, whoever uses them (Infinite-LLM v1 §4.3 and §4.4).
+//!
+//! Three roles share one pool: the owner ([`RManager::allocate`]), the creditor (leases to other instances) and the
+//! debtor (leases from other instances). Invariants:
+//! * free + own + lent = total (asserted by the pool at every change);
+//! * growth goes before lending: at most `lend_blocks_max` blocks are lent, and never one of the last
+//!   `lend_reserve_blocks` free ones. Lending never borrows;
+//! * the blocks that a creditor has lent always contain those that its debtors hold, because a debtor gives a lease up
+//!   before the creditor's time to live can end, and frees it at the creditor only after it stopped using it.
+//!
+//! **Freed blocks and queued device work.** Freeing gives a block to the next allocation at once. That is safe as long
+//! as one thread queues device work in the order of these calls, and the device executes in that order: whatever was
+//! queued for the old owner happens before anything of the new one. So resolve a lease's runs when work is queued (per
+//! layer, not once per step), and commit a write right when it is queued.
+
+mod creditor;
+mod debtor;
+mod held;
+#[cfg(test)]
+mod tests;
+
+pub use creditor::LeaseEnded;
+pub use debtor::{BorrowFailure, BorrowId, BorrowedLease, Output};
+
+use creditor::Creditor;
+use debtor::Debtor;
+use lagoon_kv::hash::ContentHash;
+use lagoon_kv::{Advance, BlockPool, LeaseHasher, Owner, PoolCounts, RemoteEntries};
+use lagoon_protocol::{BorrowAdvice, ControlBody, Heartbeat, LeaseGrant, LeaseRefuse, LeaseRequest, Link, RefuseCode};
+use lagoon_types::{Epoch, InstanceId, KvRun, KvShape, LeaseId, LeaseRun, PhysBlock, SeqId, limits};
+use std::collections::BTreeMap;
+
+/// What an rManager manages, and how generous it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RManagerConfig {
+    pub blocks_total: u32,
+    pub block_tokens: u32,
+    pub shape: KvShape,
+    /// Blocks lent at most, to all debtors together (v1 §4.3: a hyper-parameter).
+    pub lend_blocks_max: u32,
+    /// Free blocks that are never lent.
+    pub lend_reserve_blocks: u32,
+    /// A lease that is not renewed for this long is freed.
+    pub lease_ttl_ms: u64,
+    /// Random per process: epochs and lease ids start from it, so that those of an earlier process are unknown here.
+    pub incarnation: u64,
+}
+
+/// A configuration that cannot work.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ConfigError {
+    #[error("block_tokens is {0}: expected 1 to {max}", max = limits::BLOCK_TOKENS_MAX)]
+    BlockTokens(u32),
+    #[error("{blocks} blocks of {block_tokens} tokens exceed 32-bit slots")]
+    TooManySlots { blocks: u32, block_tokens: u32 },
+    #[error("the KV shape {0:?} holds nothing")]
+    EmptyShape(KvShape),
+    #[error("lease_ttl_ms is {0}: expected at least {min}", min = limits::LEASE_RENEW_MS * 3)]
+    LeaseTtl(u64),
+}
+
+/// The manager of one instance's rBlocks. See the module for invariants.
+#[derive(Debug)]
+pub struct RManager {
+    config: RManagerConfig,
+    pool: BlockPool,
+    creditor: Creditor,
+    debtor: Debtor,
+    /// The incarnation that each peer showed last.
+    peers: BTreeMap<InstanceId, u64>,
+    heartbeats: u64,
+}
+
+impl RManager {
+    /// A manager of free blocks.
+    pub fn new(config: RManagerConfig) -> Result<Self, ConfigError> {
+        let RManagerConfig { blocks_total, block_tokens, shape, .. } = config;
+        if block_tokens == 0 || block_tokens > limits::BLOCK_TOKENS_MAX {
+            return Err(ConfigError::BlockTokens(block_tokens));
+        }
+        // u32::MAX itself stands for "no slot" in the device contract.
+        if blocks_total.checked_mul(block_tokens).is_none_or(|slots| slots == u32::MAX) {
+            return Err(ConfigError::TooManySlots { blocks: blocks_total, block_tokens });
+        }
+        if shape.token_bytes() == 0 {
+            return Err(ConfigError::EmptyShape(shape));
+        }
+        if config.lease_ttl_ms < limits::LEASE_RENEW_MS * 3 {
+            return Err(ConfigError::LeaseTtl(config.lease_ttl_ms));
+        }
+        Ok(Self {
+            pool: BlockPool::new(blocks_total),
+            creditor: Creditor::new(&config),
+            debtor: Debtor::new(),
+            peers: BTreeMap::new(),
+            heartbeats: 0,
+            config,
+        })
+    }
+
+    #[must_use]
+    pub fn config(&self) -> &RManagerConfig {
+        &self.config
+    }
+
+    #[must_use]
+    pub fn counts(&self) -> PoolCounts {
+        self.pool.counts()
+    }
+
+    /// Free blocks, for own sequences.
+    #[must_use]
+    pub fn available(&self) -> u32 {
+        self.pool.counts().free
+    }
+
+    /// Blocks that would be lent now.
+    #[must_use]
+    pub fn lendable(&self) -> u32 {
+        self.creditor.lendable(&self.pool)
+    }
+
+    /// Blocks borrowed from others, those of unfinished borrows included.
+    #[must_use]
+    pub fn borrowed(&self) -> u32 {
+        self.debtor.held.blocks()
+    }
+
+    /// The pool, to look at.
+    #[must_use]
+    pub fn pool(&self) -> &BlockPool {
+        &self.pool
+    }
+
+    /// The number that the gManager gave. Borrow queries wait for it.
+    pub fn set_instance(&mut self, instance: InstanceId) {
+        self.debtor.set_instance(instance);
+    }
+
+    // The owner.
+
+    /// Blocks for a sequence of this instance, all or nothing; best right behind `after`, its last local block.
+    pub fn allocate(&mut self, seq: SeqId, blocks: u32, after: Option<PhysBlock>) -> Option<Vec<PhysBlock>> {
+        self.pool.allocate(Owner::Own(seq), blocks, after)
+    }
+
+    /// Gives a sequence's blocks back.
+    ///
+    /// # Panics
+    /// If one of them is not the sequence's.
+    pub fn free(&mut self, seq: SeqId, blocks: &[PhysBlock]) {
+        self.pool.free(Owner::Own(seq), blocks);
+    }
+
+    /// Marks what a sequence's written tokens filled and sealed.
+    pub fn mark_written(&mut self, advance: &Advance) {
+        advance.mark(&mut self.pool);
+    }
+
+    // Both sides.
+
+    /// A peer introduced itself; call it before its first message on a connection. If it is another process than
+    /// before, what it borrowed is freed, and what was borrowed from it is lost.
+    pub fn on_peer_hello(&mut self, peer: InstanceId, incarnation: u64, now_ms: u64) -> Vec<LeaseEnded> {
+        if self.peers.len() >= 2 * limits::INSTANCES_MAX {
+            let (creditor, debtor) = (&self.creditor, &self.debtor);
+            self.peers.retain(|p, _| creditor.lends_to(*p) || debtor.held.has_from(*p));
+        }
+        match self.peers.insert(peer, incarnation) {
+            Some(old) if old != incarnation => {
+                self.debtor.on_peer_restarted(peer, now_ms);
+                self.creditor.free_debtor(peer, &mut self.pool)
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// The connection to a peer is gone. Leases outlive it; questions to the peer do not.
+    pub fn on_peer_down(&mut self, peer: InstanceId, now_ms: u64) {
+        self.debtor.on_peer_down(peer, now_ms);
+    }
+
+    /// Handles any lease message of a peer; the answer, if any, goes back to it. Other messages are ignored.
+    pub fn on_peer_control(&mut self, from: InstanceId, body: ControlBody, now_ms: u64) -> Option<ControlBody> {
+        match body {
+            ControlBody::LeaseRequest(request) => Some(match self.on_lease_request(from, &request, now_ms) {
+                Ok(grant) => ControlBody::LeaseGrant(grant),
+                Err(refuse) => ControlBody::LeaseRefuse(refuse),
+            }),
+            ControlBody::LeaseRelease(m) => {
+                Some(ControlBody::LeaseReleased(self.creditor.on_release(from, &m, &mut self.pool)))
+            }
+            ControlBody::LeaseRenew(m) => Some(ControlBody::LeaseRenewed(self.creditor.on_renew(from, &m, now_ms))),
+            ControlBody::LeaseGrant(m) => {
+                self.debtor.on_grant(from, &m, now_ms);
+                None
+            }
+            ControlBody::LeaseRefuse(m) => {
+                self.debtor.on_refuse(from, &m, now_ms);
+                None
+            }
+            ControlBody::LeaseReleased(m) => {
+                self.debtor.held.on_released(from, &m);
+                None
+            }
+            ControlBody::LeaseRenewed(m) => {
+                self.debtor.on_renewed(from, &m);
+                None
+            }
+            _ => None,
+        }
+    }
+
+    /// Time passes: deadlines, renewals, repetitions; leases that nobody renewed are freed and returned.
+    pub fn tick(&mut self, now_ms: u64) -> Vec<LeaseEnded> {
+        self.debtor.tick(now_ms);
+        self.creditor.expire(now_ms, &mut self.pool)
+    }
+
+    /// When [`RManager::tick`] has something to do next, if nothing else happens.
+    #[must_use]
+    pub fn next_wake_ms(&self) -> Option<u64> {
+        self.debtor.next_wake_ms().into_iter().chain(self.creditor.next_wake_ms()).min()
+    }
+
+    /// What is to be sent, or told to the scheduler; until `None`.
+    pub fn poll(&mut self) -> Option<Output> {
+        self.debtor.poll()
+    }
+
+    /// The next heartbeat. `instance` and `incarnation` are filled in.
+    pub fn heartbeat(&mut self, requests_running: u32, requests_waiting: u32, links: Vec<Link>) -> Heartbeat {
+        self.heartbeats += 1;
+        Heartbeat {
+            instance: self.debtor.instance().map_or(0, |i| i.0),
+            incarnation: self.config.incarnation,
+            seq: self.heartbeats,
+            blocks_total: self.config.blocks_total,
+            blocks_free: self.available(),
+            blocks_lendable: self.lendable(),
+            lent: self.creditor.debts(),
+            blocks_borrowed: self.borrowed(),
+            requests_running,
+            requests_waiting,
+            links,
+        }
+    }
+
+    // The debtor.
+
+    /// Starts to borrow `blocks` (not 0) for a sequence, all or nothing. Exactly one [`Output::Borrowed`] or
+    /// [`Output::BorrowFailed`] follows within [`limits::BORROW_DEADLINE_MS`], unless it is cancelled.
+    pub fn borrow(&mut self, seq: SeqId, blocks: u32, now_ms: u64) -> BorrowId {
+        self.debtor.borrow(seq, blocks, now_ms)
+    }
+
+    /// Ends a borrow; what it has got is released. Says whether it had not been handed out yet: if it had, the caller
+    /// has the leases and releases them.
+    pub fn cancel(&mut self, borrow: BorrowId, now_ms: u64) -> bool {
+        self.debtor.cancel(borrow, now_ms)
+    }
+
+    /// The gManager's recommendation.
+    pub fn on_advice(&mut self, advice: &BorrowAdvice, now_ms: u64) {
+        self.debtor.on_advice(advice, now_ms);
+    }
+
+    /// Gives back leading entries of a borrowed lease, the whole lease if all. Leases that are not held (any more) are
+    /// ignored, so that what a sequence frees can be handed in as it is, lost leases included.
+    pub fn release(&mut self, entries: &RemoteEntries, now_ms: u64) {
+        self.debtor.held.release(entries.creditor, entries.lease, entries.entries, now_ms);
+    }
+
+    /// Leases that this instance holds and has not released: creditor, lease, epoch, first and end entry.
+    pub fn held(&self) -> impl Iterator<Item = (InstanceId, LeaseId, Epoch, u32, u32)> + '_ {
+        self.debtor.held.iter()
+    }
+
+    // The creditor.
+
+    /// A debtor asks for blocks. First come, first served; a repeated request gets the same grant again.
+    pub fn on_lease_request(
+        &mut self,
+        from: InstanceId,
+        request: &LeaseRequest,
+        now_ms: u64,
+    ) -> Result<LeaseGrant, LeaseRefuse> {
+        if self.debtor.instance() == Some(from) {
+            let reason = "an instance does not lend to itself".to_owned();
+            return Err(LeaseRefuse { request: request.request, blocks_lendable: 0, reason });
+        }
+        self.creditor.on_request(from, request, now_ms, &mut self.pool)
+    }
+
+    /// Leases that this instance has lent: debtor, lease, epoch, first and end entry.
+    pub fn lent(&self) -> impl Iterator<Item = (InstanceId, LeaseId, Epoch, u32, u32)> + '_ {
+        self.creditor.iter()
+    }
+
+    /// Appends the runs in own slots that a debtor's lease run is. Nothing is appended on an error.
+    pub fn resolve(&self, from: InstanceId, run: &LeaseRun, out: &mut Vec<KvRun>) -> Result<(), RefuseCode> {
+        self.creditor.resolve(from, run, out)
+    }
+
+    /// Where to write `tokens` tokens of `layer` at `offset` of a lease: pieces `(first slot, tokens)`, in order.
+    ///
+    /// A layer is written strictly in ascending offset: `offset` must be the written length. Anything else, a
+    /// repetition too, is [`RefuseCode::OutOfRange`]: the bytes may differ from those that were hashed and attended to,
+    /// and bulk streams neither repeat nor reorder, so a repetition is a debtor that redid a step. Such a debtor
+    /// releases the lease and writes a new one.
+    ///
+    /// When the write is queued, [`RManager::commit_write`] follows before any other call for this lease.
+    pub fn begin_write(
+        &self,
+        from: InstanceId,
+        lease: LeaseId,
+        epoch: Epoch,
+        layer: u32,
+        offset: u32,
+        tokens: u32,
+    ) -> Result<Vec<(u32, u32)>, RefuseCode> {
+        self.creditor.begin_write(from, (lease, epoch), layer, offset, tokens)
+    }
+
+    /// The write that [`RManager::begin_write`] allowed is queued: `bytes` is its KV in the canonical layout.
+    ///
+    /// # Panics
+    /// If the lease is gone or `bytes` does not continue it: the calls belong together.
+    pub fn commit_write(&mut self, lease: LeaseId, layer: u32, bytes: &[u8]) {
+        self.creditor.commit_write(lease, layer, bytes, &mut self.pool);
+    }
+
+    /// Tokens written in `layer` of a lease of `from`, from its first entry on.
+    pub fn written(&self, from: InstanceId, lease: LeaseId, epoch: Epoch, layer: u32) -> Result<u32, RefuseCode> {
+        self.creditor.written(from, (lease, epoch), layer)
+    }
+
+    /// Seals a written entry if its content has `hash`. Idempotent. [`RefuseCode::OutOfRange`] if it is not written in
+    /// every layer.
+    pub fn seal(
+        &mut self,
+        from: InstanceId,
+        lease: LeaseId,
+        epoch: Epoch,
+        entry: u32,
+        hash: &ContentHash,
+    ) -> Result<(), RefuseCode> {
+        self.creditor.seal(from, (lease, epoch), entry, hash, &mut self.pool)
+    }
+
+    /// Hashing state of lent leases, for accounting.
+    pub fn lent_hashers(&self) -> impl Iterator<Item = &LeaseHasher> + '_ {
+        self.creditor.hashers()
+    }
+}
