@@ -42,6 +42,14 @@ pub const DATA_FRAME_BYTES_MAX: usize = 64 << 20;
 pub const PEER_QUEUE_FRAMES_MAX: usize = 1024;
 /// Bytes that wait for one peer and class before senders are pushed back.
 pub const PEER_QUEUE_BYTES_MAX: usize = 256 << 20;
+/// Largest transport preface, in bytes.
+pub const PREFACE_BYTES_MAX: usize = 1 << 10;
+/// Sequences in one step ticket.
+pub const TICKET_SEQS_MAX: usize = 1024;
+/// Lease runs in one step ticket, over all its sequences.
+pub const TICKET_RUNS_MAX: usize = 16 << 10;
+/// Text for people in a refusal, in bytes; longer text is cut when it is encoded.
+pub const DETAIL_BYTES_MAX: usize = 1 << 10;
 /// Instances in one pool.
 pub const INSTANCES_MAX: usize = 1024;
 
@@ -77,4 +85,6 @@ const _: () = assert!(LEASE_TTL_MS <= INSTANCE_FORGET_MS && HEARTBEAT_STALE_MS <
 const _: () = assert!(STEP_ROWS_DEFAULT <= STEP_ROWS_MAX);
 const _: () = assert!(BLOCK_TOKENS_DEFAULT <= BLOCK_TOKENS_MAX);
 const _: () = assert!(CONTROL_FRAME_BYTES_MAX <= DATA_FRAME_BYTES_MAX && DATA_FRAME_BYTES_MAX <= PEER_QUEUE_BYTES_MAX);
+const _: () = assert!(PREFACE_BYTES_MAX <= CONTROL_FRAME_BYTES_MAX);
+const _: () = assert!(TICKET_SEQS_MAX <= STEP_ROWS_MAX && TICKET_SEQS_MAX <= TICKET_RUNS_MAX);
 const _: () = assert!(SEQUENCE_TOKENS_MAX <= u32::MAX / 2);

@@ -1,0 +1,153 @@
+//! The 16 bytes before every frame, and the cap of each class.
+
+use crate::WireError;
+use bytemuck::{Pod, Zeroable};
+use lagoon_types::limits;
+use std::fmt;
+
+/// Bytes of [`RawHeader`].
+pub const HEADER_BYTES: usize = 16;
+/// The first four bytes of every frame.
+pub const MAGIC: [u8; 4] = *b"LGON";
+
+/// What a stream carries. Each class has its own connection, so that bulk never delays partials.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Class {
+    Control,
+    Partials,
+    Bulk,
+}
+
+impl Class {
+    /// All classes, in the order of [`Class::index`].
+    pub const ALL: [Self; 3] = [Self::Control, Self::Partials, Self::Bulk];
+
+    /// Stable number for the wire; 0 is the preface.
+    #[must_use]
+    pub const fn code(self) -> u8 {
+        match self {
+            Self::Control => 1,
+            Self::Partials => 2,
+            Self::Bulk => 3,
+        }
+    }
+
+    /// Inverse of [`Class::code`].
+    #[must_use]
+    pub const fn from_code(code: u8) -> Option<Self> {
+        match code {
+            1 => Some(Self::Control),
+            2 => Some(Self::Partials),
+            3 => Some(Self::Bulk),
+            _ => None,
+        }
+    }
+
+    /// Position in [`Class::ALL`].
+    #[must_use]
+    pub const fn index(self) -> usize {
+        match self {
+            Self::Control => 0,
+            Self::Partials => 1,
+            Self::Bulk => 2,
+        }
+    }
+
+    /// Largest body of a frame, in bytes: everything after the header.
+    #[must_use]
+    pub const fn body_bytes_max(self) -> usize {
+        match self {
+            Self::Control => limits::CONTROL_FRAME_BYTES_MAX,
+            Self::Partials | Self::Bulk => limits::DATA_FRAME_BYTES_MAX,
+        }
+    }
+}
+
+impl fmt::Display for Class {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Control => "control",
+            Self::Partials => "partials",
+            Self::Bulk => "bulk",
+        })
+    }
+}
+
+/// The header as it lies on the wire, little-endian.
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
+pub(crate) struct RawHeader {
+    pub(crate) magic: [u8; 4],
+    pub(crate) version: u8,
+    pub(crate) class: u8,
+    pub(crate) kind: u8,
+    pub(crate) flags: u8,
+    pub(crate) length: u32,
+    pub(crate) reserved: u32,
+}
+
+const _: () = assert!(size_of::<RawHeader>() == HEADER_BYTES);
+
+/// Code of the class field of a preface.
+pub(crate) const PREFACE_CODE: u8 = 0;
+
+/// A checked header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// `None` is the preface.
+    pub class: Option<Class>,
+    pub kind: u8,
+    /// Bytes that follow the header; within the class's cap.
+    pub length: usize,
+}
+
+impl Header {
+    /// Checks a header on a stream that carries `expected` (`None`: a preface is due).
+    pub fn decode(bytes: &[u8; HEADER_BYTES], expected: Option<Class>) -> Result<Self, WireError> {
+        let raw: RawHeader = bytemuck::pod_read_unaligned(bytes);
+        if raw.magic != MAGIC {
+            return Err(WireError::Magic(raw.magic));
+        }
+        let version = u32::from(raw.version);
+        if !(crate::VERSION_MIN..=crate::VERSION_MAX).contains(&version) {
+            return Err(WireError::Version(raw.version));
+        }
+        let wanted = expected.map_or(PREFACE_CODE, Class::code);
+        if raw.class != wanted {
+            return Err(WireError::Class { expected: expected.unwrap_or(Class::Control), got: raw.class });
+        }
+        if raw.flags != 0 || raw.reserved != 0 {
+            let value = u64::from(raw.flags).max(u64::from(raw.reserved));
+            return Err(WireError::Field { field: "the reserved part of the header", value, allowed: "0" });
+        }
+        let length = usize::try_from(raw.length).unwrap_or(usize::MAX);
+        let max = expected.map_or(limits::PREFACE_BYTES_MAX, Class::body_bytes_max);
+        if length > max {
+            return Err(WireError::TooLarge { class: expected.unwrap_or(Class::Control), bytes: length, max });
+        }
+        Ok(Self { class: expected, kind: raw.kind, length })
+    }
+
+    /// Encodes a header; refuses a body over the class's cap.
+    pub(crate) fn encode(class: Option<Class>, kind: u8, length: usize) -> Result<[u8; HEADER_BYTES], WireError> {
+        let max = class.map_or(limits::PREFACE_BYTES_MAX, Class::body_bytes_max);
+        let too_large = WireError::TooLarge { class: class.unwrap_or(Class::Control), bytes: length, max };
+        if length > max {
+            return Err(too_large);
+        }
+        let raw = RawHeader {
+            magic: MAGIC,
+            version: FRAME_VERSION,
+            class: class.map_or(PREFACE_CODE, Class::code),
+            kind,
+            flags: 0,
+            length: u32::try_from(length).ok().ok_or(too_large)?,
+            reserved: 0,
+        };
+        Ok(bytemuck::cast(raw))
+    }
+}
+
+/// Version of the layouts that this build writes.
+pub(crate) const FRAME_VERSION: u8 = 1;
+const _: () = assert!(FRAME_VERSION as u32 == crate::VERSION_MAX);

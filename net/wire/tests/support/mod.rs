@@ -1,0 +1,180 @@
+//! One frame of every kind, with fixed content: what the recorded frames hold.
+
+use bytes::Bytes;
+use lagoon_protocol::*;
+use lagoon_types::{DType, Epoch, LeaseId, SeqId, StepId};
+use lagoon_wire::{Frame, Preface};
+
+fn bytes(count: usize, seed: u8) -> Bytes {
+    (0..count).map(|i| u8::try_from(i % 251).unwrap().wrapping_mul(7).wrapping_add(seed)).collect()
+}
+
+fn shape() -> PoolShape {
+    PoolShape {
+        model_hash: bytes(32, 3).to_vec(),
+        layers: 32,
+        heads: 32,
+        kv_heads: 8,
+        head_dim: 128,
+        kv_dtype: 2,
+        block_tokens: 32,
+        window: 4096,
+    }
+}
+
+fn heartbeat() -> Heartbeat {
+    Heartbeat {
+        instance: 3,
+        incarnation: 0x0123_4567_89ab_cdef,
+        seq: 99,
+        blocks_total: 1000,
+        blocks_free: 600,
+        blocks_lendable: 500,
+        lent: vec![Debt { debtor: 2, blocks: 10 }, Debt { debtor: 5, blocks: 1 }],
+        blocks_borrowed: 7,
+        requests_running: 4,
+        requests_waiting: 1,
+        links: vec![Link { peer: 2, rtt_us: 120 }],
+    }
+}
+
+fn membership() -> Vec<(&'static str, ControlBody)> {
+    let register = Register {
+        version_min: 1,
+        version_max: 1,
+        name: "node-a".into(),
+        quic_addr: "10.0.0.1:7000".into(),
+        http_addr: "10.0.0.1:8000".into(),
+        role: Role::Kv.into(),
+        incarnation: 42,
+        shape: Some(shape()),
+        blocks_total: 1000,
+        backend: "wgpu".into(),
+        instance: 3,
+    };
+    let status = InstanceStatus {
+        instance: 3,
+        name: "node-a".into(),
+        quic_addr: "10.0.0.1:7000".into(),
+        http_addr: String::new(),
+        role: Role::Instance.into(),
+        backend: "cpu".into(),
+        heartbeat: Some(heartbeat()),
+        heartbeat_age_ms: 17,
+        alive: true,
+    };
+    let candidate = Candidate { instance: 9, quic_addr: "10.0.0.9:7000".into(), blocks_lendable: 77 };
+    vec![
+        ("register", ControlBody::Register(register)),
+        ("registered", ControlBody::Registered(Registered { version: 1, instance: 3, heartbeat_ms: 250 })),
+        ("rejected", ControlBody::Rejected(Rejected { reason: "another model: 0303 and 0a0a".into() })),
+        ("heartbeat", ControlBody::Heartbeat(heartbeat())),
+        ("heartbeat_ack", ControlBody::HeartbeatAck(HeartbeatAck { known: true, pool_blocks_total: 3000 })),
+        (
+            "borrow_query",
+            ControlBody::BorrowQuery(BorrowQuery { query: 5, debtor: 3, blocks: 40, exclude: vec![7, 300] }),
+        ),
+        (
+            "borrow_advice",
+            ControlBody::BorrowAdvice(BorrowAdvice {
+                query: 5,
+                candidates: vec![candidate],
+                pool_blocks_total: 3000,
+                pool_blocks_lendable: 900,
+            }),
+        ),
+        ("refusal", ControlBody::Refusal(Refusal { creditor: 9, blocks_lendable: 2 })),
+        ("deregister", ControlBody::Deregister(Deregister { instance: 3 })),
+        ("status_query", ControlBody::StatusQuery(StatusQuery { query: 6 })),
+        ("status_reply", ControlBody::StatusReply(StatusReply { query: 6, instances: vec![status] })),
+    ]
+}
+
+fn contract() -> Vec<(&'static str, ControlBody)> {
+    let hello = Hello { version_min: 1, version_max: 1, instance: 3, incarnation: 42, shape: Some(shape()) };
+    vec![
+        ("hello", ControlBody::Hello(hello)),
+        ("lease_request", ControlBody::LeaseRequest(LeaseRequest { request: 8, seq: 1, blocks: 40, blocks_min: 10 })),
+        (
+            "lease_grant",
+            ControlBody::LeaseGrant(LeaseGrant { request: 8, lease: 11, epoch: 12, blocks: 40, ttl_ms: 15_000 }),
+        ),
+        (
+            "lease_refuse",
+            ControlBody::LeaseRefuse(LeaseRefuse { request: 8, blocks_lendable: 3, reason: "busy".into() }),
+        ),
+        ("lease_release", ControlBody::LeaseRelease(LeaseRelease { lease: 11, epoch: 12, entries: 40 })),
+        ("lease_released", ControlBody::LeaseReleased(LeaseReleased { lease: 11, entries: 40 })),
+        ("lease_renew", ControlBody::LeaseRenew(LeaseRenew { leases: vec![11, 1 << 40] })),
+        ("lease_renewed", ControlBody::LeaseRenewed(LeaseRenewed { unknown: vec![11] })),
+    ]
+}
+
+fn partials() -> Vec<(&'static str, PartialsFrame)> {
+    let run = |lease, first_pos| LeaseRun { lease: LeaseId(lease), epoch: Epoch(12), offset: 32, len: 64, first_pos };
+    let ticket = StepTicket {
+        step: StepId(77),
+        deadline_ms: 10_000,
+        dtype: DType::F16,
+        seqs: vec![
+            TicketSeq { seq: SeqId(1), rows: 2, pos0: 4096, runs: vec![run(11, 0), run(13, 64)] },
+            TicketSeq { seq: SeqId(2), rows: 1, pos0: 200, runs: vec![run(14, 32)] },
+        ],
+    };
+    let step = StepId(77);
+    vec![
+        ("ticket", PartialsFrame::Ticket(ticket)),
+        ("query", PartialsFrame::Query { step, layer: 5, rows: 3, queries: bytes(3 * 4 * 8 * 2, 1) }),
+        (
+            "partial",
+            PartialsFrame::Partial {
+                step,
+                layer: 5,
+                rows: 3,
+                out: bytes(3 * 4 * 8 * 2, 2),
+                lse: bytes(3 * 4 * 4, 3),
+                count: bytes(3 * 4, 4),
+            },
+        ),
+        ("step_refused", PartialsFrame::Refused { step, code: RefuseCode::StaleEpoch, detail: "epoch 12".into() }),
+        ("step_cancel", PartialsFrame::StepCancel { step }),
+    ]
+}
+
+fn bulk() -> Vec<(&'static str, BulkFrame)> {
+    let (lease, epoch) = (LeaseId(11), Epoch(12));
+    let mut hash = [0; 32];
+    hash.copy_from_slice(&bytes(32, 9));
+    vec![
+        ("write", BulkFrame::Write { lease, epoch, layer: 5, offset: 32, tokens: 4, kv: bytes(4 * 16 * 2, 5) }),
+        ("seal", BulkFrame::Seal { lease, epoch, entry: 1, hash }),
+        ("read", BulkFrame::Read { id: 31, lease, epoch, layer: 5, offset: 32, tokens: 4, deadline_ms: 500 }),
+        ("data", BulkFrame::Data { id: 31, layer: 5, tokens: 4, kv: bytes(4 * 16 * 2, 6) }),
+        (
+            "bulk_refused",
+            BulkFrame::Refused { id: 31, lease, code: RefuseCode::HashMismatch, detail: "entry 1".into() },
+        ),
+    ]
+}
+
+/// Every kind of frame with its recording's name.
+pub(crate) fn samples() -> Vec<(String, Frame)> {
+    let control = membership().into_iter().chain(contract());
+    control
+        .map(|(name, body)| (format!("control_{name}"), body.into()))
+        .chain(partials().into_iter().map(|(name, frame)| (format!("partials_{name}"), frame.into())))
+        .chain(bulk().into_iter().map(|(name, frame)| (format!("bulk_{name}"), frame.into())))
+        .collect()
+}
+
+/// The recorded preface.
+pub(crate) fn preface() -> Preface {
+    Preface {
+        version_min: 1,
+        version_max: 1,
+        incarnation: 0xfeed_beef,
+        generation: 4,
+        listen_addr: "10.0.0.1:7000".into(),
+        class: 2,
+    }
+}
