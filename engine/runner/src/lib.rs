@@ -1,1 +1,3 @@
 //! lagoon-runner
+
+pub mod sampling;

@@ -1,0 +1,210 @@
+//! Logits to a token.
+//!
+//! The order is vLLM's: temperature, then min-p, then top-k, then top-p, then one draw from what is left, renormalised
+//! by each step to what the step before it kept. (Hugging Face has min-p last; the two differ only where min-p and
+//! top-p are both used.) Two things are stricter than there, so that a result never depends on chance orders: ties are
+//! broken by the lower token id everywhere, so that top-k keeps exactly `k` tokens, and the draw walks the kept tokens
+//! in the order of their ids, so that logits which differ by rounding give the same token but for draws that fall on
+//! the rounding itself.
+//!
+//! The draw is a pure function of the seed and the number of tokens that the sequence has generated: a sequence that is
+//! preempted and replayed, or moves, draws the same numbers.
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    reason = "token ids are below VOCAB_MAX; f64 intermediates are rounded once, by design"
+)]
+
+use lagoon_types::limits::VOCAB_MAX;
+use lagoon_types::{SamplingParams, TokenLogprobs};
+use rand_chacha::ChaCha8Rng;
+use rand_chacha::rand_core::{RngCore, SeedableRng};
+use std::cmp::Ordering;
+
+/// Tokens that top-p ranks at first; it ranks four times as many each time that they do not suffice.
+const RANKED_FIRST: usize = 256;
+
+/// Why no token was sampled.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SampleError {
+    /// A logit is not a number or is infinitely likely: the model computed nonsense.
+    #[error("the logit of token {token} is {value}")]
+    BadLogit { token: u32, value: String },
+    /// Every token is infinitely unlikely, or there is none.
+    #[error("no token is possible")]
+    Nothing,
+    /// A parameter is outside its range. Callers check with [`check_params`] before they start a sequence.
+    #[error("{name} is {value}: it must be {range}")]
+    BadParameter { name: &'static str, value: String, range: &'static str },
+}
+
+/// A sampled token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sampled {
+    pub id: u32,
+    /// If they were asked for.
+    pub logprobs: Option<TokenLogprobs>,
+}
+
+/// Checks that `params` are in range: temperature at least 0, `top_p` in (0, 1], `min_p` in [0, 1].
+pub fn check_params(params: &SamplingParams) -> Result<(), SampleError> {
+    let bad = |name, value: f32, range| Err(SampleError::BadParameter { name, value: value.to_string(), range });
+    let SamplingParams { temperature, top_p, min_p, .. } = *params;
+    if !(temperature >= 0.0 && temperature.is_finite()) {
+        return bad("temperature", temperature, "a finite number, 0 or above");
+    }
+    if !(top_p > 0.0 && top_p <= 1.0) {
+        return bad("top_p", top_p, "above 0 and at most 1");
+    }
+    if !(0.0..=1.0).contains(&min_p) {
+        return bad("min_p", min_p, "from 0 to 1");
+    }
+    Ok(())
+}
+
+/// Samples tokens. One serves any number of sequences: what it keeps is scratch, not state.
+#[derive(Debug, Default)]
+pub struct Sampler {
+    /// Tokens still in the running, with their logits at first and their weights later.
+    kept: Vec<Candidate>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Candidate {
+    id: u32,
+    logit: f32,
+}
+
+impl Candidate {
+    /// Likelier first, then the lower id. There are no NaNs.
+    fn rank(&self, other: &Self) -> Ordering {
+        other.logit.total_cmp(&self.logit).then(self.id.cmp(&other.id))
+    }
+}
+
+impl Sampler {
+    /// A sampler without scratch yet.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Samples from `logits` (one per token id). `index` is the number of tokens that the sequence generated before.
+    ///
+    /// # Panics
+    /// If there are more than `VOCAB_MAX` logits.
+    pub fn sample(&mut self, logits: &[f32], params: &SamplingParams, index: u64) -> Result<Sampled, SampleError> {
+        assert!(logits.len() <= VOCAB_MAX as usize, "{} logits", logits.len());
+        check_params(params)?;
+        let best = likeliest(logits)?;
+        let id = if params.temperature == 0.0 { best.id } else { self.draw(logits, best, params, index) };
+        let logprobs = params.logprobs.map(|n| self.logprobs(logits, best, id, n as usize));
+        Ok(Sampled { id, logprobs })
+    }
+
+    fn draw(&mut self, logits: &[f32], best: Candidate, params: &SamplingParams, index: u64) -> u32 {
+        let temperature = f64::from(params.temperature);
+        let max = f64::from(best.logit);
+        let weight = |candidate: &Candidate| ((f64::from(candidate.logit) - max) / temperature).exp();
+        let floor = f64::from(params.min_p);
+        let all = logits.iter().zip(0..).map(|(&logit, id)| Candidate { id, logit });
+        self.kept.clear();
+        // The likeliest token has weight 1, so the weights are relative to it as min-p asks.
+        self.kept.extend(all.filter(|c| c.logit > f32::NEG_INFINITY && (floor == 0.0 || weight(c) >= floor)));
+        let top_k = params.top_k as usize;
+        if top_k > 0 && top_k < self.kept.len() {
+            self.kept.select_nth_unstable_by(top_k - 1, Candidate::rank);
+            self.kept.truncate(top_k);
+        }
+        if params.top_p < 1.0 {
+            self.keep_top_p(f64::from(params.top_p), weight);
+        }
+        self.kept.sort_unstable_by_key(|candidate| candidate.id);
+        let total: f64 = self.kept.iter().map(weight).sum();
+        let mut left = uniform(params.seed, index) * total;
+        for candidate in &self.kept {
+            left -= weight(candidate);
+            if left < 0.0 {
+                return candidate.id;
+            }
+        }
+        // Rounding left nothing of the last interval.
+        self.kept.last().map_or(best.id, |candidate| candidate.id)
+    }
+
+    /// Keeps the fewest of the likeliest tokens whose probabilities reach `top_p` together: at least one.
+    fn keep_top_p(&mut self, top_p: f64, weight: impl Fn(&Candidate) -> f64) {
+        // Summed in the order of ids (or of the selection), not of rank; the difference is rounding.
+        let enough = top_p * self.kept.iter().map(&weight).sum::<f64>();
+        let (mut ranked, mut sum) = (0, 0.0);
+        let mut until = RANKED_FIRST;
+        while ranked < self.kept.len() {
+            let rest = &mut self.kept[ranked..];
+            let count = until.min(rest.len());
+            if count < rest.len() {
+                rest.select_nth_unstable_by(count - 1, Candidate::rank);
+            }
+            rest[..count].sort_unstable_by(Candidate::rank);
+            for (taken, candidate) in rest[..count].iter().enumerate() {
+                sum += weight(candidate);
+                if sum >= enough {
+                    self.kept.truncate(ranked + taken + 1);
+                    return;
+                }
+            }
+            ranked += count;
+            until *= 4;
+        }
+    }
+
+    /// Natural logarithms of the softmax of the logits as they are.
+    fn logprobs(&mut self, logits: &[f32], best: Candidate, id: u32, top: usize) -> TokenLogprobs {
+        let max = f64::from(best.logit);
+        let sum: f64 = logits.iter().map(|&logit| (f64::from(logit) - max).exp()).sum();
+        let log_sum = max + sum.ln();
+        let logprob = |logit: f32| (f64::from(logit) - log_sum) as f32;
+        self.kept.clear();
+        if top > 0 {
+            let all = logits.iter().zip(0..).map(|(&logit, id)| Candidate { id, logit });
+            self.kept.extend(all.filter(|candidate| candidate.logit > f32::NEG_INFINITY));
+        }
+        if top < self.kept.len() {
+            self.kept.select_nth_unstable_by(top - 1, Candidate::rank);
+            self.kept.truncate(top);
+        }
+        self.kept.sort_unstable_by(Candidate::rank);
+        let top = self.kept.iter().map(|candidate| (candidate.id, logprob(candidate.logit))).collect();
+        TokenLogprobs { chosen: logprob(logits[id as usize]), top }
+    }
+}
+
+/// The first of the largest logits, after checking all.
+fn likeliest(logits: &[f32]) -> Result<Candidate, SampleError> {
+    let mut best = Candidate { id: 0, logit: f32::NEG_INFINITY };
+    let mut bad = false;
+    for (&logit, id) in logits.iter().zip(0..) {
+        // A NaN compares false with everything, so it needs its own test.
+        bad |= logit.is_nan() || logit == f32::INFINITY;
+        if logit > best.logit {
+            best = Candidate { id, logit };
+        }
+    }
+    if bad {
+        let found = logits.iter().zip(0..).find(|(logit, _)| logit.is_nan() || **logit == f32::INFINITY);
+        let (value, token) = found.map_or((0.0, 0), |(logit, id)| (*logit, id));
+        return Err(SampleError::BadLogit { token, value: value.to_string() });
+    }
+    if best.logit == f32::NEG_INFINITY { Err(SampleError::Nothing) } else { Ok(best) }
+}
+
+/// A number in [0, 1) for the `index`-th token under `seed`: the first of ChaCha8's stream `index` under that seed.
+fn uniform(seed: u64, index: u64) -> f64 {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    rng.set_stream(index);
+    (rng.next_u64() >> 11) as f64 / (1u64 << 53) as f64
+}
+
+#[cfg(test)]
+#[path = "sampling_tests.rs"]
+mod tests;
