@@ -100,7 +100,9 @@ def mistral_rs(model, contexts, decode_tokens):
 def lagoon():
     """Lagoon's own benchmark: whatever its JSON object holds."""
     command = ["cargo", "bench", "--package", "lagoon-benches", "--bench", "cpu", "--", "--json"]
-    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=BENCH_SECONDS_MAX)
+    done = subprocess.run(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=BENCH_SECONDS_MAX
+    )
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}")
     text = done.stdout.decode()
@@ -112,7 +114,9 @@ def machine():
     model = platform.processor() or platform.machine()
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
         model = names[0] if names else model
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return {"cpu": model, "cores": os.cpu_count(), "commit": git.stdout.strip()}
@@ -133,7 +137,9 @@ def run_apart(name, args):
     # Both read the number of threads from the environment where no argument sets it.
     environment = {**os.environ, "RAYON_NUM_THREADS": str(args.threads), "OMP_NUM_THREADS": str(args.threads)}
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment, timeout=BENCH_SECONDS_MAX)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment, timeout=BENCH_SECONDS_MAX
+        )
         lines = done.stdout.decode().strip().splitlines()
         return json.loads(lines[-1]) if done.returncode == 0 and lines else {"error": f"exit code {done.returncode}"}
     except subprocess.TimeoutExpired:
@@ -155,7 +161,9 @@ def show(report):
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=pathlib.Path, default=ROOT / "target" / "peers" / "model", help="made when missing")
+    parser.add_argument(
+        "--model", type=pathlib.Path, default=ROOT / "target" / "peers" / "model", help="made when missing"
+    )
     parser.add_argument("--contexts", default="512,4096,16384", help="prompt lengths in tokens, ascending")
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--threads", type=int, default=os.cpu_count())
