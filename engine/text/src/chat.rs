@@ -10,7 +10,7 @@ use crate::json::dumps;
 use crate::tokenizer::{TextError, TokenizerConfig, read};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Kwargs;
-use minijinja::{Environment, Error, ErrorKind, State, Value, context};
+use minijinja::{Environment, Error, ErrorKind, State, Value};
 use serde::de::{self, Deserializer};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -140,9 +140,9 @@ impl ChatTemplate {
             ("documents", Value::from(())),
             (NOW, Value::from(unix_seconds(now))),
         ];
-        let context: Value = special.chain(own).collect();
+        let context = Value::from_pairs(special.chain(own));
         let template = self.environment.get_template(NAME).map_err(|e| ChatError::Failed(describe(&e)))?;
-        template.render(context! { ..context }).map_err(|e| match find_raised(&e) {
+        template.render(context).map_err(|e| match find_raised(&e) {
             Some(message) => ChatError::Refused(message),
             None => ChatError::Failed(describe(&e)),
         })
