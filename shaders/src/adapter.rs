@@ -1,0 +1,140 @@
+//! Finding adapters and opening one.
+//!
+//! A software adapter (lavapipe, WARP) is never taken unless it is asked for: it is correct, but slower than the host
+//! backend.
+
+use crate::kernel::{BINDINGS_MAX, WORKGROUP_BYTES, WORKGROUP_INVOCATIONS};
+use lagoon_backend::DeviceError;
+use wgpu::{Adapter, Backends, DeviceType, Features, Instance, InstanceDescriptor, Limits};
+
+/// Which adapter to open.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum AdapterChoice {
+    /// The best real GPU: discrete before integrated before virtual.
+    #[default]
+    Gpu,
+    /// A software implementation of a GPU.
+    Software,
+    /// The first adapter, real or not, whose name contains this text (letter case ignored).
+    Named(String),
+}
+
+/// What `lagoon doctor` says of an adapter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AdapterSummary {
+    pub name: String,
+    /// `vulkan`, `metal`, `dx12`.
+    pub backend: String,
+    pub driver: String,
+    pub software: bool,
+    /// Shaders may use f16.
+    pub f16: bool,
+    /// Largest single buffer and largest part of one that a kernel can see, in bytes; larger weights are sharded.
+    pub buffer_bytes_max: u64,
+    pub binding_bytes_max: u64,
+    /// Memory that one workgroup shares, in bytes.
+    pub workgroup_bytes: u32,
+    /// Why Lagoon cannot use this adapter, if so.
+    pub unusable: Option<String>,
+}
+
+/// Every adapter of this machine, the best real GPU first, software last.
+#[must_use]
+pub fn list_adapters() -> Vec<AdapterSummary> {
+    adapters().iter().map(summary).collect()
+}
+
+/// Vulkan, Metal and DX12: whatever this build has. Best first.
+fn adapters() -> Vec<Adapter> {
+    let mut descriptor = InstanceDescriptor::new_without_display_handle();
+    descriptor.backends = Backends::VULKAN | Backends::METAL | Backends::DX12;
+    let instance = Instance::new(descriptor);
+    let mut found = pollster::block_on(instance.enumerate_adapters(Backends::all()));
+    found.sort_by_key(|adapter| match adapter.get_info().device_type {
+        DeviceType::DiscreteGpu => 0,
+        DeviceType::IntegratedGpu => 1,
+        DeviceType::VirtualGpu => 2,
+        DeviceType::Other => 3,
+        DeviceType::Cpu => 4,
+    });
+    found
+}
+
+fn summary(adapter: &Adapter) -> AdapterSummary {
+    let (info, limits) = (adapter.get_info(), adapter.limits());
+    let driver = format!("{} {}", info.driver, info.driver_info).trim().to_owned();
+    AdapterSummary {
+        software: info.device_type == DeviceType::Cpu,
+        name: info.name,
+        backend: info.backend.to_string(),
+        driver,
+        f16: adapter.features().contains(Features::SHADER_F16),
+        buffer_bytes_max: limits.max_buffer_size,
+        binding_bytes_max: limits.max_storage_buffer_binding_size,
+        workgroup_bytes: limits.max_compute_workgroup_storage_size,
+        unusable: unusable(&limits),
+    }
+}
+
+fn unusable(limits: &Limits) -> Option<String> {
+    let storage = u32::try_from(BINDINGS_MAX).unwrap_or(u32::MAX);
+    let needs = [
+        ("bytes of workgroup memory", limits.max_compute_workgroup_storage_size, WORKGROUP_BYTES),
+        ("invocations in a workgroup", limits.max_compute_invocations_per_workgroup, WORKGROUP_INVOCATIONS),
+        ("storage buffers in a stage", limits.max_storage_buffers_per_shader_stage, storage),
+    ];
+    needs.iter().find(|(_, has, need)| has < need).map(|(what, has, need)| format!("it has {has} {what}, not {need}"))
+}
+
+/// An open device and what was learned on the way.
+pub(crate) struct Opened {
+    pub(crate) device: wgpu::Device,
+    pub(crate) queue: wgpu::Queue,
+    pub(crate) limits: Limits,
+    pub(crate) summary: AdapterSummary,
+}
+
+/// Opens the adapter that `choice` names, with all its limits.
+///
+/// # Errors
+/// [`DeviceError::Unsupported`] where there is no such adapter or it cannot run the kernels.
+pub(crate) fn open(choice: &AdapterChoice) -> Result<Opened, DeviceError> {
+    let found = adapters();
+    let all: Vec<AdapterSummary> = found.iter().map(summary).collect();
+    let wanted = |s: &AdapterSummary| match choice {
+        AdapterChoice::Gpu => !s.software,
+        AdapterChoice::Software => s.software,
+        AdapterChoice::Named(text) => s.name.to_lowercase().contains(&text.to_lowercase()),
+    };
+    let Some((adapter, summary)) = found.into_iter().zip(all.clone()).find(|(_, s)| wanted(s)) else {
+        return Err(DeviceError::Unsupported(absent(choice, &all)));
+    };
+    if let Some(why) = &summary.unusable {
+        return Err(DeviceError::Unsupported(format!("the adapter {} is too small: {why}", summary.name)));
+    }
+    let limits = adapter.limits();
+    let descriptor = wgpu::DeviceDescriptor {
+        label: Some("lagoon"),
+        required_features: adapter.features() & Features::SHADER_F16,
+        required_limits: limits.clone(),
+        ..Default::default()
+    };
+    let (device, queue) = pollster::block_on(adapter.request_device(&descriptor))
+        .map_err(|error| DeviceError::Unsupported(format!("the adapter {} does not open: {error}", summary.name)))?;
+    Ok(Opened { device, queue, limits, summary })
+}
+
+/// Says that no adapter fits, and what there is instead.
+fn absent(choice: &AdapterChoice, all: &[AdapterSummary]) -> String {
+    let wish = match choice {
+        AdapterChoice::Gpu => "no GPU adapter (Vulkan, Metal or DX12)".to_owned(),
+        AdapterChoice::Software => "no software adapter (lavapipe, WARP)".to_owned(),
+        AdapterChoice::Named(text) => format!("no adapter whose name contains {text:?}"),
+    };
+    let names: Vec<String> =
+        all.iter().map(|s| format!("{}{}", s.name, if s.software { " (software)" } else { "" })).collect();
+    match names.is_empty() {
+        true => format!("{wish} on this machine: there is no adapter at all"),
+        false => format!("{wish} on this machine: there is {}", names.join(", ")),
+    }
+}

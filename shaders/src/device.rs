@@ -1,0 +1,405 @@
+//! [`WgpuDevice`]: the operations of [`Device`] as dispatches.
+
+use crate::adapter::{self, AdapterChoice};
+use crate::gpu::{Buf, Gpu};
+use crate::kernel::{Kernel, MatvecRows};
+use crate::memory::{WgpuKv, WgpuTensor, WgpuWeight, quads, word};
+use crate::params;
+use crate::plan::{self, ITEMS, Plan};
+use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
+use lagoon_types::{AttentionGeometry, KvRun, KvShape};
+use std::ops::Range;
+
+/// Rows up to which each output row streams the weight (matvec) rather than tiles of it.
+const MATVEC_ROWS_MAX: usize = 8;
+/// Plans of attention calls that are kept: the layers of a step repeat one or a few.
+const PLANS_KEPT: usize = 4;
+
+/// The WebGPU backend: one adapter, used by one thread.
+#[derive(Debug)]
+pub struct WgpuDevice {
+    gpu: Gpu,
+    /// Plans on the device, the latest last.
+    plans: Vec<PlanOnDevice>,
+    /// Parts of split attention tiles.
+    scratch: Buf,
+    scratch_bytes: u64,
+}
+
+/// A plan and the call that it was made for.
+#[derive(Debug)]
+struct PlanOnDevice {
+    geometry: AttentionGeometry,
+    window: Option<u32>,
+    seqs: Vec<AttnRows>,
+    runs: Vec<KvRun>,
+    shard_slots: usize,
+    plan: Plan,
+    count: Vec<u32>,
+    words: Buf,
+    words_capacity: usize,
+}
+
+impl PlanOnDevice {
+    fn fits(&self, batch: &AttnBatch<'_>, shard_slots: usize) -> bool {
+        self.geometry == batch.geometry
+            && self.window == batch.window
+            && self.shard_slots == shard_slots
+            && self.seqs == batch.seqs
+            && self.runs == batch.runs
+    }
+}
+
+impl WgpuDevice {
+    /// Opens an adapter.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] where there is no such adapter (the text says which there are) or it is too small.
+    pub fn open(choice: &AdapterChoice) -> Result<Self, DeviceError> {
+        Self::with_binding_limit(choice, None)
+    }
+
+    /// As [`WgpuDevice::open`], with buffers of at most `binding_bytes_max` bytes, so that tests shard small weights
+    /// and stores as large ones are sharded.
+    ///
+    /// # Errors
+    /// As [`WgpuDevice::open`].
+    pub fn with_binding_limit(choice: &AdapterChoice, binding_bytes_max: Option<u64>) -> Result<Self, DeviceError> {
+        let mut gpu = Gpu::new(adapter::open(choice)?, binding_bytes_max)?;
+        let scratch = gpu.buffer("attention parts", 16)?;
+        Ok(Self { gpu, plans: Vec::new(), scratch, scratch_bytes: 16 })
+    }
+
+    /// The place in `plans` of the plan for this call, made and uploaded unless a kept one fits.
+    fn plan(&mut self, batch: &AttnBatch<'_>, shard_slots: usize) -> Result<usize, DeviceError> {
+        if let Some(at) = self.plans.iter().position(|kept| kept.fits(batch, shard_slots)) {
+            let kept = self.plans.remove(at);
+            self.plans.push(kept);
+            return Ok(self.plans.len() - 1);
+        }
+        let plan = plan::plan(batch, word(shard_slots));
+        let reused = if self.plans.len() < PLANS_KEPT { None } else { Some(self.plans.remove(0)) };
+        let (words, words_capacity) = match reused {
+            Some(old) if old.words_capacity >= plan.words.len() => (old.words, old.words_capacity),
+            _ => {
+                let capacity = plan.words.len().next_power_of_two().max(4096);
+                (self.gpu.buffer("an attention plan", capacity as u64 * 4)?, capacity)
+            }
+        };
+        self.gpu.write(&words, 0, bytemuck::cast_slice(&plan.words))?;
+        let mut count = Vec::new();
+        batch.fill_counts(&mut count);
+        self.plans.push(PlanOnDevice {
+            geometry: batch.geometry,
+            window: batch.window,
+            seqs: batch.seqs.to_vec(),
+            runs: batch.runs.to_vec(),
+            shard_slots,
+            plan,
+            count,
+            words,
+            words_capacity,
+        });
+        Ok(self.plans.len() - 1)
+    }
+
+    fn grow_scratch(&mut self, bytes: u64) -> Result<(), DeviceError> {
+        if bytes > self.scratch_bytes {
+            let rounded = bytes.next_power_of_two().min(self.gpu.binding_bytes_max()).max(bytes);
+            self.scratch = self.gpu.buffer("attention parts", rounded)?;
+            self.scratch_bytes = rounded;
+        }
+        Ok(())
+    }
+}
+
+impl Device for WgpuDevice {
+    type Tensor = WgpuTensor;
+    type Weight = WgpuWeight;
+    type Kv = WgpuKv;
+
+    fn info(&self) -> DeviceInfo {
+        let summary = self.gpu.summary();
+        DeviceInfo {
+            backend: "wgpu",
+            name: format!("{} ({}, {})", summary.name, summary.backend, summary.driver),
+            software: summary.software,
+            // WebGPU does not tell how much memory there is.
+            memory_bytes: None,
+        }
+    }
+
+    fn tensor(&mut self, rows: usize, cols: usize) -> Result<WgpuTensor, DeviceError> {
+        WgpuTensor::new(&mut self.gpu, rows, cols)
+    }
+
+    fn weight(&mut self, source: WeightSource) -> Result<WgpuWeight, DeviceError> {
+        WgpuWeight::new(&mut self.gpu, &source)
+    }
+
+    fn kv(&mut self, shape: KvShape, slots: usize) -> Result<WgpuKv, DeviceError> {
+        WgpuKv::new(&mut self.gpu, shape, slots)
+    }
+
+    fn write(&mut self, tensor: &mut WgpuTensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
+        tensor.write(&mut self.gpu, row0, data)
+    }
+
+    fn read(
+        &mut self,
+        tensor: &WgpuTensor,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        tensor.read(&mut self.gpu, rows, cols, out)
+    }
+
+    fn kv_write(&mut self, kv: &mut WgpuKv, layer: usize, slot0: u32, bytes: &[u8]) -> Result<(), DeviceError> {
+        kv.write(&mut self.gpu, layer, slot0 as usize, bytes)
+    }
+
+    fn kv_read(
+        &mut self,
+        kv: &WgpuKv,
+        layer: usize,
+        slot0: u32,
+        tokens: u32,
+        out: &mut Vec<u8>,
+    ) -> Result<(), DeviceError> {
+        kv.read(&mut self.gpu, layer, slot0 as usize..slot0 as usize + tokens as usize, out)
+    }
+
+    fn sync(&mut self) -> Result<(), DeviceError> {
+        self.gpu.sync()
+    }
+
+    fn embed(&mut self, table: &WgpuWeight, ids: &[u32], out: &mut WgpuTensor) -> Result<(), DeviceError> {
+        assert!(table.cols == out.cols && ids.len() <= out.rows, "embedding rows");
+        if ids.is_empty() {
+            return Ok(());
+        }
+        assert!(ids.iter().all(|id| (*id as usize) < table.rows), "token ids beyond the vocabulary");
+        self.gpu.begin()?;
+        let at = self.gpu.upload_words(ids)?;
+        let kernel = Kernel::Embed(self.gpu.encoding(table.dtype));
+        for shard in &table.shards {
+            let params = params::Embed {
+                ids: at,
+                rows: word(ids.len()),
+                shard_row0: word(shard.row0),
+                shard_rows: word(shard.rows),
+                quads: word(quads(table.cols)),
+                ..Default::default()
+            };
+            let groups = (params.rows * params.quads).div_ceil(64);
+            self.gpu.dispatch(kernel, &params, &[None, Some(&shard.buf), Some(&out.buf)], groups, 1)?;
+        }
+        Ok(())
+    }
+
+    fn rms_norm(
+        &mut self,
+        x: &WgpuTensor,
+        weight: &WgpuWeight,
+        eps: f32,
+        rows: usize,
+        out: &mut WgpuTensor,
+    ) -> Result<(), DeviceError> {
+        assert!(weight.cols == x.cols && out.cols == x.cols && rows <= x.rows.min(out.rows), "norm shapes");
+        assert_eq!((weight.rows, weight.shards.len()), (1, 1), "a norm's weight is one row");
+        self.gpu.begin()?;
+        let params = params::RmsNorm { rows: word(rows), cols: word(x.cols), quads: word(quads(x.cols)), eps };
+        let kernel = Kernel::RmsNorm(self.gpu.encoding(weight.dtype));
+        let buffers = [Some(&x.buf), Some(&weight.shards[0].buf), Some(&out.buf)];
+        self.gpu.dispatch(kernel, &params, &buffers, params.rows, 1)
+    }
+
+    fn matmul(
+        &mut self,
+        x: &WgpuTensor,
+        weight: &WgpuWeight,
+        rows: usize,
+        mode: Mode,
+        out: &mut WgpuTensor,
+    ) -> Result<(), DeviceError> {
+        assert!(weight.cols == x.cols && weight.rows == out.cols && rows <= x.rows.min(out.rows), "product shapes");
+        self.gpu.begin()?;
+        let encoding = self.gpu.encoding(weight.dtype);
+        let (kernel, outputs, depth) = match rows {
+            0 => return Ok(()),
+            1 => (Kernel::Matvec(encoding, MatvecRows::One), 4, 1),
+            2..=MATVEC_ROWS_MAX => (Kernel::Matvec(encoding, MatvecRows::Four), 4, rows.div_ceil(4)),
+            _ => (Kernel::MatmulTiled(encoding), 64, rows.div_ceil(64)),
+        };
+        for shard in &weight.shards {
+            let params = params::Matmul {
+                rows: word(rows),
+                quads: word(quads(x.cols)),
+                n: word(shard.rows),
+                out_stride: word(out.stride()),
+                out_col0: word(shard.row0),
+                add: u32::from(mode == Mode::Add),
+                ..Default::default()
+            };
+            let buffers = [Some(&x.buf), Some(&shard.buf), Some(&out.buf)];
+            self.gpu.dispatch(kernel, &params, &buffers, params.n.div_ceil(outputs), word(depth))?;
+        }
+        Ok(())
+    }
+
+    fn rope_append(
+        &mut self,
+        qkv: &mut WgpuTensor,
+        rope: &WgpuTensor,
+        geometry: AttentionGeometry,
+        slots: &[u32],
+        kv: &mut WgpuKv,
+        layer: usize,
+    ) -> Result<(), DeviceError> {
+        assert!(qkv.cols == geometry.qkv_dim() && rope.cols == geometry.head_dim as usize, "projection shapes");
+        assert!((kv.shape.kv_heads, kv.shape.head_dim) == (geometry.kv_heads, geometry.head_dim), "store shape");
+        assert!(slots.len() <= qkv.rows.min(rope.rows), "projection rows");
+        assert!(slots.iter().all(|s| *s == u32::MAX || (*s as usize) < kv.slots), "slots beyond the store");
+        if slots.is_empty() {
+            return Ok(());
+        }
+        self.gpu.begin()?;
+        let at = self.gpu.upload_words(slots)?;
+        let kernel = Kernel::RopeAppend(self.gpu.encoding(kv.shape.dtype));
+        for (index, shard) in kv.layers[layer].iter().enumerate() {
+            let shard_slot0 = index * kv.shard_slots;
+            let params = params::RopeAppend {
+                rows: word(slots.len()),
+                heads: geometry.heads,
+                kv_heads: geometry.kv_heads,
+                head_dim: geometry.head_dim,
+                head_quads: word(kv.head_quads()),
+                qkv_stride: word(qkv.stride()),
+                rope_stride: word(rope.stride()),
+                slots: at,
+                shard_slot0: word(shard_slot0),
+                shard_slots: word(kv.shard_slots.min(kv.slots - shard_slot0)),
+                rotate: u32::from(index == 0),
+                ..Default::default()
+            };
+            let groups = params.rows * (geometry.heads + 2 * geometry.kv_heads);
+            let buffers = [None, Some(&rope.buf), Some(&qkv.buf), Some(shard)];
+            self.gpu.dispatch(kernel, &params, &buffers, groups, 1)?;
+        }
+        Ok(())
+    }
+
+    fn attention(
+        &mut self,
+        q: &WgpuTensor,
+        batch: &AttnBatch<'_>,
+        kv: &WgpuKv,
+        layer: usize,
+        out: &mut Partials<WgpuTensor>,
+    ) -> Result<(), DeviceError> {
+        let geometry = batch.geometry;
+        assert!((kv.shape.kv_heads, kv.shape.head_dim) == (geometry.kv_heads, geometry.head_dim), "store shape");
+        assert!(q.cols >= geometry.q_dim() && out.out.cols == geometry.q_dim(), "query shapes");
+        assert!(batch.rows() <= q.rows.min(out.out.rows).min(out.lse.rows), "query rows");
+        assert!(batch.runs.iter().all(|run| (run.base + run.len) as usize <= kv.slots), "runs beyond the store");
+        self.gpu.begin()?;
+        let at = self.plan(batch, kv.shard_slots)?;
+        let item_bytes = u64::from(kv.class().quads() + 1) * 16;
+        let part_bytes = u64::from(geometry.kv_heads * ITEMS) * item_bytes;
+        self.grow_scratch(u64::from(self.plans[at].plan.parts) * part_bytes)?;
+        let Self { gpu, plans, scratch, .. } = self;
+        let kept = &plans[at];
+        out.count.clone_from(&kept.count);
+        let params = params::Attention {
+            kv_heads: geometry.kv_heads,
+            group: geometry.group(),
+            head_dim: geometry.head_dim,
+            head_quads: word(kv.head_quads()),
+            q_stride: word(q.stride()),
+            out_stride: word(out.out.stride()),
+            lse_stride: word(out.lse.stride()),
+            // Positions stay below 2^31, so that a window of 2^31 is none.
+            window: batch.window.map_or(0, |w| w.min(1 << 31)),
+            scale: batch.scale,
+            ..Default::default()
+        };
+        let kernel = Kernel::Attention(gpu.encoding(kv.shape.dtype), kv.class());
+        let (words, o, lse, parts) = (Some(&kept.words), Some(&out.out.buf), Some(&out.lse.buf), Some(&*scratch));
+        for works in &kept.plan.works {
+            let params = params::Attention { works: works.at, work_count: works.count, ..params };
+            let store = Some(&kv.layers[layer][works.shard]);
+            let buffers = [words, Some(&q.buf), store, o, lse, parts];
+            gpu.dispatch(kernel, &params, &buffers, works.count * geometry.kv_heads, 1)?;
+        }
+        let params = params::Attention { works: kept.plan.tiles_at, work_count: kept.plan.tiles, ..params };
+        let groups = kept.plan.tiles * geometry.kv_heads;
+        gpu.dispatch(Kernel::AttentionReduce(kv.class()), &params, &[words, o, lse, parts], groups, 1)
+    }
+
+    fn merge(
+        &mut self,
+        acc: &mut Partials<WgpuTensor>,
+        other: &Partials<WgpuTensor>,
+        geometry: AttentionGeometry,
+    ) -> Result<(), DeviceError> {
+        let rows = other.count.len();
+        assert_eq!(acc.count.len(), rows, "partials of the same queries");
+        assert!(acc.out.cols == geometry.q_dim() && other.out.cols == geometry.q_dim(), "partial shapes");
+        if rows == 0 {
+            return Ok(());
+        }
+        self.gpu.begin()?;
+        // As in `merge.wgsl`: keep ours, take the other, merge both.
+        let action = |(ours, theirs): (&u32, &u32)| match (*ours, *theirs) {
+            (_, 0) => 0,
+            (0, _) => 1,
+            _ => 2,
+        };
+        let actions: Vec<u32> = acc.count.iter().zip(&other.count).map(action).collect();
+        let params = params::Merge {
+            rows: word(rows),
+            heads: geometry.heads,
+            head_dim: geometry.head_dim,
+            out_stride: word(acc.out.stride()),
+            lse_stride: word(acc.lse.stride()),
+            actions: self.gpu.upload_words(&actions)?,
+            ..Default::default()
+        };
+        let buffers =
+            [None, Some(&other.out.buf), Some(&other.lse.buf), Some(&acc.out.buf), Some(&acc.lse.buf)];
+        self.gpu.dispatch(Kernel::Merge, &params, &buffers, params.rows * geometry.heads, 1)?;
+        acc.count.iter_mut().zip(&other.count).for_each(|(ours, theirs)| *ours += theirs);
+        Ok(())
+    }
+
+    fn silu_mul(&mut self, x: &WgpuTensor, rows: usize, out: &mut WgpuTensor) -> Result<(), DeviceError> {
+        assert!(x.cols == 2 * out.cols && rows <= x.rows.min(out.rows), "gate and up shapes");
+        self.gpu.begin()?;
+        let params = params::SiluMul {
+            rows: word(rows),
+            n: word(out.cols),
+            x_stride: word(x.stride()),
+            out_stride: word(out.stride()),
+        };
+        let groups = (params.rows * params.n).div_ceil(64);
+        self.gpu.dispatch(Kernel::SiluMul, &params, &[Some(&x.buf), Some(&out.buf)], groups, 1)
+    }
+
+    fn gather_rows(&mut self, x: &WgpuTensor, rows: &[u32], out: &mut WgpuTensor) -> Result<(), DeviceError> {
+        assert!(x.cols == out.cols && rows.len() <= out.rows, "gathered shapes");
+        assert!(rows.iter().all(|row| (*row as usize) < x.rows), "rows beyond the tensor");
+        if rows.is_empty() {
+            return Ok(());
+        }
+        self.gpu.begin()?;
+        let params = params::GatherRows {
+            index: self.gpu.upload_words(rows)?,
+            rows: word(rows.len()),
+            quads: word(quads(x.cols)),
+            ..Default::default()
+        };
+        let groups = (params.rows * params.quads).div_ceil(64);
+        self.gpu.dispatch(Kernel::GatherRows, &params, &[None, Some(&x.buf), Some(&out.buf)], groups, 1)
+    }
+}

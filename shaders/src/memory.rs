@@ -1,0 +1,265 @@
+//! Tensors, weights and KV stores in device memory.
+//!
+//! Invariants: rows are padded with zeros to whole quads (four elements), and every kernel keeps the padding zero, so
+//! that kernels load quads without looking at the end of a row. What is larger than a binding lies in shards: weights
+//! by rows (each shard starts at a multiple of four rows, so that outputs start at whole quads), KV by slots.
+
+use crate::gpu::{Buf, Gpu};
+use crate::kernel::HeadClass;
+use lagoon_backend::{DeviceError, WeightSource};
+use lagoon_types::{DType, KvShape};
+use std::borrow::Cow;
+use std::ops::Range;
+
+/// Largest head, in elements.
+const HEAD_DIM_MAX: u32 = 256;
+/// Bytes of a weight that are uploaded at once.
+const WEIGHT_CHUNK_BYTES: usize = 32 << 20;
+
+/// Quads of a row of `cols` elements.
+pub(crate) fn quads(cols: usize) -> usize {
+    cols.div_ceil(4)
+}
+
+/// A size or count that kernels see.
+///
+/// # Panics
+/// If it does not fit: shapes are far below that.
+pub(crate) fn word(n: usize) -> u32 {
+    u32::try_from(n).expect("shapes fit u32")
+}
+
+/// f32 activations `[rows][cols]`.
+#[derive(Debug)]
+pub struct WgpuTensor {
+    pub(crate) buf: Buf,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+}
+
+impl WgpuTensor {
+    pub(crate) fn new(gpu: &mut Gpu, rows: usize, cols: usize) -> Result<Self, DeviceError> {
+        let bytes = (rows * quads(cols) * 16) as u64;
+        Ok(Self { buf: gpu.buffer("a tensor", bytes)?, rows, cols })
+    }
+
+    /// Floats from one row to the next.
+    pub(crate) fn stride(&self) -> usize {
+        quads(self.cols) * 4
+    }
+
+    pub(crate) fn write(&self, gpu: &mut Gpu, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
+        let rows = data.len() / self.cols;
+        assert!(data.len().is_multiple_of(self.cols) && row0 + rows <= self.rows, "rows beyond the tensor");
+        let stride = self.stride();
+        let padded = if stride == self.cols {
+            Cow::Borrowed(data)
+        } else {
+            let mut padded = vec![0.0; rows * stride];
+            for (to, from) in padded.chunks_exact_mut(stride).zip(data.chunks_exact(self.cols)) {
+                to[..self.cols].copy_from_slice(from);
+            }
+            Cow::Owned(padded)
+        };
+        gpu.write(&self.buf, (row0 * stride * 4) as u64, bytemuck::cast_slice(&padded))
+    }
+
+    pub(crate) fn read(
+        &self,
+        gpu: &mut Gpu,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        assert!(rows.end <= self.rows && cols.end <= self.cols, "a range beyond the tensor");
+        if rows.is_empty() || cols.is_empty() {
+            return Ok(());
+        }
+        let stride = self.stride();
+        out.reserve(rows.len() * cols.len());
+        // From the first wanted element to the last, in one copy: rows are read whole but for the two ends.
+        let first = rows.start * stride + cols.start;
+        let last = (rows.end - 1) * stride + cols.end;
+        let mut at = first;
+        gpu.read(&self.buf, (first * 4) as u64, ((last - first) * 4) as u64, |bytes| {
+            for float in bytes.chunks_exact(4) {
+                if cols.contains(&(at % stride)) {
+                    out.push(f32::from_le_bytes([float[0], float[1], float[2], float[3]]));
+                }
+                at += 1;
+            }
+        })
+    }
+}
+
+/// Some rows of a weight.
+#[derive(Debug)]
+pub(crate) struct WeightShard {
+    pub(crate) buf: Buf,
+    pub(crate) row0: usize,
+    pub(crate) rows: usize,
+}
+
+/// A weight `[rows][cols]` in its own element type.
+#[derive(Debug)]
+pub struct WgpuWeight {
+    pub(crate) dtype: DType,
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) shards: Vec<WeightShard>,
+}
+
+impl WgpuWeight {
+    pub(crate) fn new(gpu: &mut Gpu, source: &WeightSource) -> Result<Self, DeviceError> {
+        let (rows, cols, dtype) = (source.rows(), source.cols, source.dtype);
+        let row_bytes = quads(cols) * 4 * dtype.size();
+        let fit = usize::try_from(gpu.binding_bytes_max()).unwrap_or(usize::MAX) / row_bytes.max(1);
+        let shard_rows = if fit >= rows { rows.max(1) } else { fit / 4 * 4 };
+        if shard_rows == 0 {
+            return Err(DeviceError::Unsupported(format!("four rows of a weight take {row_bytes} bytes each")));
+        }
+        let mut shards = Vec::new();
+        for row0 in (0..rows).step_by(shard_rows) {
+            let rows = shard_rows.min(rows - row0);
+            shards.push(WeightShard { buf: gpu.buffer("a weight", (rows * row_bytes) as u64)?, row0, rows });
+        }
+        let weight = Self { dtype, rows, cols, shards };
+        weight.fill(gpu, source, row_bytes)?;
+        Ok(weight)
+    }
+
+    /// Uploads every part, in chunks of whole rows within one shard.
+    fn fill(&self, gpu: &mut Gpu, source: &WeightSource, row_bytes: usize) -> Result<(), DeviceError> {
+        let given = self.cols * self.dtype.size();
+        let chunk_rows = (WEIGHT_CHUNK_BYTES / row_bytes).max(1);
+        let mut row = 0;
+        for (part_rows, bytes) in &source.parts {
+            assert_eq!(bytes.len(), part_rows * given, "a part's bytes match its shape");
+            let end = row + part_rows;
+            let part0 = row;
+            while row < end {
+                let shard = &self.shards[self.shards.partition_point(|s| s.row0 + s.rows <= row)];
+                let rows = chunk_rows.min(end - row).min(shard.row0 + shard.rows - row);
+                let chunk = &bytes[(row - part0) * given..][..rows * given];
+                let at = ((row - shard.row0) * row_bytes) as u64;
+                if given == row_bytes {
+                    gpu.write_now(&shard.buf, at, chunk)?;
+                } else {
+                    gpu.write_now(&shard.buf, at, &pad_rows(chunk, given, row_bytes))?;
+                }
+                row += rows;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Rows of `from` bytes, each padded with zeros to `to` bytes.
+fn pad_rows(bytes: &[u8], from: usize, to: usize) -> Vec<u8> {
+    let mut out = vec![0; bytes.len() / from * to];
+    for (to, from) in out.chunks_exact_mut(to).zip(bytes.chunks_exact(from)) {
+        to[..from.len()].copy_from_slice(from);
+    }
+    out
+}
+
+/// A KV store: for each layer its shards, each `[slot][k | v][kv_heads][head_quads]` quads.
+#[derive(Debug)]
+pub struct WgpuKv {
+    pub(crate) shape: KvShape,
+    pub(crate) slots: usize,
+    /// Slots of every shard but the last, which may have fewer.
+    pub(crate) shard_slots: usize,
+    pub(crate) layers: Vec<Vec<Buf>>,
+}
+
+impl WgpuKv {
+    pub(crate) fn new(gpu: &mut Gpu, shape: KvShape, slots: usize) -> Result<Self, DeviceError> {
+        if shape.head_dim > HEAD_DIM_MAX || !shape.head_dim.is_multiple_of(2) {
+            return Err(DeviceError::Unsupported(format!(
+                "heads of {} elements: they must be even and at most {HEAD_DIM_MAX}",
+                shape.head_dim
+            )));
+        }
+        let mut kv = Self { shape, slots, shard_slots: slots, layers: Vec::new() };
+        let fit = usize::try_from(gpu.binding_bytes_max()).unwrap_or(usize::MAX) / kv.slot_bytes().max(1);
+        kv.shard_slots = slots.min(fit).max(1);
+        for _ in 0..shape.layers {
+            let shards = (0..slots.max(1)).step_by(kv.shard_slots).map(|slot0| {
+                let slots = kv.shard_slots.min(slots.max(1) - slot0);
+                gpu.buffer("KV", (slots * kv.slot_bytes()) as u64)
+            });
+            kv.layers.push(shards.collect::<Result<_, _>>()?);
+        }
+        Ok(kv)
+    }
+
+    pub(crate) fn head_quads(&self) -> usize {
+        quads(self.shape.head_dim as usize)
+    }
+
+    pub(crate) fn class(&self) -> HeadClass {
+        HeadClass::new(word(self.head_quads()))
+    }
+
+    /// Bytes of a slot in one layer, padding included.
+    fn slot_bytes(&self) -> usize {
+        2 * self.shape.kv_heads as usize * self.head_quads() * 4 * self.shape.dtype.size()
+    }
+
+    /// Bytes of one head, as given and as stored.
+    fn head_bytes(&self) -> (usize, usize) {
+        let size = self.shape.dtype.size();
+        (self.shape.head_dim as usize * size, self.head_quads() * 4 * size)
+    }
+
+    /// Parts of `slots` by shard: shard, first slot in it, slots.
+    fn parts(&self, slots: Range<usize>) -> Vec<(usize, usize, usize)> {
+        let mut parts = Vec::new();
+        let mut at = slots.start;
+        while at < slots.end {
+            let shard = at / self.shard_slots;
+            let count = ((shard + 1) * self.shard_slots).min(slots.end) - at;
+            parts.push((shard, at - shard * self.shard_slots, count));
+            at += count;
+        }
+        parts
+    }
+
+    pub(crate) fn write(&self, gpu: &mut Gpu, layer: usize, slot0: usize, bytes: &[u8]) -> Result<(), DeviceError> {
+        let token = self.shape.layer_token_bytes();
+        let slots = slot0..slot0 + bytes.len() / token;
+        assert!(bytes.len().is_multiple_of(token) && slots.end <= self.slots, "tokens beyond the store");
+        let (given, stored) = self.head_bytes();
+        let mut rest = bytes;
+        for (shard, slot, count) in self.parts(slots) {
+            let (part, after) = rest.split_at(count * token);
+            rest = after;
+            let part = if given == stored { Cow::Borrowed(part) } else { Cow::Owned(pad_rows(part, given, stored)) };
+            gpu.write(&self.layers[layer][shard], (slot * self.slot_bytes()) as u64, &part)?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn read(
+        &self,
+        gpu: &mut Gpu,
+        layer: usize,
+        slots: Range<usize>,
+        out: &mut Vec<u8>,
+    ) -> Result<(), DeviceError> {
+        assert!(slots.end <= self.slots, "tokens beyond the store");
+        let (given, stored) = self.head_bytes();
+        for (shard, slot, count) in self.parts(slots) {
+            let slot_bytes = self.slot_bytes();
+            let (at, bytes) = ((slot * slot_bytes) as u64, (count * slot_bytes) as u64);
+            let from = out.len();
+            gpu.read(&self.layers[layer][shard], at, bytes, |piece| out.extend_from_slice(piece))?;
+            if given != stored {
+                let padded = out.split_off(from);
+                out.extend(padded.chunks_exact(stored).flat_map(|head| &head[..given]));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,256 @@
+//! The work list of an attention call, planned on the host.
+//!
+//! Queries of one sequence that share a KV head form a list of items; a tile is [`ITEMS`] consecutive items. A tile's
+//! visible keys are cut into works: at shard borders of the store, and further where there are too few tiles to fill
+//! a device (decoding over a long context). A tile of one work writes the result itself; otherwise each work leaves a
+//! part, and the tile is listed for the reduction.
+//!
+//! Invariant: the works of a tile cover each key that any of its items sees exactly once.
+
+use lagoon_backend::{AttnBatch, AttnRows};
+use lagoon_types::KvRun;
+
+/// Items of a tile, as in `attention.wgsl`.
+pub(crate) const ITEMS: u32 = 16;
+/// Keys that the kernel takes at once.
+const KEY_TILE: u32 = 32;
+/// Workgroups that a device should have at least, as far as splitting helps.
+const WORKGROUPS_WANTED: u32 = 256;
+/// Keys below which a work is not worth splitting further.
+const WORK_KEYS_MIN: u32 = 256;
+/// Parts that a tile is split into at most, shard borders aside.
+const PARTS_MAX: u32 = 64;
+/// The part of a work that is a whole tile.
+const WHOLE: u32 = u32::MAX;
+
+/// Works that read one shard of the store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ShardWorks {
+    pub(crate) shard: usize,
+    /// Place of the first work in the words.
+    pub(crate) at: u32,
+    pub(crate) count: u32,
+}
+
+/// A planned call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Plan {
+    /// Spans, works and tiles, as in `attention.wgsl`.
+    pub(crate) words: Vec<u32>,
+    pub(crate) works: Vec<ShardWorks>,
+    pub(crate) tiles_at: u32,
+    pub(crate) tiles: u32,
+    /// Parts that the reduction reads.
+    pub(crate) parts: u32,
+}
+
+/// Consecutive keys in one shard.
+#[derive(Clone, Copy, Debug)]
+struct Span {
+    shard: u32,
+    /// Slot within the shard.
+    base: u32,
+    len: u32,
+    pos: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Work {
+    shard: u32,
+    span: u32,
+    skip: u32,
+    keys: u32,
+}
+
+/// Plans `batch` over a store whose shards hold `shard_slots` slots each.
+pub(crate) fn plan(batch: &AttnBatch<'_>, shard_slots: u32) -> Plan {
+    let group = batch.geometry.group();
+    let tiles_all: u32 = batch.seqs.iter().map(|seq| (seq.rows * group).div_ceil(ITEMS)).sum();
+    let workgroups = (tiles_all * batch.geometry.kv_heads).max(1);
+    let parts_wanted = (WORKGROUPS_WANTED / workgroups).clamp(1, PARTS_MAX);
+
+    let mut spans = Vec::new();
+    let mut works: Vec<(u32, [u32; 8])> = Vec::new();
+    let mut tiles: Vec<[u32; 8]> = Vec::new();
+    let mut parts = 0;
+    let mut cut = Vec::new();
+    for seq in batch.seqs {
+        let span0 = spans.len();
+        push_spans(&batch.runs[seq.run0 as usize..][..seq.runs as usize], shard_slots, &mut spans);
+        for item0 in (0..seq.rows * group).step_by(ITEMS as usize) {
+            let seen = tile_positions(seq, item0, group, batch.window);
+            cut_tile(&spans[span0..], seen, parts_wanted, &mut cut);
+            let split = cut.len() > 1;
+            if split {
+                let count = u32::try_from(cut.len()).expect("parts fit u32");
+                tiles.push([seq.row0, seq.rows, item0, parts, count, 0, 0, 0]);
+            }
+            for work in &cut {
+                let part = if split { parts } else { WHOLE };
+                parts += u32::from(split);
+                let span = u32::try_from(span0).expect("spans fit u32") + work.span;
+                works.push((
+                    work.shard,
+                    [seq.row0, seq.rows, seq.pos0, item0, span, work.skip, work.keys, part],
+                ));
+            }
+        }
+    }
+    assemble(&spans, works, &tiles, parts)
+}
+
+/// Positions that any item of the tile at `item0` sees.
+fn tile_positions(seq: &AttnRows, item0: u32, group: u32, window: Option<u32>) -> std::ops::Range<u32> {
+    let last = (item0 + ITEMS).min(seq.rows * group) - 1;
+    let first_pos = seq.pos0 + item0 / group;
+    let end = seq.pos0 + last / group + 1;
+    window.map_or(0, |w| (first_pos + 1).saturating_sub(w))..end
+}
+
+/// Joins runs that continue each other and cuts them at shard borders.
+fn push_spans(runs: &[KvRun], shard_slots: u32, spans: &mut Vec<Span>) {
+    let start = spans.len();
+    for run in runs {
+        let (mut base, mut len, mut pos) = (run.base, run.len, run.first_pos);
+        while len > 0 {
+            let (shard, at) = (base / shard_slots, base % shard_slots);
+            let take = len.min(shard_slots - at);
+            match spans[start..].last_mut() {
+                Some(last) if last.shard == shard && last.base + last.len == at && last.pos + last.len == pos => {
+                    last.len += take;
+                }
+                _ => spans.push(Span { shard, base: at, len: take, pos }),
+            }
+            (base, len, pos) = (base + take, len - take, pos + take);
+        }
+    }
+}
+
+/// Cuts the keys at the positions `seen` into works: into about `parts` equal ones, and at changes of shard.
+fn cut_tile(spans: &[Span], seen: std::ops::Range<u32>, parts: u32, works: &mut Vec<Work>) {
+    works.clear();
+    let first = spans.partition_point(|span| span.pos + span.len <= seen.start);
+    let pieces = spans[first..].iter().take_while(|span| span.pos < seen.end).map(|span| {
+        let skip = seen.start.saturating_sub(span.pos);
+        (span.shard, skip, (seen.end - span.pos).min(span.len) - skip)
+    });
+    let keys: u32 = pieces.clone().map(|(_, _, keys)| keys).sum();
+    let work_keys = keys.div_ceil(parts).max(WORK_KEYS_MIN).next_multiple_of(KEY_TILE);
+    for (index, (shard, mut skip, mut left)) in pieces.enumerate() {
+        while left > 0 {
+            let open = works.last_mut().filter(|work| work.shard == shard && work.keys < work_keys);
+            let take = left.min(work_keys - open.as_ref().map_or(0, |work| work.keys));
+            match open {
+                Some(work) => work.keys += take,
+                None => {
+                    let span = u32::try_from(first + index).expect("spans fit u32");
+                    works.push(Work { shard, span, skip, keys: take });
+                }
+            }
+            skip += take;
+            left -= take;
+        }
+    }
+}
+
+/// Lays out the words: spans, works by shard, tiles.
+fn assemble(spans: &[Span], mut works: Vec<(u32, [u32; 8])>, tiles: &[[u32; 8]], parts: u32) -> Plan {
+    works.sort_by_key(|(shard, _)| *shard);
+    let mut words: Vec<u32> = spans.iter().flat_map(|span| [span.base, span.len, span.pos]).collect();
+    let mut shards: Vec<ShardWorks> = Vec::new();
+    for (shard, work) in &works {
+        let shard = *shard as usize;
+        match shards.last_mut() {
+            Some(last) if last.shard == shard => last.count += 1,
+            _ => shards.push(ShardWorks { shard, at: crate::memory::word(words.len()), count: 1 }),
+        }
+        words.extend(work);
+    }
+    let tiles_at = crate::memory::word(words.len());
+    words.extend(tiles.iter().flatten());
+    Plan { words, works: shards, tiles_at, tiles: crate::memory::word(tiles.len()), parts }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lagoon_types::{AttentionGeometry, run::visible};
+    use std::collections::BTreeMap;
+
+    /// Slots that each item sees by the plan, with repetitions.
+    fn seen(plan: &Plan, batch: &AttnBatch<'_>, shard_slots: u32) -> BTreeMap<(u32, u32), Vec<u32>> {
+        let group = batch.geometry.group();
+        let mut seen: BTreeMap<_, Vec<u32>> = BTreeMap::new();
+        for works in &plan.works {
+            for index in 0..works.count as usize {
+                let work = &plan.words[works.at as usize + index * 8..][..8];
+                let (row0, rows, pos0, item0) = (work[0], work[1], work[2], work[3]);
+                let (mut span, mut skip, mut left) = (work[4] as usize, work[5], work[6]);
+                while left > 0 {
+                    let [base, len, pos] = [0, 1, 2].map(|i| plan.words[span * 3 + i]);
+                    let take = (len - skip).min(left);
+                    for item in item0..(item0 + ITEMS).min(rows * group) {
+                        let range = visible(pos0 + item / group, batch.window);
+                        let keys = (skip..skip + take).filter(|k| range.contains(&(pos + k)));
+                        let slots = keys.map(|k| u32::try_from(works.shard).unwrap() * shard_slots + base + k);
+                        seen.entry((row0 + item / group, item % group)).or_default().extend(slots);
+                    }
+                    (left, span, skip) = (left - take, span + 1, 0);
+                }
+            }
+        }
+        seen
+    }
+
+    #[test]
+    fn works_cover_each_visible_key_once() {
+        let geometry = AttentionGeometry { heads: 6, kv_heads: 2, head_dim: 8 };
+        let runs = [
+            KvRun { base: 40, len: 60, first_pos: 0 },
+            KvRun { base: 100, len: 7, first_pos: 60 },
+            KvRun { base: 300, len: 900, first_pos: 70 },
+            KvRun { base: 10, len: 5, first_pos: 20 },
+        ];
+        let seqs = [
+            AttnRows { row0: 0, rows: 1, pos0: 969, run0: 0, runs: 3 },
+            AttnRows { row0: 1, rows: 13, pos0: 60, run0: 0, runs: 3 },
+            AttnRows { row0: 20, rows: 3, pos0: 22, run0: 3, runs: 1 },
+        ];
+        for window in [None, Some(1), Some(33), Some(500)] {
+            for shard_slots in [64, 1000, 4096] {
+                let batch = AttnBatch { geometry, scale: 1.0, window, seqs: &seqs, runs: &runs };
+                let plan = plan(&batch, shard_slots);
+                let mut seen = seen(&plan, &batch, shard_slots);
+                for seq in &seqs {
+                    for row in 0..seq.rows {
+                        let range = visible(seq.pos0 + row, window);
+                        let runs = &runs[seq.run0 as usize..][..seq.runs as usize];
+                        let mut want: Vec<u32> = runs
+                            .iter()
+                            .flat_map(|r| (0..r.len).map(|k| (r.first_pos + k, r.base + k)))
+                            .filter(|(pos, _)| range.contains(pos))
+                            .map(|(_, slot)| slot)
+                            .collect();
+                        want.sort_unstable();
+                        for head in 0..geometry.group() {
+                            let mut got = seen.remove(&(seq.row0 + row, head)).unwrap_or_default();
+                            got.sort_unstable();
+                            assert_eq!(got, want, "window {window:?} shards {shard_slots} row {row}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_long_decode_is_split_and_a_short_one_is_not() {
+        let geometry = AttentionGeometry { heads: 8, kv_heads: 2, head_dim: 64 };
+        for (len, parts) in [(200, 0), (1 << 15, 64)] {
+            let runs = [KvRun { base: 0, len, first_pos: 0 }];
+            let seqs = [AttnRows { row0: 0, rows: 1, pos0: len - 1, run0: 0, runs: 1 }];
+            let batch = AttnBatch { geometry, scale: 1.0, window: None, seqs: &seqs, runs: &runs };
+            assert_eq!(plan(&batch, 1 << 20).parts, parts);
+        }
+    }
+}

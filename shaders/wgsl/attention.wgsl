@@ -1,0 +1,297 @@
+// Micro attention over runs of KV, with an online softmax: the flash-attention recurrence over tiles of 16 queries
+// and 32 keys. Queries of one sequence that share a KV head are one list of items (row by row, the group's heads
+// within a row). A workgroup serves one work and one KV head: a tile of 16 items against a span of keys. A tile
+// whose keys are split over several works leaves normalised partials in `scratch`, which `reduce` then merges.
+// The host plans the works (src/plan.rs), so that nothing is empty and spans stay in one shard of the store.
+//#include dtype
+//#include grid
+
+struct Params {
+    kv_heads: u32,
+    group: u32,
+    head_dim: u32,
+    // Quads that a head takes in the store.
+    head_quads: u32,
+    // Floats from one row to the next.
+    q_stride: u32,
+    out_stride: u32,
+    lse_stride: u32,
+    // 0: no window.
+    window: u32,
+    scale: f32,
+    // Works of this dispatch: where they start in `words`, and how many there are (tiles, for `reduce`).
+    works: u32,
+    work_count: u32,
+    pad0: u32,
+}
+
+@group(0) @binding(0) var<uniform> params: Params;
+// Spans of keys {base, len, first_pos}, works {row0, rows, pos0, item0, span, skip, keys, part} and tiles
+// {row0, rows, item0, part0, parts, 0, 0, 0}.
+@group(0) @binding(1) var<storage, read> words: array<u32>;
+@group(0) @binding(2) var<storage, read> q: array<f32>;
+@group(0) @binding(3) var<storage, read> kv: array<Quad>;
+@group(0) @binding(4) var<storage, read_write> out: array<f32>;
+@group(0) @binding(5) var<storage, read_write> lse: array<f32>;
+// [part][kv head][item][HEAD_QUADS + 1]: the output, then the log-sum-exp.
+@group(0) @binding(6) var<storage, read_write> scratch: array<vec4<f32>>;
+
+// Largest head of this permutation, in quads: a multiple of CHUNK.
+const HEAD_QUADS = ${HEAD_QUADS}u;
+const ITEMS = 16u;
+const KEYS = 32u;
+// Quads of a head that are staged at once.
+const CHUNK = 16u;
+const THREADS = 128u;
+// Stands for minus infinity, which does not survive every driver.
+const NEG_MAX = -1.0e30;
+const WHOLE = 0xffffffffu;
+
+var<workgroup> q_tile: array<vec4<f32>, ITEMS * HEAD_QUADS>;
+// One column of padding keeps the loads free of bank conflicts.
+var<workgroup> kv_tile: array<vec4<f32>, KEYS * (CHUNK + 1u)>;
+var<workgroup> scores: array<f32, ITEMS * (KEYS + 1u)>;
+var<workgroup> lanes: array<f32, ITEMS * 9u>;
+
+struct Work {
+    row0: u32,
+    rows: u32,
+    pos0: u32,
+    item0: u32,
+    span: u32,
+    skip: u32,
+    keys: u32,
+    part: u32,
+}
+
+fn load_work(index: u32) -> Work {
+    let at = params.works + index * 8u;
+    return Work(words[at], words[at + 1u], words[at + 2u], words[at + 3u], words[at + 4u], words[at + 5u],
+        words[at + 6u], words[at + 7u]);
+}
+
+fn load_queries(work: Work, kv_head: u32, tid: u32) {
+    let items = work.rows * params.group;
+    for (var i = tid; i < ITEMS * HEAD_QUADS; i += THREADS) {
+        let item = work.item0 + i / HEAD_QUADS;
+        let e = (i % HEAD_QUADS) * 4u;
+        var v = vec4<f32>();
+        if item < items {
+            let head = kv_head * params.group + item % params.group;
+            let at = (work.row0 + item / params.group) * params.q_stride + head * params.head_dim + e;
+            for (var j = 0u; j < 4u; j++) {
+                if e + j < params.head_dim {
+                    v[j] = q[at + j];
+                }
+            }
+        }
+        q_tile[i] = v;
+    }
+}
+
+// Stages CHUNK quads of up to KEYS keys; `head` is the K or V head in the slot.
+fn load_keys(slot0: u32, count: u32, head: u32, chunk: u32, tid: u32) {
+    for (var i = tid; i < KEYS * CHUNK; i += THREADS) {
+        let key = i / CHUNK;
+        let quad = chunk * CHUNK + i % CHUNK;
+        var v = vec4<f32>();
+        if key < count && quad < params.head_quads {
+            v = widen(kv[((slot0 + key) * 2u * params.kv_heads + head) * params.head_quads + quad]);
+        }
+        kv_tile[key * (CHUNK + 1u) + i % CHUNK] = v;
+    }
+}
+
+@compute @workgroup_size(128)
+fn partial(
+    @builtin(workgroup_id) wid: vec3<u32>,
+    @builtin(num_workgroups) wcount: vec3<u32>,
+    @builtin(local_invocation_index) tid: u32,
+) {
+    let index = linear_workgroup(wid, wcount);
+    if index >= params.work_count * params.kv_heads {
+        return;
+    }
+    let work = load_work(index / params.kv_heads);
+    let kv_head = index % params.kv_heads;
+    let items = work.rows * params.group;
+    let chunks = (params.head_quads + CHUNK - 1u) / CHUNK;
+    load_queries(work, kv_head, tid);
+
+    // For the scores an invocation owns one key and four items; afterwards it is one of eight lanes of one item.
+    let key = tid % KEYS;
+    let item4 = (tid / KEYS) * 4u;
+    let own = tid / 8u;
+    let lane = tid % 8u;
+    var top = NEG_MAX;
+    var sum = 0.0;
+    var acc: array<vec4<f32>, HEAD_QUADS / 8u>;
+
+    var span = work.span;
+    var skip = work.skip;
+    var left = work.keys;
+    while left > 0u {
+        let base = words[span * 3u] + skip;
+        let len = min(words[span * 3u + 1u] - skip, left);
+        let pos = words[span * 3u + 2u] + skip;
+        for (var k0 = 0u; k0 < len; k0 += KEYS) {
+            let count = min(KEYS, len - k0);
+            // Scores of this tile.
+            var dots = vec4<f32>();
+            for (var c = 0u; c < chunks; c++) {
+                workgroupBarrier();
+                load_keys(base + k0, count, kv_head, c, tid);
+                workgroupBarrier();
+                if work.item0 + item4 < items {
+                    for (var d = 0u; d < CHUNK; d++) {
+                        let k = kv_tile[key * (CHUNK + 1u) + d];
+                        let at = item4 * HEAD_QUADS + c * CHUNK + d;
+                        dots += vec4<f32>(dot(q_tile[at], k), dot(q_tile[at + HEAD_QUADS], k),
+                            dot(q_tile[at + 2u * HEAD_QUADS], k), dot(q_tile[at + 3u * HEAD_QUADS], k));
+                    }
+                }
+            }
+            let key_pos = pos + k0 + key;
+            for (var i = 0u; i < 4u; i++) {
+                let query_pos = work.pos0 + (work.item0 + item4 + i) / params.group;
+                let seen = key < count && key_pos <= query_pos
+                    && (params.window == 0u || key_pos + params.window > query_pos);
+                scores[(item4 + i) * (KEYS + 1u) + key] = select(NEG_MAX, dots[i] * params.scale, seen);
+            }
+            workgroupBarrier();
+            // New maximum of the item over its eight lanes.
+            let scores0 = own * (KEYS + 1u) + lane;
+            var high = top;
+            for (var i = 0u; i < KEYS; i += 8u) {
+                high = max(high, scores[scores0 + i]);
+            }
+            lanes[own * 9u + lane] = high;
+            workgroupBarrier();
+            for (var i = 0u; i < 8u; i++) {
+                high = max(high, lanes[own * 9u + i]);
+            }
+            let decay = exp(top - high);
+            top = high;
+            sum *= decay;
+            for (var i = 0u; i < KEYS; i += 8u) {
+                let s = scores[scores0 + i];
+                let p = select(exp(s - high), 0.0, s <= NEG_MAX);
+                scores[scores0 + i] = p;
+                sum += p;
+            }
+            // Weighted values of this tile.
+            for (var c = 0u; c < HEAD_QUADS / CHUNK; c++) {
+                if c < chunks {
+                    workgroupBarrier();
+                    load_keys(base + k0, count, params.kv_heads + kv_head, c, tid);
+                    workgroupBarrier();
+                    if work.item0 + own < items {
+                        var a = acc[c * 2u] * decay;
+                        var b = acc[c * 2u + 1u] * decay;
+                        for (var j = 0u; j < KEYS; j++) {
+                            let p = scores[own * (KEYS + 1u) + j];
+                            a += p * kv_tile[j * (CHUNK + 1u) + lane];
+                            b += p * kv_tile[j * (CHUNK + 1u) + lane + 8u];
+                        }
+                        acc[c * 2u] = a;
+                        acc[c * 2u + 1u] = b;
+                    }
+                }
+            }
+        }
+        left -= len;
+        span += 1u;
+        skip = 0u;
+    }
+
+    workgroupBarrier();
+    lanes[own * 9u + lane] = sum;
+    workgroupBarrier();
+    sum = 0.0;
+    for (var i = 0u; i < 8u; i++) {
+        sum += lanes[own * 9u + i];
+    }
+    if work.item0 + own >= items {
+        return;
+    }
+    // An item that sees nothing of this span weighs nothing in `reduce`; its own output is meaningless by contract.
+    let factor = select(0.0, 1.0 / max(sum, 1.0e-30), sum > 0.0);
+    let log_sum = select(NEG_MAX, top + log(max(sum, 1.0e-30)), sum > 0.0);
+    let item = work.item0 + own;
+    if work.part == WHOLE {
+        for (var i = 0u; i < HEAD_QUADS / 8u; i++) {
+            store(work.row0, item, kv_head, i * 8u + lane, acc[i] * factor);
+        }
+        if lane == 0u {
+            store_lse(work.row0, item, kv_head, log_sum);
+        }
+    } else {
+        let at = scratch_at(work.part, kv_head, own);
+        for (var i = 0u; i < HEAD_QUADS / 8u; i++) {
+            scratch[at + i * 8u + lane] = acc[i] * factor;
+        }
+        if lane == 0u {
+            scratch[at + HEAD_QUADS] = vec4<f32>(log_sum);
+        }
+    }
+}
+
+fn scratch_at(part: u32, kv_head: u32, own: u32) -> u32 {
+    return ((part * params.kv_heads + kv_head) * ITEMS + own) * (HEAD_QUADS + 1u);
+}
+
+fn store(row0: u32, item: u32, kv_head: u32, quad: u32, value: vec4<f32>) {
+    let head = kv_head * params.group + item % params.group;
+    let at = (row0 + item / params.group) * params.out_stride + head * params.head_dim + quad * 4u;
+    for (var j = 0u; j < 4u; j++) {
+        if quad * 4u + j < params.head_dim {
+            out[at + j] = value[j];
+        }
+    }
+}
+
+fn store_lse(row0: u32, item: u32, kv_head: u32, value: f32) {
+    lse[(row0 + item / params.group) * params.lse_stride + kv_head * params.group + item % params.group] = value;
+}
+
+// Merges the partials of a tile. One workgroup per tile and KV head, eight lanes per item.
+@compute @workgroup_size(128)
+fn reduce(
+    @builtin(workgroup_id) wid: vec3<u32>,
+    @builtin(num_workgroups) wcount: vec3<u32>,
+    @builtin(local_invocation_index) tid: u32,
+) {
+    let index = linear_workgroup(wid, wcount);
+    if index >= params.work_count * params.kv_heads {
+        return;
+    }
+    let kv_head = index % params.kv_heads;
+    let tile = params.works + (index / params.kv_heads) * 8u;
+    let row0 = words[tile];
+    let item = words[tile + 2u] + tid / 8u;
+    let part0 = words[tile + 3u];
+    let part_end = part0 + words[tile + 4u];
+    let lane = tid % 8u;
+    if item >= words[tile + 1u] * params.group {
+        return;
+    }
+    var top = NEG_MAX;
+    for (var part = part0; part < part_end; part++) {
+        top = max(top, scratch[scratch_at(part, kv_head, tid / 8u) + HEAD_QUADS].x);
+    }
+    var sum = 0.0;
+    for (var part = part0; part < part_end; part++) {
+        sum += exp(scratch[scratch_at(part, kv_head, tid / 8u) + HEAD_QUADS].x - top);
+    }
+    for (var quad = lane; quad < params.head_quads; quad += 8u) {
+        var value = vec4<f32>();
+        for (var part = part0; part < part_end; part++) {
+            let at = scratch_at(part, kv_head, tid / 8u);
+            value += exp(scratch[at + HEAD_QUADS].x - top) * scratch[at + quad];
+        }
+        store(row0, item, kv_head, quad, value / sum);
+    }
+    if lane == 0u {
+        store_lse(row0, item, kv_head, top + log(sum));
+    }
+}
