@@ -1,1 +1,8 @@
-//! lagoon-cuda
+//! The CUDA backend. For now it finds out whether this machine has a CUDA driver and devices ([`probe`]); there is no
+//! implementation of `lagoon_backend::Device` yet, and nothing here launches a kernel.
+//!
+//! The driver is loaded at run time: this crate builds and runs on machines without CUDA.
+
+mod probe;
+
+pub use probe::{CudaDevice, CudaProbe, probe};

@@ -2,18 +2,35 @@
 
 use crate::adapter::{self, AdapterChoice};
 use crate::gpu::{Buf, Gpu};
-use crate::kernel::{Kernel, MatvecRows};
+use crate::kernel::{Encoding, Kernel, MatvecRows};
 use crate::memory::{WgpuKv, WgpuTensor, WgpuWeight, quads, word};
 use crate::params;
-use crate::plan::{self, ITEMS, Plan};
+use crate::plan::{self, Bounds, ITEMS, Plan};
 use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
 use lagoon_types::{AttentionGeometry, KvRun, KvShape};
 use std::ops::Range;
 
 /// Rows up to which each output row streams the weight (matvec) rather than tiles of it.
 const MATVEC_ROWS_MAX: usize = 8;
+/// Room for the parts of split attention tiles, in bytes; a call that needs more runs in rounds.
+const SCRATCH_BYTES_MAX: u64 = 64 << 20;
 /// Plans of attention calls that are kept: the layers of a step repeat one or a few.
 const PLANS_KEPT: usize = 4;
+
+/// Gives up some of what an adapter has, so that tests on one adapter cover what others lack.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// Bytes of a buffer at most: larger weights and stores are sharded. The adapter's own limit holds in any case.
+    pub binding_bytes_max: u64,
+    /// Use f16 in shaders where the adapter has it.
+    pub native_f16: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { binding_bytes_max: u64::MAX, native_f16: true }
+    }
+}
 
 /// The WebGPU backend: one adapter, used by one thread.
 #[derive(Debug)]
@@ -33,7 +50,7 @@ struct PlanOnDevice {
     window: Option<u32>,
     seqs: Vec<AttnRows>,
     runs: Vec<KvRun>,
-    shard_slots: usize,
+    bounds: Bounds,
     plan: Plan,
     count: Vec<u32>,
     words: Buf,
@@ -41,10 +58,10 @@ struct PlanOnDevice {
 }
 
 impl PlanOnDevice {
-    fn fits(&self, batch: &AttnBatch<'_>, shard_slots: usize) -> bool {
+    fn fits(&self, batch: &AttnBatch<'_>, bounds: Bounds) -> bool {
         self.geometry == batch.geometry
             && self.window == batch.window
-            && self.shard_slots == shard_slots
+            && self.bounds == bounds
             && self.seqs == batch.seqs
             && self.runs == batch.runs
     }
@@ -56,28 +73,27 @@ impl WgpuDevice {
     /// # Errors
     /// [`DeviceError::Unsupported`] where there is no such adapter (the text says which there are) or it is too small.
     pub fn open(choice: &AdapterChoice) -> Result<Self, DeviceError> {
-        Self::with_binding_limit(choice, None)
+        Self::open_with(choice, Options::default())
     }
 
-    /// As [`WgpuDevice::open`], with buffers of at most `binding_bytes_max` bytes, so that tests shard small weights
-    /// and stores as large ones are sharded.
+    /// As [`WgpuDevice::open`], with less than the adapter has.
     ///
     /// # Errors
     /// As [`WgpuDevice::open`].
-    pub fn with_binding_limit(choice: &AdapterChoice, binding_bytes_max: Option<u64>) -> Result<Self, DeviceError> {
-        let mut gpu = Gpu::new(adapter::open(choice)?, binding_bytes_max)?;
+    pub fn open_with(choice: &AdapterChoice, options: Options) -> Result<Self, DeviceError> {
+        let mut gpu = Gpu::new(adapter::open(choice)?, options)?;
         let scratch = gpu.buffer("attention parts", 16)?;
         Ok(Self { gpu, plans: Vec::new(), scratch, scratch_bytes: 16 })
     }
 
     /// The place in `plans` of the plan for this call, made and uploaded unless a kept one fits.
-    fn plan(&mut self, batch: &AttnBatch<'_>, shard_slots: usize) -> Result<usize, DeviceError> {
-        if let Some(at) = self.plans.iter().position(|kept| kept.fits(batch, shard_slots)) {
+    fn plan(&mut self, batch: &AttnBatch<'_>, bounds: Bounds) -> Result<usize, DeviceError> {
+        if let Some(at) = self.plans.iter().position(|kept| kept.fits(batch, bounds)) {
             let kept = self.plans.remove(at);
             self.plans.push(kept);
             return Ok(self.plans.len() - 1);
         }
-        let plan = plan::plan(batch, word(shard_slots));
+        let plan = plan::plan(batch, bounds);
         let reused = if self.plans.len() < PLANS_KEPT { None } else { Some(self.plans.remove(0)) };
         let (words, words_capacity) = match reused {
             Some(old) if old.words_capacity >= plan.words.len() => (old.words, old.words_capacity),
@@ -94,7 +110,7 @@ impl WgpuDevice {
             window: batch.window,
             seqs: batch.seqs.to_vec(),
             runs: batch.runs.to_vec(),
-            shard_slots,
+            bounds,
             plan,
             count,
             words,
@@ -266,7 +282,7 @@ impl Device for WgpuDevice {
         }
         self.gpu.begin()?;
         let at = self.gpu.upload_words(slots)?;
-        let kernel = Kernel::RopeAppend(self.gpu.encoding(kv.shape.dtype));
+        let kernel = Kernel::RopeAppend(Encoding::new(kv.shape.dtype, false));
         for (index, shard) in kv.layers[layer].iter().enumerate() {
             let shard_slot0 = index * kv.shard_slots;
             let params = params::RopeAppend {
@@ -304,9 +320,10 @@ impl Device for WgpuDevice {
         assert!(batch.rows() <= q.rows.min(out.out.rows).min(out.lse.rows), "query rows");
         assert!(batch.runs.iter().all(|run| (run.base + run.len) as usize <= kv.slots), "runs beyond the store");
         self.gpu.begin()?;
-        let at = self.plan(batch, kv.shard_slots)?;
-        let item_bytes = u64::from(kv.class().quads() + 1) * 16;
-        let part_bytes = u64::from(geometry.kv_heads * ITEMS) * item_bytes;
+        let part_bytes = u64::from(geometry.kv_heads * ITEMS * (kv.class().quads() + 1)) * 16;
+        let parts = SCRATCH_BYTES_MAX.min(self.gpu.binding_bytes_max()) / part_bytes;
+        let parts = u32::try_from(parts).expect("scratch is far below 4 Gi parts");
+        let at = self.plan(batch, Bounds { shard_slots: word(kv.shard_slots), parts })?;
         self.grow_scratch(u64::from(self.plans[at].plan.parts) * part_bytes)?;
         let Self { gpu, plans, scratch, .. } = self;
         let kept = &plans[at];
@@ -326,15 +343,19 @@ impl Device for WgpuDevice {
         };
         let kernel = Kernel::Attention(gpu.encoding(kv.shape.dtype), kv.class());
         let (words, o, lse, parts) = (Some(&kept.words), Some(&out.out.buf), Some(&out.lse.buf), Some(&*scratch));
-        for works in &kept.plan.works {
-            let params = params::Attention { works: works.at, work_count: works.count, ..params };
-            let store = Some(&kv.layers[layer][works.shard]);
-            let buffers = [words, Some(&q.buf), store, o, lse, parts];
-            gpu.dispatch(kernel, &params, &buffers, works.count * geometry.kv_heads, 1)?;
+        for round in &kept.plan.rounds {
+            // Rounds may be many; they find their words in the plan's own buffer, so that a batch may end here.
+            gpu.begin()?;
+            for works in &round.works {
+                let params = params::Attention { works: works.at, work_count: works.count, ..params };
+                let buffers = [words, Some(&q.buf), Some(&kv.layers[layer][works.shard]), o, lse, parts];
+                gpu.dispatch(kernel, &params, &buffers, works.count * geometry.kv_heads, 1)?;
+            }
+            let params = params::Attention { works: round.tiles_at, work_count: round.tiles, ..params };
+            let buffers = [words, o, lse, parts];
+            gpu.dispatch(Kernel::AttentionReduce(kv.class()), &params, &buffers, round.tiles * geometry.kv_heads, 1)?;
         }
-        let params = params::Attention { works: kept.plan.tiles_at, work_count: kept.plan.tiles, ..params };
-        let groups = kept.plan.tiles * geometry.kv_heads;
-        gpu.dispatch(Kernel::AttentionReduce(kv.class()), &params, &[words, o, lse, parts], groups, 1)
+        Ok(())
     }
 
     fn merge(
@@ -366,8 +387,7 @@ impl Device for WgpuDevice {
             actions: self.gpu.upload_words(&actions)?,
             ..Default::default()
         };
-        let buffers =
-            [None, Some(&other.out.buf), Some(&other.lse.buf), Some(&acc.out.buf), Some(&acc.lse.buf)];
+        let buffers = [None, Some(&other.out.buf), Some(&other.lse.buf), Some(&acc.out.buf), Some(&acc.lse.buf)];
         self.gpu.dispatch(Kernel::Merge, &params, &buffers, params.rows * geometry.heads, 1)?;
         acc.count.iter_mut().zip(&other.count).for_each(|(ours, theirs)| *ours += theirs);
         Ok(())

@@ -6,6 +6,7 @@
 //! steady state: bind groups are cached by kernel and buffers until one of the buffers is dropped.
 
 use crate::adapter::{AdapterSummary, Opened};
+use crate::device::Options;
 use crate::kernel::{Access, BINDINGS_MAX, Encoding, Kernel};
 use bytemuck::Pod;
 use lagoon_backend::DeviceError;
@@ -13,7 +14,7 @@ use lagoon_types::DType;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use wgpu::{BindGroup, BindGroupLayout, BufferUsages, ComputePipeline, Limits};
+use wgpu::{BindGroup, BindGroupLayout, BufferUsages, ComputePipeline};
 
 /// Uniform slots of a batch.
 const SLOTS: u64 = 512;
@@ -73,9 +74,9 @@ type GroupKey = (Kernel, [u64; BINDINGS_MAX]);
 pub(crate) struct Gpu {
     device: wgpu::Device,
     queue: wgpu::Queue,
-    limits: Limits,
     summary: AdapterSummary,
     binding_bytes_max: u64,
+    native_f16: bool,
     shared: Arc<Shared>,
     next_id: u64,
     pipelines: HashMap<Kernel, Pipeline>,
@@ -91,8 +92,7 @@ pub(crate) struct Gpu {
 }
 
 impl Gpu {
-    /// `binding_bytes_max` lowers the adapter's own limit, so that tests shard small weights.
-    pub(crate) fn new(opened: Opened, binding_bytes_max: Option<u64>) -> Result<Self, DeviceError> {
+    pub(crate) fn new(opened: Opened, options: Options) -> Result<Self, DeviceError> {
         let Opened { device, queue, limits, summary } = opened;
         let shared = Arc::new(Shared::default());
         watch(&device, &shared);
@@ -102,12 +102,13 @@ impl Gpu {
         let readback = create(&device, "readback", READ_BYTES, BufferUsages::MAP_READ | BufferUsages::COPY_DST)?;
         let arena = create(&device, "arena", ARENA_BYTES, STORAGE)?;
         Ok(Self {
-            binding_bytes_max: binding_bytes_max.map_or(limits.max_storage_buffer_binding_size, |bytes| {
-                bytes.min(limits.max_storage_buffer_binding_size)
-            }),
+            binding_bytes_max: options
+                .binding_bytes_max
+                .min(limits.max_storage_buffer_binding_size)
+                .min(limits.max_buffer_size),
+            native_f16: summary.f16 && options.native_f16,
             device,
             queue,
-            limits,
             summary,
             next_id: 1,
             pipelines: HashMap::new(),
@@ -130,11 +131,11 @@ impl Gpu {
 
     /// Bytes of a buffer that one kernel can see.
     pub(crate) fn binding_bytes_max(&self) -> u64 {
-        self.binding_bytes_max.min(self.limits.max_buffer_size)
+        self.binding_bytes_max
     }
 
     pub(crate) fn encoding(&self, dtype: DType) -> Encoding {
-        Encoding::new(dtype, self.summary.f16)
+        Encoding::new(dtype, self.native_f16)
     }
 
     /// A zeroed storage buffer of `bytes` bytes, rounded up to 16.
@@ -142,7 +143,9 @@ impl Gpu {
         let bytes = bytes.max(16).next_multiple_of(16);
         if bytes > self.binding_bytes_max() {
             let max = self.binding_bytes_max();
-            return Err(DeviceError::Unsupported(format!("{what} needs {bytes} bytes in one buffer, of at most {max}")));
+            return Err(DeviceError::Unsupported(format!(
+                "{what} needs {bytes} bytes in one buffer, of at most {max}"
+            )));
         }
         self.bury();
         let raw = create(&self.device, what, bytes, STORAGE)?;
@@ -210,7 +213,10 @@ impl Gpu {
         if groups == 0 || depth == 0 {
             return Ok(());
         }
-        assert!((self.uniform_bytes.len() as u64) < SLOTS * self.uniform_stride as u64, "too many dispatches in one op");
+        assert!(
+            (self.uniform_bytes.len() as u64) < SLOTS * self.uniform_stride as u64,
+            "too many dispatches in one op"
+        );
         let uniform = self.uniform_bytes.len();
         self.uniform_bytes.extend_from_slice(bytemuck::bytes_of(params));
         self.uniform_bytes.resize(uniform + self.uniform_stride, 0);
@@ -369,8 +375,12 @@ fn watch(device: &wgpu::Device, shared: &Arc<Shared>) {
 fn create(device: &wgpu::Device, what: &str, bytes: u64, usage: BufferUsages) -> Result<wgpu::Buffer, DeviceError> {
     let memory = device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
     let valid = device.push_error_scope(wgpu::ErrorFilter::Validation);
-    let buffer =
-        device.create_buffer(&wgpu::BufferDescriptor { label: Some(what), size: bytes, usage, mapped_at_creation: false });
+    let buffer = device.create_buffer(&wgpu::BufferDescriptor {
+        label: Some(what),
+        size: bytes,
+        usage,
+        mapped_at_creation: false,
+    });
     let (invalid, exhausted) = (pollster::block_on(valid.pop()), pollster::block_on(memory.pop()));
     match (invalid, exhausted) {
         (None, None) => Ok(buffer),

@@ -76,6 +76,7 @@ pub(crate) enum Kernel {
     /// For few rows.
     Matvec(Encoding, MatvecRows),
     MatmulTiled(Encoding),
+    /// Never native f16: it stores.
     RopeAppend(Encoding),
     Attention(Encoding, HeadClass),
     /// Merges the parts of tiles whose keys were split.
@@ -126,10 +127,10 @@ impl Kernel {
                 Self::Matvec(encoding, MatvecRows::One),
                 Self::Matvec(encoding, MatvecRows::Four),
                 Self::MatmulTiled(encoding),
-                Self::RopeAppend(encoding),
             ]);
             all.extend(HeadClass::ALL.map(|class| Self::Attention(encoding, class)));
         }
+        all.extend([Encoding::F32, Encoding::F16, Encoding::Bf16].map(Self::RopeAppend));
         all.extend(HeadClass::ALL.map(Self::AttentionReduce));
         all
     }

@@ -16,6 +16,6 @@ mod plan;
 mod validate;
 
 pub use adapter::{AdapterChoice, AdapterSummary, list_adapters};
-pub use device::WgpuDevice;
+pub use device::{Options, WgpuDevice};
 pub use kernel::sources;
 pub use memory::{WgpuKv, WgpuTensor, WgpuWeight};

@@ -7,6 +7,7 @@
 //!
 //! Invariant: the works of a tile cover each key that any of its items sees exactly once.
 
+use crate::memory::word;
 use lagoon_backend::{AttnBatch, AttnRows};
 use lagoon_types::KvRun;
 
@@ -37,10 +38,27 @@ pub(crate) struct ShardWorks {
 pub(crate) struct Plan {
     /// Spans, works and tiles, as in `attention.wgsl`.
     pub(crate) words: Vec<u32>,
+    /// To run one after the other: they share the room for parts.
+    pub(crate) rounds: Vec<Round>,
+    /// Parts of the largest round.
+    pub(crate) parts: u32,
+}
+
+/// Works of some tiles, and the reduction of those that were split.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Round {
     pub(crate) works: Vec<ShardWorks>,
+    /// Place of the first split tile in the words, and their number.
     pub(crate) tiles_at: u32,
     pub(crate) tiles: u32,
-    /// Parts that the reduction reads.
+}
+
+/// What bounds a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Bounds {
+    /// Slots of a shard of the store.
+    pub(crate) shard_slots: u32,
+    /// Parts that there is room for. A single tile may need more, where the store has many shards.
     pub(crate) parts: u32,
 }
 
@@ -62,41 +80,94 @@ struct Work {
     keys: u32,
 }
 
-/// Plans `batch` over a store whose shards hold `shard_slots` slots each.
-pub(crate) fn plan(batch: &AttnBatch<'_>, shard_slots: u32) -> Plan {
+/// Plans `batch`.
+pub(crate) fn plan(batch: &AttnBatch<'_>, bounds: Bounds) -> Plan {
     let group = batch.geometry.group();
     let tiles_all: u32 = batch.seqs.iter().map(|seq| (seq.rows * group).div_ceil(ITEMS)).sum();
     let workgroups = (tiles_all * batch.geometry.kv_heads).max(1);
-    let parts_wanted = (WORKGROUPS_WANTED / workgroups).clamp(1, PARTS_MAX);
+    // Half of the room is left for cuts at shard borders.
+    let parts_wanted = (WORKGROUPS_WANTED / workgroups).min(PARTS_MAX).min(bounds.parts / 2).max(1);
 
     let mut spans = Vec::new();
-    let mut works: Vec<(u32, [u32; 8])> = Vec::new();
-    let mut tiles: Vec<[u32; 8]> = Vec::new();
-    let mut parts = 0;
+    let seq_spans: Vec<std::ops::Range<usize>> = batch
+        .seqs
+        .iter()
+        .map(|seq| {
+            let span0 = spans.len();
+            push_spans(&batch.runs[seq.run0 as usize..][..seq.runs as usize], bounds.shard_slots, &mut spans);
+            span0..spans.len()
+        })
+        .collect();
+    let mut builder = Builder::new(&spans);
     let mut cut = Vec::new();
-    for seq in batch.seqs {
-        let span0 = spans.len();
-        push_spans(&batch.runs[seq.run0 as usize..][..seq.runs as usize], shard_slots, &mut spans);
+    for (seq, range) in batch.seqs.iter().zip(seq_spans) {
         for item0 in (0..seq.rows * group).step_by(ITEMS as usize) {
             let seen = tile_positions(seq, item0, group, batch.window);
-            cut_tile(&spans[span0..], seen, parts_wanted, &mut cut);
-            let split = cut.len() > 1;
-            if split {
-                let count = u32::try_from(cut.len()).expect("parts fit u32");
-                tiles.push([seq.row0, seq.rows, item0, parts, count, 0, 0, 0]);
+            cut_tile(&spans[range.clone()], seen, parts_wanted, &mut cut);
+            if builder.parts as usize + cut.len() > bounds.parts as usize {
+                builder.close_round();
             }
-            for work in &cut {
-                let part = if split { parts } else { WHOLE };
-                parts += u32::from(split);
-                let span = u32::try_from(span0).expect("spans fit u32") + work.span;
-                works.push((
-                    work.shard,
-                    [seq.row0, seq.rows, seq.pos0, item0, span, work.skip, work.keys, part],
-                ));
-            }
+            builder.push_tile(seq, item0, word(range.start), &cut);
         }
     }
-    assemble(&spans, works, &tiles, parts)
+    builder.finish()
+}
+
+/// Lays out the words: spans, then for each round its works by shard and its split tiles.
+struct Builder {
+    plan: Plan,
+    works: Vec<(u32, [u32; 8])>,
+    tiles: Vec<[u32; 8]>,
+    /// Parts of this round.
+    parts: u32,
+}
+
+impl Builder {
+    fn new(spans: &[Span]) -> Self {
+        let words = spans.iter().flat_map(|span| [span.base, span.len, span.pos]).collect();
+        let plan = Plan { words, rounds: Vec::new(), parts: 0 };
+        Self { plan, works: Vec::new(), tiles: Vec::new(), parts: 0 }
+    }
+
+    fn push_tile(&mut self, seq: &AttnRows, item0: u32, span0: u32, cut: &[Work]) {
+        let split = cut.len() > 1;
+        if split {
+            self.tiles.push([seq.row0, seq.rows, item0, self.parts, word(cut.len()), 0, 0, 0]);
+        }
+        for work in cut {
+            let part = if split { self.parts } else { WHOLE };
+            self.parts += u32::from(split);
+            let span = span0 + work.span;
+            let words = [seq.row0, seq.rows, seq.pos0, item0, span, work.skip, work.keys, part];
+            self.works.push((work.shard, words));
+        }
+    }
+
+    fn close_round(&mut self) {
+        if self.works.is_empty() {
+            return;
+        }
+        self.works.sort_by_key(|(shard, _)| *shard);
+        let words = &mut self.plan.words;
+        let mut works: Vec<ShardWorks> = Vec::new();
+        for (shard, work) in self.works.drain(..) {
+            let shard = shard as usize;
+            match works.last_mut() {
+                Some(last) if last.shard == shard => last.count += 1,
+                _ => works.push(ShardWorks { shard, at: word(words.len()), count: 1 }),
+            }
+            words.extend(work);
+        }
+        let (tiles_at, tiles) = (word(words.len()), word(self.tiles.len()));
+        words.extend(self.tiles.drain(..).flatten());
+        self.plan.rounds.push(Round { works, tiles_at, tiles });
+        self.plan.parts = self.plan.parts.max(std::mem::take(&mut self.parts));
+    }
+
+    fn finish(mut self) -> Plan {
+        self.close_round();
+        self.plan
+    }
 }
 
 /// Positions that any item of the tile at `item0` sees.
@@ -143,32 +214,13 @@ fn cut_tile(spans: &[Span], seen: std::ops::Range<u32>, parts: u32, works: &mut 
             match open {
                 Some(work) => work.keys += take,
                 None => {
-                    let span = u32::try_from(first + index).expect("spans fit u32");
-                    works.push(Work { shard, span, skip, keys: take });
+                    works.push(Work { shard, span: word(first + index), skip, keys: take });
                 }
             }
             skip += take;
             left -= take;
         }
     }
-}
-
-/// Lays out the words: spans, works by shard, tiles.
-fn assemble(spans: &[Span], mut works: Vec<(u32, [u32; 8])>, tiles: &[[u32; 8]], parts: u32) -> Plan {
-    works.sort_by_key(|(shard, _)| *shard);
-    let mut words: Vec<u32> = spans.iter().flat_map(|span| [span.base, span.len, span.pos]).collect();
-    let mut shards: Vec<ShardWorks> = Vec::new();
-    for (shard, work) in &works {
-        let shard = *shard as usize;
-        match shards.last_mut() {
-            Some(last) if last.shard == shard => last.count += 1,
-            _ => shards.push(ShardWorks { shard, at: crate::memory::word(words.len()), count: 1 }),
-        }
-        words.extend(work);
-    }
-    let tiles_at = crate::memory::word(words.len());
-    words.extend(tiles.iter().flatten());
-    Plan { words, works: shards, tiles_at, tiles: crate::memory::word(tiles.len()), parts }
 }
 
 #[cfg(test)]
@@ -181,7 +233,7 @@ mod tests {
     fn seen(plan: &Plan, batch: &AttnBatch<'_>, shard_slots: u32) -> BTreeMap<(u32, u32), Vec<u32>> {
         let group = batch.geometry.group();
         let mut seen: BTreeMap<_, Vec<u32>> = BTreeMap::new();
-        for works in &plan.works {
+        for works in plan.rounds.iter().flat_map(|round| &round.works) {
             for index in 0..works.count as usize {
                 let work = &plan.words[works.at as usize + index * 8..][..8];
                 let (row0, rows, pos0, item0) = (work[0], work[1], work[2], work[3]);
@@ -219,7 +271,9 @@ mod tests {
         for window in [None, Some(1), Some(33), Some(500)] {
             for shard_slots in [64, 1000, 4096] {
                 let batch = AttnBatch { geometry, scale: 1.0, window, seqs: &seqs, runs: &runs };
-                let plan = plan(&batch, shard_slots);
+                let parts = if shard_slots == 64 { 20 } else { 1000 };
+                let plan = plan(&batch, Bounds { shard_slots, parts });
+                assert!(plan.parts <= parts);
                 let mut seen = seen(&plan, &batch, shard_slots);
                 for seq in &seqs {
                     for row in 0..seq.rows {
@@ -250,7 +304,7 @@ mod tests {
             let runs = [KvRun { base: 0, len, first_pos: 0 }];
             let seqs = [AttnRows { row0: 0, rows: 1, pos0: len - 1, run0: 0, runs: 1 }];
             let batch = AttnBatch { geometry, scale: 1.0, window: None, seqs: &seqs, runs: &runs };
-            assert_eq!(plan(&batch, 1 << 20).parts, parts);
+            assert_eq!(plan(&batch, Bounds { shard_slots: 1 << 20, parts: 1000 }).parts, parts);
         }
     }
 }

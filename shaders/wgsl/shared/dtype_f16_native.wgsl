@@ -1,7 +1,8 @@
-// Four f16 elements, two to a word, for adapters with f16 in shaders.
-alias Quad = vec2<u32>;
+// Four f16 elements, for adapters with f16 in shaders. Read only: conversion to f16 may truncate on some drivers, so
+// stores are packed words (dtype_f16). The type is the buffer's, as naga 30 takes bitcast<vec2<f16>>(u32) for a
+// bitcast to f32.
+alias Quad = vec4<f16>;
 
 fn widen(q: Quad) -> vec4<f32> {
-    return vec4<f32>(vec2<f32>(bitcast<vec2<f16>>(q.x)), vec2<f32>(bitcast<vec2<f16>>(q.y)));
+    return vec4<f32>(q);
 }
-//#include round_f16

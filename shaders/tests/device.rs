@@ -1,0 +1,228 @@
+//! What the conformance suite does not reach: sharding, rounding on store, many recorded operations, plain errors.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use bytes::Bytes;
+use half::{bf16, f16};
+use lagoon_backend::conformance;
+use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, Mode, WeightSource};
+use lagoon_shaders::{AdapterChoice, Options, WgpuDevice};
+use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
+
+fn open(options: Options) -> Result<WgpuDevice, String> {
+    WgpuDevice::open_with(&AdapterChoice::Software, options).map_err(|error| error.to_string())
+}
+
+/// Runs `case` on the software adapter, or notes the skip.
+fn with_device(name: &str, options: Options, case: impl FnOnce(&mut WgpuDevice)) {
+    conformance::run(name, open(options), case);
+}
+
+/// Deterministic values in -1..1.
+fn values(seed: u32, count: usize) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(2_654_435_761) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        f32::from(u16::try_from(state >> 16).unwrap()) / 32_768.0 - 1.0
+    };
+    (0..count).map(|_| next()).collect()
+}
+
+fn weight(dtype: DType, rows: usize, cols: usize, seed: u32) -> WeightSource {
+    let mut bytes = Vec::new();
+    dtype.encode(&values(seed, rows * cols), &mut bytes);
+    WeightSource { dtype, cols, parts: vec![(rows, Bytes::from(bytes))] }
+}
+
+fn read_all(device: &mut WgpuDevice, tensor: &<WgpuDevice as Device>::Tensor, rows: usize, cols: usize) -> Vec<f32> {
+    let mut out = Vec::new();
+    device.read(tensor, 0..rows, 0..cols, &mut out).unwrap();
+    out
+}
+
+/// Products and embeddings of a weight of 300 x 70.
+fn products(device: &mut WgpuDevice, dtype: DType) -> Vec<Vec<f32>> {
+    let table = device.weight(weight(dtype, 300, 70, 7)).unwrap();
+    let mut results = Vec::new();
+    for rows in [1, 5, 70] {
+        let mut x = device.tensor(rows, 70).unwrap();
+        device.write(&mut x, 0, &values(3, rows * 70)).unwrap();
+        let mut out = device.tensor(rows, 300).unwrap();
+        device.matmul(&x, &table, rows, Mode::Set, &mut out).unwrap();
+        results.push(read_all(device, &out, rows, 300));
+        let ids: Vec<u32> = (0..u32::try_from(rows).unwrap()).map(|i| (i * 131 + 299) % 300).collect();
+        device.embed(&table, &ids, &mut x).unwrap();
+        results.push(read_all(device, &x, rows, 70));
+    }
+    results
+}
+
+#[test]
+fn sharded_weights_give_the_same_bits() {
+    with_device("sharded_weights_give_the_same_bits", Options::default(), |whole| {
+        // 64 to 128 rows a shard, and one that is not a multiple of the tiles.
+        let options = Options { binding_bytes_max: 100_000, ..Options::default() };
+        let small = Options { binding_bytes_max: 84_000, ..Options::default() };
+        for dtype in [DType::F32, DType::BF16] {
+            let want = products(whole, dtype);
+            assert_eq!(products(&mut open(options).unwrap(), dtype), want, "{dtype}");
+            assert_eq!(products(&mut open(small).unwrap(), dtype), want, "{dtype}");
+        }
+    });
+}
+
+const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 16 };
+const SLOTS: u32 = 900;
+
+/// Appends, copies and attends over runs that cross shard borders.
+fn attend(device: &mut WgpuDevice, dtype: DType) -> (Vec<f32>, Vec<f32>, Vec<u8>, Vec<u32>) {
+    let shape = KvShape { layers: 2, kv_heads: 2, head_dim: 16, dtype };
+    let mut kv = device.kv(shape, SLOTS as usize).unwrap();
+    let mut bytes = Vec::new();
+    dtype.encode(&values(5, SLOTS as usize * 2 * GEOMETRY.kv_dim()), &mut bytes);
+    device.kv_write(&mut kv, 1, 0, &bytes).unwrap();
+    let rows = 90;
+    let mut qkv = device.tensor(rows, GEOMETRY.qkv_dim()).unwrap();
+    device.write(&mut qkv, 0, &values(6, rows * GEOMETRY.qkv_dim())).unwrap();
+    let mut rope = device.tensor(rows, 16).unwrap();
+    device.write(&mut rope, 0, &values(8, rows * 16)).unwrap();
+    let slots: Vec<u32> = (0..90).map(|row| if row % 7 == 3 { u32::MAX } else { SLOTS - 1 - row * 9 }).collect();
+    device.rope_append(&mut qkv, &rope, GEOMETRY, &slots, &mut kv, 1).unwrap();
+    let runs = [KvRun { base: 30, len: 850, first_pos: 0 }, KvRun { base: 0, len: 20, first_pos: 850 }];
+    let seqs = [
+        AttnRows { row0: 0, rows: 89, pos0: 781, run0: 0, runs: 2 },
+        AttnRows { row0: 89, rows: 1, pos0: 900, run0: 0, runs: 2 },
+    ];
+    let batch = AttnBatch { geometry: GEOMETRY, scale: 0.25, window: None, seqs: &seqs, runs: &runs };
+    let mut out = device.partials(rows, GEOMETRY).unwrap();
+    device.attention(&qkv, &batch, &kv, 1, &mut out).unwrap();
+    let mut stored = Vec::new();
+    device.kv_read(&kv, 1, 0, SLOTS, &mut stored).unwrap();
+    let o = read_all(device, &out.out, rows, GEOMETRY.q_dim());
+    let lse = read_all(device, &out.lse, rows, GEOMETRY.heads as usize);
+    (o, lse, stored, out.count)
+}
+
+#[test]
+fn a_sharded_store_gives_the_same_attention() {
+    with_device("a_sharded_store_gives_the_same_attention", Options::default(), |whole| {
+        let options = Options { binding_bytes_max: 66_000, ..Options::default() };
+        for dtype in [DType::F32, DType::F16] {
+            let want = attend(whole, dtype);
+            let got = attend(&mut open(options).unwrap(), dtype);
+            assert_eq!((got.2, got.3), (want.2, want.3), "{dtype}: stored bytes and counts");
+            for (got, want) in got.0.iter().chain(&got.1).zip(want.0.iter().chain(&want.1)) {
+                assert!((got - want).abs() <= 1e-5, "{dtype}: {got} against {want}");
+            }
+        }
+    });
+}
+
+/// Values at and around every rounding decision: ties, subnormals, overflow, signs.
+fn edges() -> Vec<f32> {
+    let mut edges = Vec::new();
+    for exponent in 0..255_u32 {
+        for mantissa in
+            [0, 1, 0xfff, 0x1000, 0x1001, 0x1fff, 0x2000, 0x3000, 0x7fff, 0x8000, 0x8001, 0x18000, 0x7f_ffff]
+        {
+            for sign in [0, 1_u32 << 31] {
+                edges.push(f32::from_bits(sign | (exponent << 23) | mantissa));
+            }
+        }
+    }
+    edges.resize(edges.len().next_multiple_of(256), 0.0);
+    edges
+}
+
+#[test]
+fn stores_round_to_nearest_even() {
+    with_device("stores_round_to_nearest_even", Options::default(), |device| {
+        let geometry = AttentionGeometry { heads: 1, kv_heads: 1, head_dim: 256 };
+        let edges = edges();
+        let rows = edges.len() / 256;
+        let mut qkv = device.tensor(rows, geometry.qkv_dim()).unwrap();
+        let rope = device.tensor(rows, 256).unwrap();
+        for (row, values) in edges.chunks(256).enumerate() {
+            let mut data = vec![0.0; 512];
+            data.extend(values);
+            device.write(&mut qkv, row, &data).unwrap();
+        }
+        let slots: Vec<u32> = (0..u32::try_from(rows).unwrap()).collect();
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let shape = KvShape { layers: 1, kv_heads: 1, head_dim: 256, dtype };
+            let mut kv = device.kv(shape, rows).unwrap();
+            device.rope_append(&mut qkv, &rope, geometry, &slots, &mut kv, 0).unwrap();
+            let mut bytes = Vec::new();
+            device.kv_read(&kv, 0, 0, u32::try_from(rows).unwrap(), &mut bytes).unwrap();
+            let token = shape.layer_token_bytes();
+            let mut want = Vec::new();
+            dtype.encode(&edges, &mut want);
+            let got: Vec<u8> = bytes.chunks(token).flat_map(|slot| &slot[token / 2..]).copied().collect();
+            let size = dtype.size();
+            for ((got, want), value) in got.chunks(size).zip(want.chunks(size)).zip(&edges) {
+                assert_eq!(got, want, "{dtype}: {value:e} ({:#x})", value.to_bits());
+            }
+        }
+        // The reference itself: half's conversions round to nearest even.
+        assert_eq!(f16::from_f32(1.0 + f32::exp2(-11.0)).to_f32(), 1.0);
+        assert_eq!(bf16::from_f32(1.0 + f32::exp2(-8.0)).to_f32(), 1.0);
+    });
+}
+
+#[test]
+fn thousands_of_operations_between_reads_keep_their_own_inputs() {
+    with_device("thousands_of_operations_between_reads_keep_their_own_inputs", Options::default(), |device| {
+        let (rows, cols) = (16, 8);
+        let mut x = device.tensor(rows, cols).unwrap();
+        let mut y = device.tensor(rows, cols).unwrap();
+        let start = values(9, rows * cols);
+        device.write(&mut x, 0, &start).unwrap();
+        let mut want: Vec<&[f32]> = start.chunks(cols).collect();
+        for round in 0..1500_u32 {
+            let order: Vec<u32> = (0..16).map(|i| (i * 5 + round) % 16).collect();
+            device.gather_rows(&x, &order, &mut y).unwrap();
+            std::mem::swap(&mut x, &mut y);
+            want = order.iter().map(|i| want[*i as usize]).collect();
+        }
+        assert_eq!(read_all(device, &x, rows, cols), want.concat());
+    });
+}
+
+#[test]
+fn writes_and_operations_keep_their_order() {
+    with_device("writes_and_operations_keep_their_order", Options::default(), |device| {
+        // 6 MiB a write: more than the upload arena holds.
+        let (rows, cols) = (1536, 1024);
+        let mut x = device.tensor(rows, cols).unwrap();
+        let mut y = device.tensor(4, cols).unwrap();
+        let (first, second) = (values(1, rows * cols), values(2, rows * cols));
+        device.write(&mut x, 0, &first).unwrap();
+        device.gather_rows(&x, &[0, 1535, 700, 3], &mut y).unwrap();
+        device.write(&mut x, 0, &second).unwrap();
+        let row = |data: &[f32], row: usize| data[row * cols..(row + 1) * cols].to_vec();
+        let want = [row(&first, 0), row(&first, 1535), row(&first, 700), row(&first, 3)].concat();
+        assert_eq!(read_all(device, &y, 4, cols), want);
+        assert_eq!(read_all(device, &x, rows, cols), second);
+    });
+}
+
+#[test]
+fn what_cannot_be_done_is_an_error() {
+    with_device("what_cannot_be_done_is_an_error", Options::default(), |device| {
+        let odd = KvShape { layers: 1, kv_heads: 1, head_dim: 7, dtype: DType::F16 };
+        assert!(matches!(device.kv(odd, 4), Err(DeviceError::Unsupported(text)) if text.contains("7 elements")));
+        let huge = device.tensor(1 << 20, 1 << 16);
+        assert!(matches!(huge, Err(DeviceError::Unsupported(text)) if text.contains("274877906944 bytes")));
+        // And the device still works.
+        let mut x = device.tensor(1, 4).unwrap();
+        device.write(&mut x, 0, &[1.0, 2.0, 3.0, 4.0]).unwrap();
+        assert_eq!(read_all(device, &x, 1, 4), [1.0, 2.0, 3.0, 4.0]);
+    });
+}
+
+#[test]
+fn an_absent_adapter_is_named() {
+    let error = WgpuDevice::open(&AdapterChoice::Named("no such adapter".to_owned())).unwrap_err();
+    assert!(matches!(&error, DeviceError::Unsupported(text) if text.contains("\"no such adapter\"")), "{error}");
+}
