@@ -1,0 +1,239 @@
+//! Checkpoints: what is loaded, zero-copy and converted, and each way in which files can be wrong.
+
+mod common;
+
+use common::{RecordingDevice, open, tensors, write, write_config};
+use lagoon_model::{Checkpoint, LlamaWeights, ModelError, model_hash};
+use lagoon_types::DType;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+fn load(dir: &Path, dtype: Option<DType>) -> Result<LlamaWeights<RecordingDevice>, ModelError> {
+    let (config, checkpoint) = open(dir)?;
+    LlamaWeights::load(&mut RecordingDevice, &checkpoint, &config, dtype, &mut |_, _| {})
+}
+
+fn message(dir: &Path) -> String {
+    load(dir, None).unwrap_err().to_string()
+}
+
+#[test]
+fn weights_are_stacked_and_not_copied() {
+    let dir = tempfile::tempdir().unwrap();
+    write_config(dir.path(), true);
+    let written = tensors(DType::F16, true);
+    write(dir.path(), "model.safetensors", &written);
+    let (config, checkpoint) = open(dir.path()).unwrap();
+    let mut calls = Vec::new();
+    let progress = &mut |done, total| calls.push((done, total));
+    let weights = LlamaWeights::load(&mut RecordingDevice, &checkpoint, &config, None, progress).unwrap();
+    assert_eq!((weights.dtype, weights.layers.len(), weights.lm_head.is_none()), (DType::F16, 2, true));
+    let total = config.parameters() * 2;
+    assert_eq!(weights.bytes, total);
+    assert_eq!(calls.last(), Some(&(total, total)));
+    assert!(calls.windows(2).all(|pair| pair[0].0 < pair[1].0));
+
+    let qkv = &weights.layers[1].qkv;
+    assert_eq!(qkv.cols, 16);
+    let names = ["q_proj", "k_proj", "v_proj"].map(|name| format!("model.layers.1.self_attn.{name}.weight"));
+    for ((rows, bytes), name) in qkv.parts.iter().zip(&names) {
+        assert_eq!(bytes, &written[name].1);
+        assert_eq!(*rows, written[name].0[0]);
+        // The very bytes of the map: opening the tensor again gives the same address.
+        let again = checkpoint.tensor(name, &written[name].0).unwrap().1;
+        assert_eq!(bytes.as_ptr(), again.as_ptr());
+    }
+    let gate_up = &weights.layers[0].gate_up;
+    assert_eq!(gate_up.parts.iter().map(|(rows, _)| *rows).collect::<Vec<_>>(), [24, 24]);
+    assert_eq!((weights.final_norm.rows(), weights.final_norm.cols), (1, 16));
+    assert_eq!((weights.output().rows(), weights.output().cols), (10, 16));
+}
+
+#[test]
+fn weights_outlive_the_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    write_config(dir.path(), false);
+    let written = tensors(DType::F32, false);
+    write(dir.path(), "model.safetensors", &written);
+    let weights = load(dir.path(), None).unwrap();
+    drop(dir);
+    assert_eq!(&weights.lm_head.unwrap().parts[0].1, &written["lm_head.weight"].1);
+}
+
+#[test]
+fn shards_are_read_through_the_index_and_hash_differently() {
+    let (one, many) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let written = tensors(DType::BF16, false);
+    write_config(one.path(), false);
+    write(one.path(), "model.safetensors", &written);
+    write_config(many.path(), false);
+    common::write_sharded(many.path(), &written, 3);
+    let (a, b) = (load(one.path(), None).unwrap(), load(many.path(), None).unwrap());
+    assert_eq!(a.layers[1].down.parts, b.layers[1].down.parts);
+    assert_eq!(a.embed.parts, b.embed.parts);
+    let hash = |dir: &Path| {
+        let (config, checkpoint) = open(dir).unwrap();
+        model_hash(&config, &checkpoint, None)
+    };
+    assert_ne!(hash(one.path()), hash(many.path()));
+}
+
+#[test]
+fn conversion_rounds_to_nearest_even() {
+    let dir = tempfile::tempdir().unwrap();
+    write_config(dir.path(), false);
+    let written = tensors(DType::F32, false);
+    write(dir.path(), "model.safetensors", &written);
+    let weights = load(dir.path(), Some(DType::BF16)).unwrap();
+    assert_eq!(weights.dtype, DType::BF16);
+    let (mut wide, mut expected) = (Vec::new(), Vec::new());
+    DType::F32.decode(&written["model.norm.weight"].1, &mut wide);
+    for value in wide {
+        expected.extend_from_slice(&half::bf16::from_f32(value).to_le_bytes());
+    }
+    assert_eq!(weights.final_norm.parts[0].1, expected);
+    assert_eq!(weights.embed.dtype, DType::BF16);
+}
+
+#[test]
+fn mixed_types_are_refused_unless_converted() {
+    let dir = tempfile::tempdir().unwrap();
+    write_config(dir.path(), true);
+    let mut written: BTreeMap<_, _> = tensors(DType::BF16, true);
+    let norm = tensors(DType::F32, true).remove("model.layers.0.input_layernorm.weight").unwrap();
+    written.insert("model.layers.0.input_layernorm.weight".to_owned(), norm);
+    write(dir.path(), "model.safetensors", &written);
+    let error = message(dir.path());
+    let expected = "`model.layers.0.input_layernorm.weight` has elements of type f32, others have bf16\nhint: ";
+    assert!(error.contains(expected), "{error}");
+    assert_eq!(load(dir.path(), Some(DType::F16)).unwrap().dtype, DType::F16);
+}
+
+/// A checkpoint with one change, and the message that it must give.
+fn broken(change: impl FnOnce(&mut common::Tensors), expected: &str) {
+    let dir = tempfile::tempdir().unwrap();
+    write_config(dir.path(), false);
+    let mut written = tensors(DType::F16, false);
+    change(&mut written);
+    write(dir.path(), "model.safetensors", &written);
+    let error = message(dir.path());
+    assert!(error.contains("model.safetensors: the tensor `") && error.contains(expected), "{error}");
+}
+
+#[test]
+fn wrong_tensors_are_named() {
+    let q = "model.layers.1.self_attn.q_proj.weight";
+    broken(|t| drop(t.remove(q)), "`model.layers.1.self_attn.q_proj.weight` is missing");
+    broken(|t| drop(t.remove("lm_head.weight")), "`lm_head.weight` is missing");
+    broken(
+        |t| t.get_mut(q).unwrap().0 = vec![8, 32],
+        "`model.layers.1.self_attn.q_proj.weight` has the shape [8, 32]; the configuration says [16, 16]",
+    );
+    broken(
+        |t| t.get_mut("model.norm.weight").unwrap().2 = safetensors::Dtype::I16,
+        "`model.norm.weight` has elements of type I16; supported are F32, F16 and BF16",
+    );
+    let bias = "model.layers.0.self_attn.q_proj.bias";
+    let copy = |t: &mut common::Tensors, name: &str| {
+        let norm = t["model.norm.weight"].clone();
+        t.insert(name.to_owned(), norm);
+    };
+    broken(
+        |t| copy(t, bias),
+        "`model.layers.0.self_attn.q_proj.bias` has no place in a llama model of 2 layers\nhint: ",
+    );
+    broken(
+        |t| copy(t, "model.layers.2.input_layernorm.weight"),
+        "`model.layers.2.input_layernorm.weight` has no place",
+    );
+    // What old files carry along is let be.
+    let dir = tempfile::tempdir().unwrap();
+    write_config(dir.path(), false);
+    let mut written = tensors(DType::F16, false);
+    copy(&mut written, "model.layers.0.self_attn.rotary_emb.inv_freq");
+    write(dir.path(), "model.safetensors", &written);
+    load(dir.path(), None).unwrap();
+}
+
+#[test]
+fn damaged_files_are_errors() {
+    let dir = tempfile::tempdir().unwrap();
+    write_config(dir.path(), false);
+    let path = dir.path().join("model.safetensors");
+    let written = tensors(DType::F16, false);
+    write(dir.path(), "model.safetensors", &written);
+    let whole = std::fs::read(&path).unwrap();
+    let header = u64::from_le_bytes(whole[..8].try_into().unwrap());
+    let open_with = |bytes: &[u8]| {
+        std::fs::write(&path, bytes).unwrap();
+        Checkpoint::open(dir.path()).map(drop)
+    };
+    // Cut anywhere: no length, in the header, in the data.
+    let cuts = [0, 1, 7, 8, 9, 8 + header as usize / 2, 8 + header as usize, whole.len() / 2, whole.len() - 1];
+    for cut in cuts {
+        let error = open_with(&whole[..cut]).unwrap_err();
+        assert!(matches!(error, ModelError::Malformed { .. }), "cut at {cut}: {error}");
+        assert!(error.to_string().contains("may be truncated or corrupt"), "{error}");
+    }
+    open_with(&[whole.as_slice(), b"x"].concat()).unwrap_err();
+    for length in [u64::MAX, u64::MAX - 7, 1 << 40, 0, 2] {
+        let mut bytes = whole.clone();
+        bytes[..8].copy_from_slice(&length.to_le_bytes());
+        open_with(&bytes).unwrap_err();
+    }
+    // One byte of the header changed: an error or another valid header, never a panic.
+    for at in (8..8 + header as usize).step_by(29) {
+        for value in [0, b'9', b'"', 0xff] {
+            let mut bytes = whole.clone();
+            bytes[at] = value;
+            let _ = open_with(&bytes);
+        }
+    }
+    let text = |json: &str| [&(json.len() as u64).to_le_bytes(), json.as_bytes(), &[0; 8]].concat();
+    for json in [
+        "{}",
+        "[]",
+        r#"{"a":{"dtype":"F16","shape":[4],"data_offsets":[0,16]}}"#,
+        r#"{"a":{"dtype":"F16","shape":[4],"data_offsets":[8,16]}}"#,
+        r#"{"a":{"dtype":"F16","shape":[4],"data_offsets":[8,0]}}"#,
+        r#"{"a":{"dtype":"F16","shape":[18446744073709551615,2],"data_offsets":[0,8]}}"#,
+        r#"{"a":{"dtype":"X9","shape":[4],"data_offsets":[0,8]}}"#,
+        r#"{"a":{"dtype":"F16","shape":[4],"data_offsets":[0,8]},"b":{"dtype":"F16","shape":[4],"data_offsets":[0,8]}}"#,
+    ] {
+        open_with(&text(json)).unwrap_err();
+    }
+    open_with(&text(r#"{"a":{"dtype":"F16","shape":[4],"data_offsets":[0,8]}}"#)).unwrap();
+}
+
+#[test]
+fn damaged_indices_are_errors() {
+    let dir = tempfile::tempdir().unwrap();
+    write_config(dir.path(), false);
+    common::write_sharded(dir.path(), &tensors(DType::F16, false), 2);
+    let index = dir.path().join("model.safetensors.index.json");
+    let good: serde_json::Value = serde_json::from_slice(&std::fs::read(&index).unwrap()).unwrap();
+    let with = |change: &dyn Fn(&mut serde_json::Value)| {
+        let mut json = good.clone();
+        change(&mut json);
+        std::fs::write(&index, json.to_string()).unwrap();
+        message(dir.path())
+    };
+    let norm = "model.norm.weight";
+    let file = |name: &'static str| move |json: &mut serde_json::Value| json["weight_map"][norm] = name.into();
+    assert!(with(&file("../model.safetensors")).contains("must be a plain file name"));
+    assert!(with(&file("/etc/passwd")).contains("must be a plain file name"));
+    assert!(with(&file("model-00009-of-00002.safetensors")).starts_with("cannot read "));
+    let other = |json: &mut serde_json::Value| {
+        let map = json["weight_map"].as_object().unwrap();
+        let elsewhere = map.values().find(|file| **file != map[norm]).unwrap().clone();
+        json["weight_map"][norm] = elsewhere;
+    };
+    assert!(with(&other).contains("`model.norm.weight` is not there, though the index says so"));
+    let gone = |json: &mut serde_json::Value| drop(json["weight_map"].as_object_mut().unwrap().shift_remove(norm));
+    assert!(with(&gone).contains("`model.norm.weight` is missing"));
+    assert!(with(&|json| json["weight_map"] = 3.into()).contains("`weight_map` is 3"));
+    assert!(with(&|json| *json = serde_json::json!({})).contains("`weight_map` is missing"));
+    let empty = tempfile::tempdir().unwrap();
+    let error = Checkpoint::open(empty.path()).unwrap_err().to_string();
+    assert!(error.contains("neither model.safetensors nor") && error.contains("\nhint: "), "{error}");
+}

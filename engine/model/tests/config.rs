@@ -1,0 +1,245 @@
+//! Configurations: both spellings, defaults, and what is refused and how.
+
+use lagoon_model::{Checkpoint, Family, GenerationConfig, ModelConfig, ModelError, Rope, RopeScaling};
+use lagoon_types::DType;
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+
+fn base() -> Value {
+    json!({
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 100,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "hidden_act": "silu",
+    })
+}
+
+/// `base` with `changes`; null removes a field.
+fn with(changes: Value) -> Result<ModelConfig, ModelError> {
+    let mut config = base();
+    for (field, value) in changes.as_object().unwrap() {
+        config[field] = value.clone();
+    }
+    ModelConfig::parse(Path::new("dir/config.json"), &config.to_string())
+}
+
+fn message(changes: Value) -> String {
+    with(changes).unwrap_err().to_string()
+}
+
+#[test]
+fn both_spellings_are_the_same() {
+    let scaling = json!({"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3"});
+    let mut parameters = scaling.clone();
+    parameters["rope_theta"] = json!(500000.0);
+    let old = with(json!({"rope_theta": 500000.0, "rope_scaling": scaling, "torch_dtype": "bfloat16"})).unwrap();
+    let new = with(json!({"rope_parameters": parameters, "dtype": "bfloat16"})).unwrap();
+    assert_eq!(old, new);
+    assert_eq!((old.rope_theta, old.dtype), (500_000.0, Some(DType::BF16)));
+    let llama3 =
+        RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_positions: 8192 };
+    assert_eq!(old.rope_scaling, llama3);
+
+    let old = with(json!({"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2}})).unwrap();
+    let new = with(json!({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1000000}})).unwrap();
+    assert_eq!(old, new);
+    let plain = with(json!({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})).unwrap();
+    assert_eq!(plain, with(json!({"rope_theta": 1e6, "rope_scaling": null})).unwrap());
+    assert!(message(json!({"rope_theta": 2e4, "rope_parameters": {"rope_theta": 1e4}})).contains("`rope_theta`"));
+}
+
+#[test]
+fn defaults_are_those_of_transformers() {
+    let config = with(json!({"num_key_value_heads": null, "rms_norm_eps": 1e-6})).unwrap();
+    assert_eq!((config.geometry.kv_heads, config.geometry.head_dim), (8, 8));
+    assert_eq!((config.rope_theta, config.rope_scaling, config.window), (10_000.0, RopeScaling::None, None));
+    assert!(!config.tie_word_embeddings && config.dtype.is_none() && config.bos_id.is_none());
+    assert_eq!(config.rms_eps, 1e-6);
+    let mistral = json!({"model_type": "mistral", "architectures": null});
+    let config = with(mistral.clone()).unwrap();
+    assert_eq!((config.family, config.window), (Family::Mistral, Some(4096)));
+    let window = |value: Value| with(json!({"model_type": "mistral", "architectures": null, "sliding_window": value}));
+    assert_eq!(window(Value::Null).unwrap().window, None);
+    assert_eq!(window(json!(16)).unwrap().window, Some(16));
+    assert_eq!(with(json!({"head_dim": 32})).unwrap().geometry.head_dim, 32);
+    assert_eq!(with(json!({"max_position_embeddings": 1u64 << 40})).unwrap().max_positions, 1 << 21);
+    assert_eq!(with(json!({"eos_token_id": [7, 8], "bos_token_id": 1})).unwrap().eos_ids, [7, 8]);
+}
+
+#[test]
+fn missing_fields_are_named() {
+    let required = [
+        "model_type",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "rms_norm_eps",
+        "max_position_embeddings",
+    ];
+    for field in required {
+        let mut config = base();
+        config.as_object_mut().unwrap().remove(field);
+        let error = ModelConfig::parse(Path::new("dir/config.json"), &config.to_string()).unwrap_err();
+        let expected = format!("dir/config.json: the field `{field}` is missing\nhint: ");
+        assert!(error.to_string().starts_with(&expected), "{error}");
+    }
+    let scaling = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0});
+    let error = message(json!({"rope_scaling": scaling}));
+    assert!(error.contains("`rope_scaling.original_max_position_embeddings` is missing"), "{error}");
+    assert!(message(json!({"rope_scaling": {"factor": 8.0}})).contains("`rope_scaling.type` is missing"));
+}
+
+#[test]
+fn what_is_not_supported_is_refused_by_name() {
+    let cases = [
+        (json!({"model_type": "qwen3"}), "`model_type` is \"qwen3\""),
+        (json!({"architectures": ["LlamaForSequenceClassification"]}), "`architectures` is [\"LlamaForSeq"),
+        (json!({"attention_bias": true}), "`attention_bias` is true"),
+        (json!({"mlp_bias": true}), "`mlp_bias` is true"),
+        (json!({"hidden_act": "gelu"}), "`hidden_act` is \"gelu\""),
+        (json!({"quantization_config": {"bits": 4}}), "`quantization_config` is {\"bits\":4}"),
+        (json!({"torch_dtype": "float8_e4m3fn"}), "`torch_dtype` is \"float8_e4m3fn\""),
+        (json!({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}), "`rope_scaling.rope_type` is \"yarn\""),
+        (json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}}), "`rope_scaling.type` is \"dynamic\""),
+        (json!({"rope_parameters": {"rope_type": "longrope"}}), "`rope_parameters.rope_type` is \"longrope\""),
+        (json!({"partial_rotary_factor": 0.5}), "`partial_rotary_factor` is 0.5"),
+    ];
+    for (change, expected) in cases {
+        let error = with(change).unwrap_err();
+        assert!(matches!(error, ModelError::Unsupported { .. }), "{error}");
+        let text = error.to_string();
+        assert!(text.starts_with("dir/config.json: the field ") && text.contains("\nhint: "), "{text}");
+        assert!(text.contains(expected), "{text}");
+    }
+}
+
+#[test]
+fn impossible_values_are_refused() {
+    let cases = [
+        (json!({"hidden_size": 0}), "`hidden_size` is 0"),
+        (json!({"hidden_size": -64}), "`hidden_size` is -64"),
+        (json!({"hidden_size": "64"}), "`hidden_size` is \"64\""),
+        (json!({"hidden_size": 1u64 << 40}), "`hidden_size` is 1099511627776"),
+        (json!({"vocab_size": 1u64 << 30}), "`vocab_size`"),
+        (json!({"num_hidden_layers": 1_000_000}), "`num_hidden_layers`"),
+        (json!({"num_attention_heads": 8.5}), "`num_attention_heads`"),
+        (json!({"num_key_value_heads": 3}), "`num_key_value_heads` is 3"),
+        (json!({"num_attention_heads": 7, "num_key_value_heads": 7}), "`hidden_size` is 64"),
+        (json!({"head_dim": 7}), "`head_dim` is 7"),
+        (json!({"rms_norm_eps": 0.0}), "`rms_norm_eps` is 0.0"),
+        (json!({"rms_norm_eps": 1e-60}), "`rms_norm_eps`"),
+        (json!({"rope_theta": -1.0}), "`rope_theta` is -1.0"),
+        (json!({"tie_word_embeddings": 1}), "`tie_word_embeddings` is 1"),
+        (json!({"eos_token_id": [1, "x"]}), "`eos_token_id`"),
+        (json!({"rope_scaling": 3}), "`rope_scaling` is 3"),
+        (
+            json!({"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4,
+                "original_max_position_embeddings": 8}}),
+            "`rope_scaling.high_freq_factor` is 4",
+        ),
+    ];
+    for (change, expected) in cases {
+        let error = with(change).unwrap_err();
+        assert!(matches!(error, ModelError::InvalidField { .. }), "{error}");
+        assert!(error.to_string().contains(expected), "{error}");
+    }
+    let parse = |text: &str| ModelConfig::parse(Path::new("config.json"), text).unwrap_err();
+    assert!(matches!(parse("{\"hidden_size\": 64"), ModelError::Malformed { .. }));
+    assert!(matches!(parse("[]"), ModelError::Malformed { .. }));
+    assert!(matches!(parse(""), ModelError::Malformed { .. }));
+    let missing = ModelConfig::open(Path::new("/nonexistent")).unwrap_err().to_string();
+    assert!(missing.starts_with("cannot read /nonexistent/config.json: "), "{missing}");
+}
+
+/// The formulas of Llama 3.1's frequencies in f64, from their description: wavelengths over the long bound are
+/// stretched, those under the short one kept, and the rest interpolated linearly in `original / wavelength`.
+#[test]
+fn llama3_frequencies_match_the_formula() {
+    let scaling = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192});
+    let config = with(json!({"head_dim": 128, "rope_theta": 500000.0, "rope_scaling": scaling})).unwrap();
+    let rope = Rope::new(&config);
+    assert_eq!(rope.inv_freq().len(), 64);
+    let (mut kept, mut stretched, mut blended) = (0, 0, 0);
+    for (i, &found) in rope.inv_freq().iter().enumerate() {
+        let plain = 500_000f64.powf(-2.0 * i as f64 / 128.0);
+        let turns = 8192.0 * plain / std::f64::consts::TAU;
+        let expected = if turns < 1.0 {
+            stretched += 1;
+            plain / 8.0
+        } else if turns > 4.0 {
+            kept += 1;
+            plain
+        } else {
+            blended += 1;
+            let share = (turns - 1.0) / 3.0;
+            plain * (share + (1.0 - share) / 8.0)
+        };
+        assert!((f64::from(found) / expected - 1.0).abs() < 1e-6, "{i}: {found} against {expected}");
+    }
+    assert!(kept > 20 && stretched > 20 && blended > 3, "{kept} {stretched} {blended}");
+}
+
+#[test]
+fn linear_frequencies_and_the_table() {
+    let plain = Rope::new(&with(json!({"head_dim": 64})).unwrap());
+    let linear = with(json!({"head_dim": 64, "rope_scaling": {"type": "linear", "factor": 4.0}})).unwrap();
+    let linear = Rope::new(&linear);
+    for (i, (&a, &b)) in plain.inv_freq().iter().zip(linear.inv_freq()).enumerate() {
+        assert!((f64::from(a) / 10_000f64.powf(-2.0 * i as f64 / 64.0) - 1.0).abs() < 2e-7);
+        assert_eq!(b, a / 4.0);
+    }
+    let positions = [0, 1, 77_777, (1 << 21) - 1];
+    let mut table = vec![9.0; 3];
+    plain.fill(&positions, &mut table);
+    assert_eq!(table.len(), 4 * 64);
+    assert!(table[..32].iter().all(|c| *c == 1.0) && table[32..64].iter().all(|s| *s == 0.0));
+    for (row, position) in table.chunks(64).zip(positions) {
+        for j in 0..32 {
+            // The angle is the f32 product; its cosine and sine are right to f32's last place.
+            let angle = f64::from(position as f32 * plain.inv_freq()[j]);
+            assert!((f64::from(row[j]) - angle.cos()).abs() < 1.2e-7, "cosine {j} at {position}");
+            assert!((f64::from(row[32 + j]) - angle.sin()).abs() < 1.2e-7, "sine {j} at {position}");
+        }
+    }
+    let capacity = table.capacity();
+    plain.fill(&positions[..2], &mut table);
+    assert_eq!((table.len(), table.capacity()), (2 * 64, capacity));
+}
+
+#[test]
+fn generation_defaults_are_merged() {
+    let config = with(json!({"eos_token_id": 5, "bos_token_id": 4})).unwrap();
+    let parse = |text: &str| GenerationConfig::parse(Path::new("generation_config.json"), text, &config);
+    let merged = parse(r#"{"eos_token_id": [9, 7, 9], "temperature": 0.6, "top_p": 0.9, "top_k": 50}"#).unwrap();
+    assert_eq!((merged.eos_ids, merged.bos_id), (vec![7, 9], Some(4)));
+    assert_eq!((merged.temperature, merged.top_p, merged.top_k, merged.min_p), (Some(0.6), Some(0.9), Some(50), None));
+    let empty = parse("{}").unwrap();
+    assert_eq!((empty.eos_ids.as_slice(), empty.do_sample), ([5].as_slice(), None));
+    assert_eq!(parse(r#"{"top_k": -1}"#).unwrap().top_k, Some(0));
+    let dir = tempfile::tempdir().unwrap();
+    assert_eq!(GenerationConfig::open(dir.path(), &config).unwrap().eos_ids, [5]);
+    for bad in [r#"{"eos_token_id": 100}"#, r#"{"top_p": 2}"#, r#"{"temperature": -1}"#, r#"{"top_k": 0.5}"#, "3"] {
+        assert!(parse(bad).is_err(), "{bad}");
+    }
+}
+
+#[test]
+fn every_golden_model_opens() {
+    let goldens = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens");
+    let mut opened = 0;
+    for entry in std::fs::read_dir(goldens).unwrap() {
+        let dir = entry.unwrap().path();
+        if dir.join("config.json").exists() {
+            let config = ModelConfig::open(&dir).unwrap();
+            let checkpoint = Checkpoint::open(&dir).unwrap();
+            let stored: u64 = checkpoint.tensors().map(|(_, info)| info.len() as u64).sum();
+            let size = checkpoint.dtype().unwrap().size() as u64;
+            assert_eq!(stored, config.parameters() * size, "{}", dir.display());
+            opened += 1;
+        }
+    }
+    assert!(opened >= 8, "{opened} goldens");
+}
