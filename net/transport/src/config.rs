@@ -1,0 +1,135 @@
+//! Tunables of the transport, and the QUIC configuration made of them.
+
+use crate::BindError;
+use lagoon_types::limits;
+use quinn::{AckFrequencyConfig, EndpointConfig, IdleTimeout, MtuDiscoveryConfig, VarInt, congestion};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+/// How a node behaves. The defaults suit one machine or one data centre.
+#[derive(Clone, Debug)]
+pub struct TransportConfig {
+    /// The address that peers are told to reach this node at. `None`: the bound one; an unspecified ip there
+    /// (`0.0.0.0`) stands for the ip that the peer sees.
+    pub advertise: Option<SocketAddr>,
+    /// A peer that is silent for this long is lost. At least three times `keep_alive`.
+    pub idle_timeout: Duration,
+    /// Silence is broken this often.
+    pub keep_alive: Duration,
+    /// One attempt to connect, preface included.
+    pub connect_deadline: Duration,
+    /// A frame that waits for a connection for this long is dropped, and [`crate::Event::Expired`] says so.
+    pub queue_deadline: Duration,
+    /// Pause after the first failed attempt to connect; doubled by each further one, with jitter.
+    pub backoff_min: Duration,
+    /// Longest pause between attempts.
+    pub backoff_max: Duration,
+    /// Frames that wait for one peer and class.
+    pub queue_frames_max: usize,
+    /// Bytes that wait for one peer and class. One frame may always wait, whatever its size.
+    pub queue_bytes_max: usize,
+    /// Received frames of one class that wait for the reader of the inbox.
+    pub inbox_frames_max: usize,
+    /// Received bytes of one class that wait for the reader of the inbox.
+    pub inbox_bytes_max: usize,
+    /// Bytes in flight or unread on one connection and direction.
+    pub window_bytes: u32,
+    /// Congestion window at the start, in bytes.
+    pub initial_window_bytes: u64,
+    /// UDP socket buffers, in bytes; the kernel may cap them.
+    pub socket_buffer_bytes: usize,
+    /// Largest datagram that is tried on paths off this machine, in bytes of UDP payload.
+    pub mtu_max: u16,
+    /// Datagram size on loopback, in bytes of UDP payload.
+    pub mtu_loopback: u16,
+    /// Peers that are remembered; idle ones are forgotten first.
+    pub peers_max: usize,
+}
+
+impl Default for TransportConfig {
+    fn default() -> Self {
+        Self {
+            advertise: None,
+            idle_timeout: Duration::from_millis(2500),
+            keep_alive: Duration::from_millis(500),
+            connect_deadline: Duration::from_millis(limits::CONNECT_DEADLINE_MS / 2),
+            queue_deadline: Duration::from_millis(limits::CONNECT_DEADLINE_MS),
+            backoff_min: Duration::from_millis(20),
+            backoff_max: Duration::from_secs(1),
+            queue_frames_max: limits::PEER_QUEUE_FRAMES_MAX,
+            queue_bytes_max: limits::PEER_QUEUE_BYTES_MAX,
+            inbox_frames_max: limits::PEER_QUEUE_FRAMES_MAX,
+            inbox_bytes_max: limits::PEER_QUEUE_BYTES_MAX,
+            window_bytes: 32 << 20,
+            initial_window_bytes: 1 << 20,
+            socket_buffer_bytes: 8 << 20,
+            mtu_max: 8_952,
+            mtu_loopback: 16_336,
+            peers_max: limits::INSTANCES_MAX * 4,
+        }
+    }
+}
+
+/// Smallest datagram that QUIC allows.
+const MTU_MIN: u16 = 1_200;
+/// First guess of a round trip: a lost first datagram is repeated after about three of these.
+const INITIAL_RTT: Duration = Duration::from_millis(30);
+
+impl TransportConfig {
+    pub(crate) fn check(&self) -> Result<(), BindError> {
+        if self.keep_alive.saturating_mul(3) > self.idle_timeout {
+            return Err(BindError::Config("idle_timeout must be at least three times keep_alive"));
+        }
+        if self.mtu_max < MTU_MIN || self.mtu_loopback < MTU_MIN {
+            return Err(BindError::Config("datagrams cannot be smaller than 1200 bytes"));
+        }
+        if self.queue_frames_max == 0 || self.inbox_frames_max == 0 || self.inbox_bytes_max < 1024 {
+            return Err(BindError::Config("queues must hold at least one frame"));
+        }
+        if self.backoff_min.is_zero() || self.backoff_min > self.backoff_max {
+            return Err(BindError::Config("backoff_min must be above 0 and not over backoff_max"));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn endpoint(&self) -> Result<EndpointConfig, BindError> {
+        let mut config = EndpointConfig::default();
+        let largest = self.mtu_max.max(self.mtu_loopback);
+        config
+            .max_udp_payload_size(largest)
+            .map_err(|_out_of_bounds| BindError::Config("mtu_max and mtu_loopback must be at most 65527"))?;
+        Ok(config)
+    }
+
+    /// QUIC's own tunables for a path to `remote`.
+    pub(crate) fn quic(&self, remote: SocketAddr) -> Result<Arc<quinn::TransportConfig>, BindError> {
+        let idle = IdleTimeout::try_from(self.idle_timeout)
+            .map_err(|_out_of_bounds| BindError::Config("idle_timeout is too long"))?;
+        let window = VarInt::from_u32(self.window_bytes);
+        let mut cubic = congestion::CubicConfig::default();
+        cubic.initial_window(self.initial_window_bytes);
+        let mut acks = AckFrequencyConfig::default();
+        // Acknowledging every tenth packet saves the receiver work; the delay bound keeps round-trip estimates fresh.
+        acks.ack_eliciting_threshold(VarInt::from_u32(10)).max_ack_delay(Some(Duration::from_millis(5)));
+        let mut mtu = MtuDiscoveryConfig::default();
+        let mut quic = quinn::TransportConfig::default();
+        if remote.ip().is_loopback() {
+            quic.initial_mtu(self.mtu_loopback);
+            mtu.upper_bound(self.mtu_loopback);
+        } else {
+            mtu.upper_bound(self.mtu_max);
+        }
+        quic.mtu_discovery_config(Some(mtu))
+            .max_idle_timeout(Some(idle))
+            .keep_alive_interval(Some(self.keep_alive))
+            .initial_rtt(INITIAL_RTT)
+            .stream_receive_window(window)
+            .receive_window(window)
+            .send_window(u64::from(self.window_bytes))
+            .max_concurrent_bidi_streams(VarInt::from_u32(1))
+            .max_concurrent_uni_streams(VarInt::from_u32(0))
+            .datagram_receive_buffer_size(None)
+            .ack_frequency_config(Some(acks))
+            .congestion_controller_factory(Arc::new(cubic));
+        Ok(Arc::new(quic))
+    }
+}

@@ -1,0 +1,348 @@
+//! The node: one endpoint, its peers, and the handle with which its owner sends.
+
+use crate::{
+    BindError, ClassStats, Event, Identity, Inbound, Inbox, PeerId, SendError, TransportConfig,
+    event::{Outlet, inbox},
+    link::Queued,
+    peer::Peer,
+    session::close,
+    socket,
+};
+use bytes::Bytes;
+use lagoon_protocol::{BulkFrame, PartialsFrame};
+use lagoon_wire::{Class, Frame, FrameReader, Preface, VERSION_MAX, VERSION_MIN, encode, encode_preface};
+use quinn::{ClientConfig, Connection, Endpoint, RecvStream, ServerConfig, TokioRuntime, VarInt};
+use std::{
+    collections::BTreeMap,
+    net::SocketAddr,
+    sync::{
+        Arc, PoisonError, RwLock,
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+use tokio::{runtime::Handle, time::Instant};
+
+/// Peers by handle and by address.
+#[derive(Debug, Default)]
+struct Peers {
+    by_id: BTreeMap<PeerId, Arc<Peer>>,
+    by_addr: BTreeMap<SocketAddr, PeerId>,
+    next: u64,
+}
+
+/// QUIC configurations for paths on this machine and off it.
+#[derive(Debug)]
+struct Paths<T> {
+    loopback: T,
+    network: T,
+}
+
+/// What the node's tasks share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) config: TransportConfig,
+    pub(crate) endpoint: Endpoint,
+    pub(crate) runtime: Handle,
+    pub(crate) incarnation: u64,
+    pub(crate) events: Outlet<Event>,
+    pub(crate) partials: Outlet<Inbound<PartialsFrame>>,
+    pub(crate) bulk: Outlet<Inbound<BulkFrame>>,
+    announced: SocketAddr,
+    clients: Paths<ClientConfig>,
+    servers: Paths<Arc<ServerConfig>>,
+    peers: RwLock<Peers>,
+    numbers: AtomicU64,
+    closed: AtomicBool,
+}
+
+/// A node and what it receives.
+#[derive(Debug)]
+pub struct Bound {
+    pub node: Node,
+    /// Control messages and the life of peers. Poll it before the others.
+    pub events: Inbox<Event>,
+    pub partials: Inbox<Inbound<PartialsFrame>>,
+    pub bulk: Inbox<Inbound<BulkFrame>>,
+}
+
+/// The handle of a node. Clones share it; when the last one is dropped, the node closes abruptly ([`Node::close`] does
+/// so in order).
+#[derive(Clone, Debug)]
+pub struct Node {
+    inner: Arc<Guard>,
+}
+
+#[derive(Debug)]
+struct Guard(Arc<Shared>);
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        self.0.shut(b"the node was dropped");
+    }
+}
+
+impl Node {
+    /// Opens an endpoint on `addr` that accepts peers of `identity`'s cluster. Call it within a tokio runtime.
+    pub fn bind(addr: SocketAddr, identity: &Identity, config: TransportConfig) -> Result<Bound, BindError> {
+        config.check()?;
+        let socket = socket::open(addr, config.socket_buffer_bytes);
+        let socket = socket.map_err(|source| BindError::Socket { addr, source })?;
+        let (server_tls, client_tls) = (identity.server_tls()?, identity.client_tls()?);
+        let server = |path: SocketAddr| -> Result<ServerConfig, BindError> {
+            let mut server = ServerConfig::with_crypto(Arc::clone(&server_tls) as _);
+            server.transport_config(config.quic(path)?);
+            Ok(server)
+        };
+        let client = |path: SocketAddr| -> Result<ClientConfig, BindError> {
+            let mut client = ClientConfig::new(Arc::clone(&client_tls) as _);
+            client.transport_config(config.quic(path)?);
+            Ok(client)
+        };
+        let (near, far) = (SocketAddr::from(([127, 0, 0, 1], 0)), SocketAddr::from(([192, 0, 2, 1], 0)));
+        let network = server(far)?;
+        let endpoint = Endpoint::new(config.endpoint()?, Some(network.clone()), socket, Arc::new(TokioRuntime))
+            .map_err(|source| BindError::Socket { addr, source })?;
+        let local = endpoint.local_addr().map_err(|source| BindError::Socket { addr, source })?;
+        let (events_in, events) = inbox(config.inbox_frames_max, config.inbox_bytes_max);
+        let (partials_in, partials) = inbox(config.inbox_frames_max, config.inbox_bytes_max);
+        let (bulk_in, bulk) = inbox(config.inbox_frames_max, config.inbox_bytes_max);
+        let shared = Arc::new(Shared {
+            announced: config.advertise.unwrap_or(local),
+            clients: Paths { loopback: client(near)?, network: client(far)? },
+            servers: Paths { loopback: Arc::new(server(near)?), network: Arc::new(network) },
+            runtime: Handle::current(),
+            incarnation: rand::random(),
+            events: events_in,
+            partials: partials_in,
+            bulk: bulk_in,
+            peers: RwLock::default(),
+            numbers: AtomicU64::new(1),
+            closed: AtomicBool::new(false),
+            endpoint,
+            config,
+        });
+        shared.runtime.spawn(Arc::clone(&shared).accept_all());
+        Ok(Bound { node: Self { inner: Arc::new(Guard(shared)) }, events, partials, bulk })
+    }
+
+    fn shared(&self) -> &Arc<Shared> {
+        &self.inner.0
+    }
+
+    /// The address on which this node accepts.
+    #[must_use]
+    pub fn local_addr(&self) -> SocketAddr {
+        // The endpoint's socket was asked when it was bound; a failure now could only be ours.
+        self.shared().endpoint.local_addr().unwrap_or(self.shared().announced)
+    }
+
+    /// Random per node: how peers tell a restart.
+    #[must_use]
+    pub fn incarnation(&self) -> u64 {
+        self.shared().incarnation
+    }
+
+    /// Names the process that accepts at `addr`, connects `classes` now and keeps them connected; other classes are
+    /// connected by the first frame sent. Idempotent. `None` when the node remembers too many busy peers.
+    pub fn connect(&self, addr: SocketAddr, classes: &[Class]) -> Option<PeerId> {
+        let peer = self.shared().peer_at(addr)?;
+        for class in classes {
+            peer.link(*class).want(true);
+        }
+        self.shared().ensure_dials(&peer);
+        Some(peer.id)
+    }
+
+    /// Stops keeping a peer connected. A session that exists goes on until it ends.
+    pub fn release(&self, peer: PeerId) {
+        if let Some(peer) = self.shared().peer(peer) {
+            Class::ALL.iter().for_each(|class| peer.link(*class).want(false));
+        }
+    }
+
+    /// Sends a frame without waiting. On success it is queued or handed to QUIC; [`SendError::Full`] is back-pressure.
+    pub fn try_send(&self, peer: PeerId, frame: &Frame) -> Result<(), SendError> {
+        let shared = self.shared();
+        if shared.is_closed() {
+            return Err(SendError::Closed);
+        }
+        let peer = shared.peer(peer).ok_or(SendError::UnknownPeer)?;
+        let class = frame.class();
+        if peer.link(class).push(encode(frame)?, &shared.config)? == Queued::NeedsDial {
+            shared.spawn_dial(&peer, class);
+        }
+        Ok(())
+    }
+
+    /// As [`Node::try_send`], but waits for room in the queue until `deadline` has passed.
+    pub async fn send(&self, peer: PeerId, frame: &Frame, deadline: Duration) -> Result<(), SendError> {
+        let until = Instant::now().checked_add(deadline).ok_or(SendError::Deadline)?;
+        loop {
+            match self.try_send(peer, frame) {
+                Err(SendError::Full) => {}
+                done => return done,
+            }
+            let peer = self.shared().peer(peer).ok_or(SendError::UnknownPeer)?;
+            let bytes = encode(frame)?.len();
+            let room = peer.link(frame.class()).wait_for_room(&self.shared().config, bytes);
+            tokio::time::timeout_at(until, room).await.map_err(|_elapsed| SendError::Deadline)?;
+        }
+    }
+
+    /// Round trip to a connected peer, as QUIC estimates it.
+    #[must_use]
+    pub fn rtt(&self, peer: PeerId) -> Option<Duration> {
+        self.shared().peer(peer)?.rtt()
+    }
+
+    /// What was sent to and received from a peer in one class, over all its sessions.
+    #[must_use]
+    pub fn stats(&self, peer: PeerId, class: Class) -> Option<ClassStats> {
+        Some(self.shared().peer(peer)?.link(class).counters.snapshot())
+    }
+
+    /// The address that a peer was dialed at, or announced.
+    #[must_use]
+    pub fn addr(&self, peer: PeerId) -> Option<SocketAddr> {
+        Some(self.shared().peer(peer)?.addr)
+    }
+
+    /// Closes in order: no new frames, those that wait are sent and acknowledged within `deadline`, then every
+    /// connection is closed.
+    pub async fn close(&self, deadline: Duration) {
+        let shared = self.shared();
+        let peers = shared.all_peers();
+        peers.iter().for_each(|peer| Class::ALL.iter().for_each(|class| peer.link(*class).close()));
+        let flush = async {
+            for peer in &peers {
+                for class in Class::ALL {
+                    let link = peer.link(class);
+                    while link.is_live() && !link.is_drained() {
+                        link.wait_for_progress().await;
+                    }
+                    if let Some(stream) = link.finish() {
+                        // An error here means that the connection is gone, and with it the reason to wait.
+                        drop(stream.stopped().await);
+                    }
+                }
+            }
+        };
+        if tokio::time::timeout(deadline, flush).await.is_err() {
+            tracing::warn!("closing with frames that were not delivered in time");
+        }
+        shared.shut(b"bye");
+        drop(tokio::time::timeout(Duration::from_millis(500), shared.endpoint.wait_idle()).await);
+    }
+}
+
+impl Shared {
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed.load(Relaxed)
+    }
+
+    fn shut(&self, reason: &[u8]) {
+        self.closed.store(true, Relaxed);
+        for peer in self.all_peers() {
+            Class::ALL.iter().for_each(|class| peer.link(*class).close());
+        }
+        self.endpoint.close(VarInt::from_u32(close::BYE), reason);
+    }
+
+    pub(crate) fn next_number(&self) -> u64 {
+        self.numbers.fetch_add(1, Relaxed)
+    }
+
+    fn peer(&self, id: PeerId) -> Option<Arc<Peer>> {
+        self.peers.read().unwrap_or_else(PoisonError::into_inner).by_id.get(&id).cloned()
+    }
+
+    fn all_peers(&self) -> Vec<Arc<Peer>> {
+        self.peers.read().unwrap_or_else(PoisonError::into_inner).by_id.values().cloned().collect()
+    }
+
+    /// The peer that accepts at `addr`, remembered from now on. `None` when there are too many busy ones.
+    pub(crate) fn peer_at(&self, addr: SocketAddr) -> Option<Arc<Peer>> {
+        let mut peers = self.peers.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(peer) = peers.by_addr.get(&addr).and_then(|id| peers.by_id.get(id)) {
+            return Some(Arc::clone(peer));
+        }
+        if peers.by_id.len() >= self.config.peers_max {
+            let idle = peers.by_id.values().find(|peer| peer.is_idle())?.id;
+            peers.by_id.remove(&idle);
+            peers.by_addr.retain(|_, id| *id != idle);
+        }
+        peers.next = peers.next.saturating_add(1);
+        let peer = Peer::new(PeerId(peers.next), addr);
+        peers.by_id.insert(peer.id, Arc::clone(&peer));
+        peers.by_addr.insert(addr, peer.id);
+        Some(peer)
+    }
+
+    /// Remembers that the peer `id` announces `addr`. False when that address belongs to another peer.
+    pub(crate) fn alias(&self, addr: SocketAddr, id: PeerId) -> bool {
+        let mut peers = self.peers.write().unwrap_or_else(PoisonError::into_inner);
+        *peers.by_addr.entry(addr).or_insert(id) == id
+    }
+
+    pub(crate) fn client_config(&self, remote: SocketAddr) -> ClientConfig {
+        let path = if remote.ip().is_loopback() { &self.clients.loopback } else { &self.clients.network };
+        path.clone()
+    }
+
+    pub(crate) fn server_config(&self, remote: SocketAddr) -> Arc<ServerConfig> {
+        let path = if remote.ip().is_loopback() { &self.servers.loopback } else { &self.servers.network };
+        Arc::clone(path)
+    }
+
+    /// Our preface, ready to be written.
+    pub(crate) fn preface(&self, class: Class, generation: u64) -> Result<[Bytes; 1], String> {
+        let preface = Preface {
+            version_min: VERSION_MIN,
+            version_max: VERSION_MAX,
+            incarnation: self.incarnation,
+            generation,
+            listen_addr: self.announced.to_string(),
+            class: u32::from(class.code()),
+        };
+        encode_preface(&preface).map(|encoded| [encoded.head]).map_err(|error| error.to_string())
+    }
+
+    /// Checks a peer's preface; gives the address on which it accepts.
+    pub(crate) fn check_preface(
+        &self,
+        preface: &Preface,
+        connection: &Connection,
+        class: Class,
+    ) -> Result<SocketAddr, String> {
+        if preface.version_min > VERSION_MAX || preface.version_max < VERSION_MIN {
+            let (min, max) = (preface.version_min, preface.version_max);
+            return Err(format!(
+                "no common version: the peer speaks {min} to {max}, we {VERSION_MIN} to {VERSION_MAX}"
+            ));
+        }
+        if preface.class != u32::from(class.code()) {
+            return Err(format!("the preface names class {} on a {class} connection", preface.class));
+        }
+        let addr: SocketAddr = preface
+            .listen_addr
+            .parse()
+            .map_err(|_not_an_address| format!("the preface's address {:?} is none", preface.listen_addr))?;
+        let ip = if addr.ip().is_unspecified() { connection.remote_address().ip().to_canonical() } else { addr.ip() };
+        Ok(SocketAddr::new(ip, addr.port()))
+    }
+}
+
+/// Reads the preface that a stream starts with; gives it and the bytes behind it.
+pub(crate) async fn read_preface(recv: &mut RecvStream) -> Result<(Preface, Bytes), String> {
+    let mut frames = FrameReader::new();
+    loop {
+        let chunk = recv.read_chunk(usize::MAX, true).await.map_err(|error| format!("reading a preface: {error}"))?;
+        let mut bytes = chunk.ok_or("the stream ended before its preface")?.bytes;
+        match frames.next_preface(&mut bytes) {
+            Ok(Some(preface)) => return Ok((preface, bytes)),
+            Ok(None) => {}
+            Err(error) => return Err(format!("a bad preface: {error}")),
+        }
+    }
+}

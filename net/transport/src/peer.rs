@@ -1,0 +1,109 @@
+//! A peer: one other process by its address, with a link for each class and the session that spans them.
+
+use crate::{PeerId, event::Alive, link::Link};
+use lagoon_wire::Class;
+use quinn::Connection;
+use std::{
+    net::SocketAddr,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+/// Which process a session is with, and how often that process has given up a session with us.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Remote {
+    pub(crate) incarnation: u64,
+    pub(crate) generation: u64,
+}
+
+/// A connection that carries a class.
+#[derive(Debug)]
+pub(crate) struct Slot {
+    /// Unique in this node: tells this connection from later ones.
+    pub(crate) key: u64,
+    /// We dialed it.
+    pub(crate) dialed: bool,
+    pub(crate) connection: Connection,
+}
+
+/// The session's state. Held under an async lock, so that events leave in the order of the changes they tell.
+#[derive(Debug, Default)]
+pub(crate) struct Session {
+    /// Grows when we give up a session with an unchanged remote: prefaces carry it, so that the remote learns of it
+    /// even when it missed the closing of the connections.
+    pub(crate) generation: u64,
+    pub(crate) remote: Option<Remote>,
+    pub(crate) slots: [Option<Slot>; 3],
+    /// We are connecting, by class.
+    pub(crate) attempting: [bool; 3],
+    /// Number of the current session, as in [`crate::Event::Up`].
+    pub(crate) number: u64,
+    pub(crate) alive: Option<Arc<Alive>>,
+    pub(crate) since: Option<Instant>,
+    /// Short sessions and failed attempts in a row.
+    pub(crate) failures: u32,
+    /// [`crate::Event::Unreachable`] was told since the last session.
+    pub(crate) told_unreachable: bool,
+}
+
+impl Session {
+    pub(crate) fn is_up(&self) -> bool {
+        self.slots.iter().any(Option::is_some)
+    }
+
+    pub(crate) fn slot(&self, class: Class) -> Option<&Slot> {
+        self.slots.get(class.index()).and_then(Option::as_ref)
+    }
+
+    pub(crate) fn is_attempting(&self, class: Class) -> bool {
+        self.attempting.get(class.index()).copied().unwrap_or(false)
+    }
+
+    pub(crate) fn set_attempting(&mut self, class: Class, value: bool) {
+        if let Some(attempting) = self.attempting.get_mut(class.index()) {
+            *attempting = value;
+        }
+    }
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(crate) struct Peer {
+    pub(crate) id: PeerId,
+    pub(crate) addr: SocketAddr,
+    pub(crate) session: tokio::sync::Mutex<Session>,
+    links: [Link; 3],
+    /// For getters that must not wait for the session's lock.
+    pub(crate) rtt_source: std::sync::Mutex<Option<Connection>>,
+}
+
+impl Peer {
+    pub(crate) fn new(id: PeerId, addr: SocketAddr) -> Arc<Self> {
+        Arc::new(Self {
+            id,
+            addr,
+            session: tokio::sync::Mutex::default(),
+            links: Class::ALL.map(Link::new),
+            rtt_source: std::sync::Mutex::default(),
+        })
+    }
+
+    pub(crate) fn link(&self, class: Class) -> &Link {
+        let [control, partials, bulk] = &self.links;
+        match class {
+            Class::Control => control,
+            Class::Partials => partials,
+            Class::Bulk => bulk,
+        }
+    }
+
+    pub(crate) fn is_idle(&self) -> bool {
+        self.links.iter().all(Link::is_idle)
+    }
+
+    /// Round trip of the path, as QUIC estimates it.
+    pub(crate) fn rtt(&self) -> Option<Duration> {
+        let source = self.rtt_source.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        source.as_ref().map(Connection::rtt)
+    }
+}

@@ -1,0 +1,259 @@
+//! Which connection carries a class, and when a session begins and ends.
+//!
+//! A connection carries frames only once its acceptor has answered the dialer's preface, so settling which of two
+//! simultaneous dials stays loses nothing: the dial of the process with the smaller incarnation wins.
+
+use crate::{
+    Event, Inbound,
+    event::{Alive, Ended},
+    node::Shared,
+    peer::{Peer, Remote, Session, Slot},
+};
+use bytes::Bytes;
+use lagoon_wire::{Class, Frame, FrameReader};
+use quinn::{Connection, RecvStream, SendStream, VarInt};
+use std::{
+    future::poll_fn,
+    sync::{Arc, PoisonError},
+    time::{Duration, Instant},
+};
+
+/// Application codes with which connections are closed. WIRE.md lists them.
+pub(crate) mod close {
+    pub(crate) const BYE: u32 = 0;
+    pub(crate) const SESSION_OVER: u32 = 1;
+    pub(crate) const DUPLICATE: u32 = 2;
+    pub(crate) const STALE: u32 = 3;
+    pub(crate) const BAD_FRAME: u32 = 4;
+    pub(crate) const BAD_PREFACE: u32 = 5;
+    pub(crate) const LIMIT: u32 = 6;
+}
+
+/// A session that lasts this long counts as a success: the next dial does not pause.
+const STEADY: Duration = Duration::from_secs(2);
+
+/// Both halves of a connection's stream, the preface already read.
+#[derive(Debug)]
+pub(crate) struct Wires {
+    pub(crate) connection: Connection,
+    pub(crate) send: SendStream,
+    pub(crate) recv: RecvStream,
+    /// Bytes that arrived behind the preface.
+    pub(crate) rest: Bytes,
+}
+
+/// Why an incoming connection does not become this class's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    Accept,
+    /// Our own dial wins, or has won.
+    Duplicate,
+    /// The dialer has itself given up the session that this connection was for.
+    Stale,
+}
+
+impl Shared {
+    /// Decides about an incoming connection.
+    pub(crate) fn judge(&self, session: &Session, class: Class, remote: Remote) -> Verdict {
+        let known = session.remote.filter(|known| known.incarnation == remote.incarnation);
+        if known.is_some_and(|known| remote.generation < known.generation) {
+            return Verdict::Stale;
+        }
+        let ours_lives = session.slot(class).is_some_and(|slot| slot.dialed) && session.remote == Some(remote);
+        if self.incarnation < remote.incarnation && (session.is_attempting(class) || ours_lives) {
+            return Verdict::Duplicate;
+        }
+        Verdict::Accept
+    }
+
+    /// Ends a session that the new connection contradicts: another process, a new generation, or a class that the
+    /// remote considers lost.
+    pub(crate) async fn make_way(&self, peer: &Peer, session: &mut Session, class: Class, remote: Remote) {
+        if let Some(known) = session.remote.filter(|known| *known != remote) {
+            let restarted = known.incarnation != remote.incarnation;
+            let reason = if restarted { "the peer's process was replaced" } else { "the peer ended the session" };
+            self.end_session(peer, session, reason.to_owned()).await;
+        } else if session.slot(class).is_some() {
+            session.generation = session.generation.saturating_add(1);
+            self.end_session(peer, session, "the peer connected anew".to_owned()).await;
+        }
+    }
+
+    /// Makes `wires` the connection of `class`; begins a session if there is none.
+    pub(crate) async fn adopt(
+        self: &Arc<Self>,
+        peer: &Arc<Peer>,
+        session: &mut Session,
+        class: Class,
+        remote: Remote,
+        dialed: bool,
+        wires: Wires,
+    ) {
+        session.remote = Some(remote);
+        if !session.is_up() {
+            session.number = self.next_number();
+            session.alive = Some(Alive::new());
+            session.since = Some(Instant::now());
+            session.told_unreachable = false;
+            let (id, number, addr) = (peer.id, session.number, peer.addr);
+            let up = Event::Up { peer: id, session: number, addr, incarnation: remote.incarnation };
+            self.events.tell(up).await;
+        }
+        let Some(alive) = session.alive.clone() else { return };
+        let key = self.next_number();
+        let slot = Slot { key, dialed, connection: wires.connection.clone() };
+        if let Some(place) = session.slots.get_mut(class.index()) {
+            *place = Some(slot);
+        }
+        let prefer = class == Class::Partials;
+        let mut source = peer.rtt_source.lock().unwrap_or_else(PoisonError::into_inner);
+        if prefer || source.is_none() {
+            *source = Some(wires.connection.clone());
+        }
+        drop(source);
+        peer.link(class).attach(key, wires.send);
+        self.spawn_writer(peer, class, key);
+        let reader = Reader { class, session: session.number, alive, recv: wires.recv, rest: wires.rest };
+        self.spawn_reader(peer, key, wires.connection, reader);
+    }
+
+    fn spawn_writer(self: &Arc<Self>, peer: &Arc<Peer>, class: Class, key: u64) {
+        let (shared, peer) = (Arc::clone(self), Arc::clone(peer));
+        self.runtime.spawn(async move {
+            let result = poll_fn(|cx| peer.link(class).poll_writer(key, cx)).await;
+            if let Err(error) = result {
+                shared.lost(&peer, class, key, format!("writing {class} frames: {error}")).await;
+            }
+        });
+    }
+
+    fn spawn_reader(self: &Arc<Self>, peer: &Arc<Peer>, key: u64, connection: Connection, reader: Reader) {
+        let (shared, peer) = (Arc::clone(self), Arc::clone(peer));
+        self.runtime.spawn(async move {
+            let class = reader.class;
+            let reason = match reader.run(&shared, &peer).await {
+                Stop::BadFrame(reason) => {
+                    tracing::warn!(peer = %peer.addr, %class, reason, "closing a connection for a bad frame");
+                    connection.close(VarInt::from_u32(close::BAD_FRAME), reason.as_bytes());
+                    reason
+                }
+                Stop::Closed(reason) => reason,
+                Stop::Finished => {
+                    // The peer is leaving in order: its other classes may still be on their way, and it closes the
+                    // connections when they have arrived.
+                    let closed = tokio::time::timeout(shared.config.idle_timeout, connection.closed()).await;
+                    closed.map_or_else(|_elapsed| "the peer closed the stream".to_owned(), |error| error.to_string())
+                }
+                Stop::Ended => return,
+            };
+            shared.lost(&peer, class, key, reason).await;
+        });
+    }
+
+    /// A connection is gone: ends the session it belonged to, and dials again where that is wanted.
+    pub(crate) async fn lost(self: &Arc<Self>, peer: &Arc<Peer>, class: Class, key: u64, reason: String) {
+        let mut session = peer.session.lock().await;
+        if session.slot(class).is_none_or(|slot| slot.key != key) {
+            return;
+        }
+        session.generation = session.generation.saturating_add(1);
+        self.end_session(peer, &mut session, reason).await;
+        drop(session);
+        self.ensure_dials(peer);
+    }
+
+    /// Closes every connection of the session and tells its end.
+    pub(crate) async fn end_session(&self, peer: &Peer, session: &mut Session, reason: String) {
+        if !session.is_up() {
+            return;
+        }
+        if let Some(alive) = session.alive.take() {
+            alive.end();
+        }
+        let (code, told) = match self.is_closed() {
+            true => (close::BYE, "bye"),
+            false => (close::SESSION_OVER, reason.as_str()),
+        };
+        for class in Class::ALL {
+            let slot = session.slots.get_mut(class.index()).and_then(Option::take);
+            if let Some(slot) = slot {
+                slot.connection.close(VarInt::from_u32(code), told.as_bytes());
+                peer.link(class).detach();
+            }
+        }
+        *peer.rtt_source.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        let steady = session.since.take().is_some_and(|since| since.elapsed() >= STEADY);
+        session.failures = if steady { 0 } else { session.failures.saturating_add(1) };
+        tracing::debug!(peer = %peer.addr, reason, "a session is over");
+        self.events.tell(Event::Down { peer: peer.id, session: session.number, reason }).await;
+    }
+}
+
+/// Why a reader stopped.
+enum Stop {
+    BadFrame(String),
+    Closed(String),
+    /// The peer ended the stream between frames.
+    Finished,
+    /// The session ended elsewhere, or nobody listens.
+    Ended,
+}
+
+/// The receiving side of one connection.
+struct Reader {
+    class: Class,
+    session: u64,
+    alive: Arc<Alive>,
+    recv: RecvStream,
+    rest: Bytes,
+}
+
+/// Bytes taken from QUIC at once.
+const READ_BYTES_MAX: usize = 1 << 20;
+
+impl Reader {
+    async fn run(mut self, shared: &Shared, peer: &Peer) -> Stop {
+        let class = self.class;
+        let mut frames = FrameReader::new();
+        let mut bytes = 0usize;
+        loop {
+            let before = self.rest.len();
+            let next = frames.next_frame(class, &mut self.rest);
+            bytes = bytes.saturating_add(before.saturating_sub(self.rest.len()));
+            match next {
+                Ok(Some(frame)) => {
+                    peer.link(class).counters.received(bytes);
+                    if self.deliver(shared, peer, frame, bytes).await.is_err() {
+                        return Stop::Ended;
+                    }
+                    bytes = 0;
+                    continue;
+                }
+                Ok(None) => {}
+                Err(error) => return Stop::BadFrame(format!("a bad {class} frame: {error}")),
+            }
+            match self.recv.read_chunk(READ_BYTES_MAX, true).await {
+                Ok(Some(chunk)) => self.rest = chunk.bytes,
+                Ok(None) if frames.at_boundary() => return Stop::Finished,
+                Ok(None) => return Stop::BadFrame(format!("the {class} stream ended within a frame")),
+                Err(error) => return Stop::Closed(format!("reading {class} frames: {error}")),
+            }
+        }
+    }
+
+    async fn deliver(&self, shared: &Shared, peer: &Peer, frame: Frame, bytes: usize) -> Result<(), Ended> {
+        let (peer, session) = (peer.id, self.session);
+        match frame {
+            Frame::Control(message) => {
+                if message.body.is_none() {
+                    tracing::debug!(%peer, "a control message of a newer version was skipped");
+                }
+                shared.events.deliver(Event::Control { peer, session, message }, bytes, &self.alive).await
+            }
+            Frame::Partials(frame) => {
+                shared.partials.deliver(Inbound { peer, session, frame }, bytes, &self.alive).await
+            }
+            Frame::Bulk(frame) => shared.bulk.deliver(Inbound { peer, session, frame }, bytes, &self.alive).await,
+        }
+    }
+}
