@@ -158,7 +158,7 @@ macro_rules! conformance_cases {
             #[test]
             fn $case() {
                 let tolerance: $crate::conformance::Tolerance = $tolerance;
-                $crate::conformance::run(stringify!($case), $make(), |device| {
+                $crate::conformance::run(stringify!($case), ($make)(), |device| {
                     $crate::conformance::cases::$case(device, tolerance);
                 });
             }

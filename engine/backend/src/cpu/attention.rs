@@ -1,61 +1,173 @@
-//! Micro attention: queries against runs, giving partials.
+//! Micro attention: queries against runs, giving partials (online softmax, Milakov and Gimelshein 2018; tiles as in
+//! FlashAttention, Dao et al. 2022; the context split over threads as in Flash-Decoding, Dao et al. 2023).
+//!
+//! A call becomes tasks that each cover some rows and heads of one sequence over one span of positions. A sequence
+//! whose tasks would be too few is split over its context; the pieces are merged at the end. Rows of
+//! pieces that saw nothing have negative infinity as their log-sum-exp, within this module only: outside, the count
+//! decides.
 
+mod plan;
+mod row;
+mod tile;
+
+use super::buffer::Buffer;
+use super::simd::Isa;
 use super::threads::{Disjoint, Threads};
-use super::widen::widen;
 use super::{CpuKv, CpuTensor};
-use crate::{AttnBatch, Partials};
+use crate::{AttnBatch, AttnRows, DeviceError, Partials};
+use half::{bf16, f16};
+use lagoon_types::{DType, KvRun};
+use plan::{Plan, Task, Work};
+use std::ops::Range;
+
+/// Memory that attention keeps between calls.
+#[derive(Debug, Default)]
+pub(super) struct Scratch {
+    plan: Plan,
+    /// Pieces' outputs `[piece rows][heads * head_dim]`, then their log-sum-exps `[piece rows][heads]`.
+    pieces: Option<Buffer<f32>>,
+}
+
+/// What all tasks of a call share.
+struct Call<'a> {
+    isa: Isa,
+    batch: &'a AttnBatch<'a>,
+    q: &'a CpuTensor,
+    kv: &'a CpuKv,
+    store: &'a [u8],
+    /// Where a task with no pieces writes: the partials' rows.
+    whole: Target<'a>,
+    /// Where pieces are written.
+    pieces: Target<'a>,
+}
+
+/// Outputs `[rows][heads * head_dim]` and log-sum-exps `[rows][heads]`.
+struct Target<'a> {
+    out: Disjoint<'a, f32>,
+    lse: Disjoint<'a, f32>,
+}
+
+impl Call<'_> {
+    /// The runs' parts within `span`: first slot, first position and length.
+    fn segments(&self, seq: &AttnRows, span: &Range<u32>) -> impl Iterator<Item = KvRun> {
+        let span = span.clone();
+        self.batch.runs[seq.run0 as usize..][..seq.runs as usize].iter().filter_map(move |run| {
+            let own = run.positions();
+            let (from, to) = (own.start.max(span.start), own.end.min(span.end));
+            (from < to).then(|| KvRun { base: run.base + (from - own.start), len: to - from, first_pos: from })
+        })
+    }
+
+    /// A segment's K and V, checked to lie within the store.
+    fn bytes(&self, segment: &KvRun) -> &[u8] {
+        &self.store[self.kv.span(segment.base, segment.len as usize)]
+    }
+
+    /// Where a task writes, and its first row there.
+    fn target(&self, task: &Task) -> (&Target<'_>, usize) {
+        match task.piece_row {
+            Some(row) => (&self.pieces, row),
+            None => (&self.whole, self.batch.seqs[task.seq].row0 as usize + task.rows.start),
+        }
+    }
+
+    /// The log-sum-exp of a row that saw nothing: told apart in pieces, a plain number outside.
+    fn lse_of_none(task: &Task) -> f32 {
+        if task.piece_row.is_some() { f32::NEG_INFINITY } else { 0.0 }
+    }
+
+    fn work(&self, task: &Task) {
+        match (task.work, self.kv.shape.dtype) {
+            (Work::Row, DType::F32) => row::attend::<f32>(self, task),
+            (Work::Row, DType::F16) => row::attend::<f16>(self, task),
+            (Work::Row, DType::BF16) => row::attend::<bf16>(self, task),
+            (Work::Tile { kv_head }, DType::F32) => tile::attend::<f32>(self, task, kv_head),
+            (Work::Tile { kv_head }, DType::F16) => tile::attend::<f16>(self, task, kv_head),
+            (Work::Tile { kv_head }, DType::BF16) => tile::attend::<bf16>(self, task, kv_head),
+        }
+    }
+}
 
 /// See [`crate::Device::attention`]; counts are filled by the caller.
 pub(super) fn attention(
-    threads: &Threads,
+    (threads, isa): (&Threads, Isa),
+    scratch: &mut Scratch,
     q: &CpuTensor,
     batch: &AttnBatch<'_>,
-    kv: &CpuKv,
-    layer: usize,
+    (kv, layer): (&CpuKv, usize),
     partials: &mut Partials<CpuTensor>,
-) {
-    let geometry = batch.geometry;
-    let (heads, dim, group) = (geometry.heads as usize, geometry.head_dim as usize, geometry.group() as usize);
-    let (q_dim, kv_dim, rows) = (geometry.q_dim(), geometry.kv_dim(), batch.rows());
+) -> Result<(), DeviceError> {
+    let g = batch.geometry;
+    let (heads, q_dim, rows) = (g.heads as usize, g.q_dim(), batch.rows());
     assert!(q.cols >= q_dim && partials.out.cols == q_dim && partials.lse.cols == heads, "columns of attention");
-    let rows_of: Vec<(usize, &crate::AttnRows)> =
-        batch.seqs.iter().flat_map(|s| (0..s.rows as usize).map(move |i| (i, s))).collect();
-    let out = Disjoint::new(partials.out.head_mut(rows));
-    let lse = Disjoint::new(partials.lse.head_mut(rows));
-    let store = kv.layer(layer);
-    threads.run(rows_of.len(), |task| {
-        let (i, seq) = rows_of[task];
-        let (row, pos) = (seq.row0 as usize + i, seq.pos0 + u32::try_from(i).expect("row fits"));
-        // SAFETY: each row belongs to one task.
-        let (out, lse) =
-            unsafe { (out.slice(row * q_dim..(row + 1) * q_dim), lse.slice(row * heads..(row + 1) * heads)) };
-        out.fill(0.0);
-        let (mut max, mut sum, mut token) =
-            (vec![f32::NEG_INFINITY; heads], vec![0.0f32; heads], vec![0.0; 2 * kv_dim]);
-        let seen = lagoon_types::run::visible(pos, batch.window);
-        for run in &batch.runs[seq.run0 as usize..][..seq.runs as usize] {
-            for p in run.positions().start.max(seen.start)..run.positions().end.min(seen.end) {
-                widen(kv.shape.dtype, &store[kv.span(run.base + (p - run.first_pos), 1)], &mut token);
-                for h in 0..heads {
-                    let at = h / group * dim;
-                    let (k, v) = (&token[at..][..dim], &token[kv_dim + at..][..dim]);
-                    let query = &q.data[row * q.cols + h * dim..][..dim];
-                    let score = batch.scale * query.iter().zip(k).map(|(a, b)| a * b).sum::<f32>();
-                    let next = max[h].max(score);
-                    let (keep, weight) = ((max[h] - next).exp(), (score - next).exp());
-                    max[h] = next;
-                    sum[h] = sum[h] * keep + weight;
-                    for (out, v) in out[h * dim..][..dim].iter_mut().zip(v) {
-                        *out = *out * keep + weight * v;
-                    }
+    assert_eq!((kv.shape.kv_heads, kv.shape.head_dim), (g.kv_heads, g.head_dim), "shape of the store");
+    assert!(rows <= q.rows, "rows within the queries");
+    scratch.plan.make(batch, threads.count());
+    let piece_rows = scratch.plan.piece_rows;
+    let wanted = piece_rows * (q_dim + heads);
+    if scratch.pieces.as_ref().is_none_or(|p| p.len() < wanted) {
+        scratch.pieces = Some(Buffer::zeroed(wanted, "attention scratch")?);
+    }
+    let pieces = &mut scratch.pieces.as_mut().expect("just made")[..wanted];
+    let (piece_out, piece_lse) = pieces.split_at_mut(piece_rows * q_dim);
+    let call = Call {
+        isa,
+        batch,
+        q,
+        kv,
+        store: kv.layer(layer),
+        whole: Target {
+            out: Disjoint::new(partials.out.head_mut(rows)),
+            lse: Disjoint::new(partials.lse.head_mut(rows)),
+        },
+        pieces: Target { out: Disjoint::new(piece_out), lse: Disjoint::new(piece_lse) },
+    };
+    let plan = &scratch.plan;
+    threads.run(plan.tasks.len(), |task| call.work(&plan.tasks[task]));
+    threads.run(plan.merges.len(), |merge| call.merge(&plan.merges[merge]));
+    Ok(())
+}
+
+impl Call<'_> {
+    /// Merges the pieces of a sequence's rows, by the formulas of `lagoon_types::partial` for many parts at once.
+    fn merge(&self, merge: &plan::Merge) {
+        let g = self.batch.geometry;
+        let (heads, dim, q_dim) = (g.heads as usize, g.head_dim as usize, g.q_dim());
+        let seq = &self.batch.seqs[merge.seq];
+        for i in 0..seq.rows as usize {
+            let row = seq.row0 as usize + i;
+            // SAFETY: a merge has its sequence's rows for itself; tasks have ended.
+            let (out, lse) = unsafe {
+                (
+                    self.whole.out.slice(row * q_dim..(row + 1) * q_dim),
+                    self.whole.lse.slice(row * heads..(row + 1) * heads),
+                )
+            };
+            let piece = |p: usize| merge.piece_row + p * seq.rows as usize + i;
+            for head in 0..heads {
+                // SAFETY: pieces are only read now.
+                let part = |p: usize| unsafe {
+                    let at = piece(p) * q_dim + head * dim;
+                    (
+                        &*self.pieces.out.slice(at..at + dim),
+                        self.pieces.lse.slice(piece(p) * heads + head..piece(p) * heads + head + 1)[0],
+                    )
+                };
+                let max = (0..merge.pieces).map(|p| part(p).1).fold(f32::NEG_INFINITY, f32::max);
+                let out = &mut out[head * dim..][..dim];
+                out.fill(0.0);
+                lse[head] = 0.0;
+                if max == f32::NEG_INFINITY {
+                    continue;
                 }
+                let sum: f32 = (0..merge.pieces).map(|p| (part(p).1 - max).exp()).sum();
+                for p in 0..merge.pieces {
+                    let (values, lse) = part(p);
+                    let weight = (lse - max).exp() / sum;
+                    out.iter_mut().zip(values).for_each(|(o, v)| *o += weight * v);
+                }
+                lse[head] = max + sum.ln();
             }
         }
-        for h in 0..heads {
-            if sum[h] > 0.0 {
-                out[h * dim..][..dim].iter_mut().for_each(|v| *v /= sum[h]);
-                lse[h] = max[h] + sum[h].ln();
-            }
-        }
-    });
+    }
 }

@@ -14,7 +14,7 @@ impl Device for CpuDevice {
     fn info(&self) -> DeviceInfo {
         DeviceInfo {
             backend: "cpu",
-            name: format!("host, {} threads", self.threads.count()),
+            name: format!("host, {} threads, {}", self.threads.count(), self.isa),
             software: false,
             memory_bytes: None,
         }
@@ -102,7 +102,7 @@ impl Device for CpuDevice {
         mode: Mode,
         out: &mut CpuTensor,
     ) -> Result<(), DeviceError> {
-        matmul::matmul(&self.threads, x, weight, rows, mode, out);
+        matmul::matmul((&self.threads, self.isa), x, weight, rows, mode, out);
         Ok(())
     }
 
@@ -128,8 +128,7 @@ impl Device for CpuDevice {
         out: &mut Partials<CpuTensor>,
     ) -> Result<(), DeviceError> {
         batch.fill_counts(&mut out.count);
-        attention::attention(&self.threads, q, batch, kv, layer, out);
-        Ok(())
+        attention::attention((&self.threads, self.isa), &mut self.attention, q, batch, (kv, layer), out)
     }
 
     fn merge(

@@ -1,37 +1,160 @@
-//! Matrix products with weights in their own element type.
+//! Matrix products with weights in their own element type: a few rows stream the weights ([`super::dots`]); many rows
+//! multiply panels that are widened and transposed once into cache ([`super::multiply`]).
 
-use super::threads::{Disjoint, Threads};
-use super::widen::widen;
+use super::dots::Dots;
+use super::multiply::Multiply;
+use super::pack::Transpose;
+use super::simd::{Element, Isa};
+use super::threads::{Disjoint, Threads, with_scratch};
 use super::{CpuTensor, CpuWeight};
 use crate::Mode;
+use half::{bf16, f16};
+use lagoon_types::DType;
+use std::ops::Range;
 
-/// Weight rows that one task widens and multiplies.
+/// Up to so many rows the weights are streamed; packing a panel pays for more.
+const STREAMED_ROWS: usize = 24;
+/// Bytes of weights that one task streams.
+const STREAM_BYTES: usize = 128 << 10;
+/// Weight rows of a panel: the width of a register tile, and a multiple of it for narrower vectors.
 const PANEL: usize = 64;
+/// Inner length of a panel: 64 KiB of f32 with [`PANEL`] columns.
+const DEPTH: usize = 256;
+/// Rows that are worth a panel of their own when there are fewer panels than threads.
+const ROWS_MIN: usize = 48;
 
 /// See [`crate::Device::matmul`].
 pub(super) fn matmul(
-    threads: &Threads,
+    (threads, isa): (&Threads, Isa),
     x: &CpuTensor,
     weight: &CpuWeight,
     rows: usize,
     mode: Mode,
     out: &mut CpuTensor,
 ) {
-    let (k, n) = (weight.cols, weight.rows);
-    assert_eq!((x.cols, out.cols), (k, n), "shapes of a product");
-    assert!(rows <= x.rows, "rows within the tensor");
-    let input = x.head(rows);
-    let output = Disjoint::new(out.head_mut(rows));
-    threads.run_chunks(n, PANEL, |panel| {
-        let mut wide = vec![0.0f32; k];
-        for col in panel {
-            widen(weight.dtype, weight.row(col), &mut wide);
-            for (row, x) in input.chunks_exact(k).enumerate() {
-                // SAFETY: columns are disjoint between tasks.
-                let out = unsafe { &mut output.slice(row * n + col..row * n + col + 1)[0] };
-                let dot: f32 = x.iter().zip(&wide).map(|(x, w)| x * w).sum();
-                *out = if mode == Mode::Add { *out + dot } else { dot };
+    assert_eq!((x.cols, out.cols), (weight.cols, weight.rows), "shapes of a product");
+    let out_stride = out.cols;
+    let product = Product {
+        isa,
+        rows,
+        k: weight.cols,
+        x: x.head(rows),
+        weight,
+        out: Disjoint::new(out.head_mut(rows)),
+        out_stride,
+        add: mode == Mode::Add,
+    };
+    if rows <= STREAMED_ROWS {
+        let chunk = (STREAM_BYTES / weight.row_bytes().max(1)).clamp(4, weight.rows.div_ceil(threads.count()).max(4));
+        threads.run_chunks(weight.rows, chunk.next_multiple_of(4), |cols| product.streamed(cols));
+    } else {
+        let panels = weight.rows.div_ceil(PANEL);
+        let strips = (3 * threads.count()).div_ceil(panels).min(rows / ROWS_MIN).max(1);
+        let strip = rows.div_ceil(strips);
+        threads.run(panels * strips, |task| {
+            let (panel, strip0) = (task / strips * PANEL, task % strips * strip);
+            product.packed(panel..weight.rows.min(panel + PANEL), strip0..rows.min(strip0 + strip));
+        });
+    }
+}
+
+/// A product under way.
+struct Product<'a> {
+    isa: Isa,
+    rows: usize,
+    k: usize,
+    x: &'a [f32],
+    weight: &'a CpuWeight,
+    out: Disjoint<'a, f32>,
+    out_stride: usize,
+    add: bool,
+}
+
+impl Product<'_> {
+    /// Columns `cols` of the result, streaming their weights.
+    fn streamed(&self, cols: Range<usize>) {
+        for (span, bytes) in self.weight.stretches(cols) {
+            match self.weight.dtype {
+                DType::F32 => self.dots::<f32>(span, bytemuck::cast_slice(bytes)),
+                DType::F16 => self.dots::<f16>(span, bytemuck::cast_slice(bytes)),
+                DType::BF16 => self.dots::<bf16>(span, bytemuck::cast_slice(bytes)),
             }
         }
-    });
+    }
+
+    fn dots<E: Element>(&self, cols: Range<usize>, weights: &[E]) {
+        assert_eq!(weights.len(), cols.len() * self.k, "weights of the columns");
+        // SAFETY: the device's instruction set is supported; x holds rows of k, and only the columns `cols`, which are
+        // this task's, are written.
+        unsafe {
+            self.isa.run(Dots {
+                rows: self.rows,
+                n: cols.len(),
+                k: self.k,
+                x: self.x.as_ptr(),
+                weight: weights.as_ptr(),
+                out: self.out.as_ptr().add(cols.start),
+                out_stride: self.out_stride,
+                add: self.add,
+            });
+        }
+    }
+
+    /// Columns `cols`, at most a panel, of rows `rows`.
+    fn packed(&self, cols: Range<usize>, rows: Range<usize>) {
+        if rows.is_empty() {
+            return;
+        }
+        // Widening works on whole vectors, so a panel has room for some rows beyond.
+        with_scratch((DEPTH + 16) * PANEL, |panel| {
+            for depth in (0..self.k).step_by(DEPTH) {
+                let deep = DEPTH.min(self.k - depth);
+                self.pack(cols.clone(), depth..depth + deep, panel);
+                // SAFETY: the panel holds `deep` rows of PANEL columns; x and out hold the rows, and this task alone
+                // writes these rows and columns.
+                unsafe {
+                    Multiply {
+                        m: rows.len(),
+                        n: cols.len(),
+                        k: deep,
+                        a: self.x.as_ptr().add(rows.start * self.k + depth),
+                        a_stride: self.k,
+                        b: panel.as_ptr(),
+                        b_stride: PANEL,
+                        c: self.out.as_ptr().add(rows.start * self.out_stride + cols.start),
+                        c_stride: self.out_stride,
+                        add: self.add || depth > 0,
+                    }
+                    .run_on(self.isa);
+                }
+            }
+        });
+    }
+
+    /// Widens columns `depth` of weight rows `cols` into `panel[depth][PANEL]`.
+    fn pack(&self, cols: Range<usize>, depth: Range<usize>, panel: &mut [f32]) {
+        for (span, bytes) in self.weight.stretches(cols.clone()) {
+            let panel = &mut panel[span.start - cols.start..];
+            match self.weight.dtype {
+                DType::F32 => self.transpose::<f32>(span.len(), bytemuck::cast_slice(bytes), depth.clone(), panel),
+                DType::F16 => self.transpose::<f16>(span.len(), bytemuck::cast_slice(bytes), depth.clone(), panel),
+                DType::BF16 => self.transpose::<bf16>(span.len(), bytemuck::cast_slice(bytes), depth.clone(), panel),
+            }
+        }
+    }
+
+    fn transpose<E: Element>(&self, rows: usize, weights: &[E], depth: Range<usize>, panel: &mut [f32]) {
+        assert!(weights.len() == rows * self.k && panel.len() >= (depth.len() + 16) * PANEL - PANEL + rows);
+        // SAFETY: the weights hold `rows` rows of k, and the panel their columns, with room for a vector of rows beyond.
+        unsafe {
+            self.isa.run(Transpose {
+                rows,
+                cols: depth.len(),
+                from: weights.as_ptr().add(depth.start),
+                from_stride: self.k,
+                to: panel.as_mut_ptr(),
+                to_stride: PANEL,
+            });
+        }
+    }
 }

@@ -6,14 +6,18 @@
 mod attention;
 mod buffer;
 mod device;
+mod dots;
 mod embed;
 mod gather_rows;
 mod kv;
 mod matmul;
 mod merge;
+mod multiply;
+mod pack;
 mod rms_norm;
 mod rope_append;
 mod silu_mul;
+mod simd;
 mod threads;
 mod weight;
 mod widen;
@@ -21,6 +25,7 @@ mod widen;
 use crate::DeviceError;
 use buffer::Buffer;
 pub use kv::CpuKv;
+pub use simd::Isa;
 use std::num::NonZeroUsize;
 use threads::Threads;
 pub use weight::CpuWeight;
@@ -58,6 +63,8 @@ impl CpuTensor {
 #[derive(Debug)]
 pub struct CpuDevice {
     threads: Threads,
+    isa: Isa,
+    attention: attention::Scratch,
 }
 
 impl CpuDevice {
@@ -70,7 +77,19 @@ impl CpuDevice {
     /// A device with `threads` threads (at least one).
     #[must_use]
     pub fn with_threads(threads: usize) -> Self {
-        Self { threads: Threads::new(threads.max(1)) }
+        Self { threads: Threads::new(threads.max(1)), isa: Isa::best(), attention: attention::Scratch::default() }
+    }
+
+    /// The same device with another instruction set, to test and to compare.
+    ///
+    /// # Errors
+    /// `Unsupported` if this processor lacks it.
+    pub fn with_isa(self, isa: Isa) -> Result<Self, DeviceError> {
+        if isa.is_supported() {
+            Ok(Self { isa, ..self })
+        } else {
+            Err(DeviceError::Unsupported(format!("the processor has no {isa}")))
+        }
     }
 }
 

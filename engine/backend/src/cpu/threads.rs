@@ -1,6 +1,8 @@
 //! The threads of a device, and disjoint writes from them.
 
+use super::buffer::Buffer;
 use rayon::prelude::*;
+use std::cell::RefCell;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -62,6 +64,11 @@ impl<'a, T> Disjoint<'a, T> {
         Self { ptr: slice.as_mut_ptr(), len: slice.len(), life: PhantomData }
     }
 
+    /// The first element, for kernels.
+    pub(crate) fn as_ptr(&self) -> *mut T {
+        self.ptr
+    }
+
     /// The elements of `range`.
     ///
     /// # Safety
@@ -72,4 +79,20 @@ impl<'a, T> Disjoint<'a, T> {
         // SAFETY: in bounds by the assertion, unaliased by the caller's promise.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.add(range.start), range.len()) }
     }
+}
+
+thread_local! {
+    /// Scratch of this thread; grows to the largest use and stays.
+    static SCRATCH: RefCell<Option<Buffer<f32>>> = const { RefCell::new(None) };
+}
+
+/// Lends `len` elements of this thread's scratch, aligned to cache lines, holding whatever was left there. Not for
+/// nested use.
+pub(crate) fn with_scratch<R>(len: usize, work: impl FnOnce(&mut [f32]) -> R) -> R {
+    SCRATCH.with_borrow_mut(|scratch| {
+        if scratch.as_ref().is_none_or(|s| s.len() < len) {
+            *scratch = Some(Buffer::zeroed(len, "scratch").expect("a thread's scratch, of a megabyte or so, fits"));
+        }
+        work(&mut scratch.as_mut().expect("just made")[..len])
+    })
 }

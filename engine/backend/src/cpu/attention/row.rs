@@ -1,0 +1,301 @@
+//! One query row over a span: every key and value is read once from memory, for all heads that share it.
+
+use super::super::simd::math::{exp, scale, widen_padded};
+use super::super::simd::{Element, Kernel, Simd};
+use super::super::threads::with_scratch;
+use super::{Call, Task};
+
+/// Tokens whose scores are kept before their values are weighted; a multiple of every vector length.
+const TILE: usize = 32;
+/// Query heads whose sums are held in registers together.
+const GROUP: usize = 4;
+/// The running maximum before any score.
+const MAX_START: f32 = -1e30;
+
+/// Attends one row over `task.span`.
+pub(super) fn attend<E: Element>(call: &Call<'_>, task: &Task) {
+    let g = call.batch.geometry;
+    let seq = &call.batch.seqs[task.seq];
+    let (heads, dim, q_dim) = (g.heads as usize, g.head_dim as usize, g.q_dim());
+    // Room for whole vectors of any length.
+    let padded = dim.next_multiple_of(16);
+    let (target, row) = call.target(task);
+    // SAFETY: tasks write disjoint rows of their targets.
+    let (out, lse) =
+        unsafe { (target.out.slice(row * q_dim..(row + 1) * q_dim), target.lse.slice(row * heads..(row + 1) * heads)) };
+    let query = &call.q.data[(seq.row0 as usize + task.rows.start) * call.q.cols..][..q_dim];
+    with_scratch(2 * heads * padded + heads * TILE + GROUP * 16 * 16 + 2 * heads, |scratch| {
+        let (q, rest) = scratch.split_at_mut(heads * padded);
+        let (sums, rest) = rest.split_at_mut(heads * padded);
+        let (scores, rest) = rest.split_at_mut(heads * TILE);
+        let (products, rest) = rest.split_at_mut(GROUP * 16 * 16);
+        let (max, total) = rest.split_at_mut(heads);
+        sums.fill(0.0);
+        max.fill(MAX_START);
+        total.fill(0.0);
+        let mut state = Row {
+            kv_heads: g.kv_heads as usize,
+            group: g.group() as usize,
+            dim,
+            padded,
+            q: q.as_mut_ptr(),
+            sums: sums.as_mut_ptr(),
+            scores: scores.as_mut_ptr(),
+            products: products.as_mut_ptr(),
+            max: max.as_mut_ptr(),
+            total: total.as_mut_ptr(),
+        };
+        // SAFETY: the device's instruction set is supported; scratch has the sizes that `Row` names.
+        unsafe { call.isa.run(Load { row: &mut state, query, scale: call.batch.scale }) };
+        for segment in call.segments(seq, &task.span) {
+            let tokens: &[E] = bytemuck::cast_slice(call.bytes(&segment));
+            // SAFETY: as above; the segment's tokens are whole.
+            unsafe { call.isa.run(Segment { row: &mut state, tokens }) };
+        }
+        for head in 0..heads {
+            let seen = total[head] > 0.0;
+            let factor = if seen { 1.0 / total[head] } else { 0.0 };
+            for (out, sum) in out[head * dim..][..dim].iter_mut().zip(&sums[head * padded..]) {
+                *out = sum * factor;
+            }
+            lse[head] = if seen { max[head] + total[head].ln() } else { Call::lse_of_none(task) };
+        }
+    });
+}
+
+/// The state of one row: pointers into scratch.
+struct Row {
+    kv_heads: usize,
+    group: usize,
+    dim: usize,
+    /// Distance of heads in `q` and `sums`: `dim` with room for whole vectors.
+    padded: usize,
+    /// `[heads][padded]`, scaled.
+    q: *mut f32,
+    /// `[heads][padded]`: weighted values so far.
+    sums: *mut f32,
+    /// `[heads][TILE]`.
+    scores: *mut f32,
+    /// `[GROUP][LANES][LANES]`: products of a head and as many keys, not yet summed across lanes.
+    products: *mut f32,
+    /// `[heads]`.
+    max: *mut f32,
+    /// `[heads]`: sum of the weights so far.
+    total: *mut f32,
+}
+
+/// Brings the scaled queries into the state.
+struct Load<'a> {
+    row: &'a mut Row,
+    query: &'a [f32],
+    scale: f32,
+}
+
+impl Kernel for Load<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        for head in 0..self.row.kv_heads * self.row.group {
+            // SAFETY: heads of `dim` go to heads of `padded`.
+            unsafe {
+                let to = self.row.q.add(head * self.row.padded);
+                widen_padded::<S, f32>(self.query.as_ptr().add(head * self.row.dim), self.row.dim, to);
+                scale::<S>(to, self.row.dim.next_multiple_of(S::LANES), self.scale);
+            }
+        }
+    }
+}
+
+/// Consecutive tokens, all of which the row sees.
+struct Segment<'a, E> {
+    row: &'a mut Row,
+    /// `[tokens][k | v][kv_heads][dim]`.
+    tokens: &'a [E],
+}
+
+impl<E: Element> Kernel for Segment<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let row = self.row;
+        let token = 2 * row.kv_heads * row.dim;
+        for tile in self.tokens.chunks(TILE * token) {
+            let n = tile.len() / token;
+            for kv_head in 0..row.kv_heads {
+                let mut head = kv_head * row.group;
+                let end = head + row.group;
+                while head < end {
+                    let heads = GROUP.min(end - head);
+                    // SAFETY: the tile has n tokens with this KV head, the state these heads.
+                    unsafe {
+                        let keys = tile.as_ptr().add(kv_head * row.dim);
+                        match heads {
+                            4 => row.tile::<S, E, 4>(keys, token, n, head),
+                            3 => row.tile::<S, E, 3>(keys, token, n, head),
+                            2 => row.tile::<S, E, 2>(keys, token, n, head),
+                            _ => row.tile::<S, E, 1>(keys, token, n, head),
+                        }
+                    }
+                    head += heads;
+                }
+            }
+        }
+    }
+}
+
+impl Row {
+    /// `n` tokens for `G` heads from `head`, whose keys begin at `keys`, `stride` elements apart.
+    #[inline(always)]
+    unsafe fn tile<S: Simd, E: Element, const G: usize>(
+        &mut self,
+        keys: *const E,
+        stride: usize,
+        n: usize,
+        head: usize,
+    ) {
+        // SAFETY: passed on.
+        unsafe {
+            for first in (0..n).step_by(S::LANES) {
+                self.products::<S, E, G>(keys, stride, first..n.min(first + S::LANES), head);
+                for g in 0..G {
+                    let scores = self.scores.add((head + g) * TILE + first);
+                    S::store(scores, S::sums(self.products.add(g * S::LANES * S::LANES)));
+                }
+            }
+            for g in 0..G {
+                self.weights::<S>(head + g, n);
+            }
+            let values = keys.add(self.kv_heads * self.dim);
+            let mut at = 0;
+            while at + 4 * S::LANES <= self.dim {
+                self.values::<S, E, G, 4>(values.add(at), stride, n, head, at);
+                at += 4 * S::LANES;
+            }
+            while at < self.dim {
+                self.values::<S, E, G, 1>(values.add(at), stride, n, head, at);
+                at += S::LANES;
+            }
+        }
+    }
+
+    /// Lane-wise products of `G` queries with the keys of `tokens`, at most a vector of them.
+    #[inline(always)]
+    unsafe fn products<S: Simd, E: Element, const G: usize>(
+        &mut self,
+        keys: *const E,
+        stride: usize,
+        tokens: std::ops::Range<usize>,
+        head: usize,
+    ) {
+        let whole = self.dim / S::LANES * S::LANES;
+        // SAFETY: keys and queries have `dim` elements; products has room for GROUP squares.
+        unsafe {
+            let q = self.q.add(head * self.padded);
+            for (slot, token) in tokens.enumerate() {
+                let key = keys.add(token * stride);
+                let ahead = key.wrapping_add(TILE * stride);
+                let mut sums = [S::splat(0.0); G];
+                let mut i = 0;
+                while i < whole {
+                    S::prefetch(ahead.wrapping_add(i).cast());
+                    S::prefetch(ahead.wrapping_add(i + self.kv_heads * self.dim).cast());
+                    let k = E::load::<S>(key.add(i));
+                    for (g, sum) in sums.iter_mut().enumerate() {
+                        *sum = S::fma(k, S::load(q.add(g * self.padded + i)), *sum);
+                    }
+                    i += S::LANES;
+                }
+                if i < self.dim {
+                    let k = E::load_part::<S>(key.add(i), self.dim - i);
+                    for (g, sum) in sums.iter_mut().enumerate() {
+                        *sum = S::fma(k, S::load(q.add(g * self.padded + i)), *sum);
+                    }
+                }
+                for (g, sum) in sums.iter().enumerate() {
+                    S::store(self.products.add((g * S::LANES + slot) * S::LANES), *sum);
+                }
+            }
+        }
+    }
+
+    /// Turns `n` scores of a head into weights, with a new maximum where there is one.
+    #[inline(always)]
+    unsafe fn weights<S: Simd>(&mut self, head: usize, n: usize) {
+        // SAFETY: scores has TILE elements a head, a whole number of vectors.
+        unsafe {
+            let scores = self.scores.add(head * TILE);
+            let end = n.next_multiple_of(S::LANES);
+            // Scores beyond the last token are of stale products.
+            for i in n..end {
+                *scores.add(i) = f32::NEG_INFINITY;
+            }
+            let mut largest = S::load(scores);
+            for i in (S::LANES..end).step_by(S::LANES) {
+                largest = S::max(largest, S::load(scores.add(i)));
+            }
+            let (largest, max) = (S::largest(largest), &mut *self.max.add(head));
+            let total = &mut *self.total.add(head);
+            if largest > *max {
+                let keep = (*max - largest).exp();
+                *max = largest;
+                *total *= keep;
+                scale::<S>(self.sums.add(head * self.padded), self.dim.next_multiple_of(S::LANES), keep);
+            }
+            let (max, mut sum) = (S::splat(*max), S::splat(0.0));
+            for i in (0..end).step_by(S::LANES) {
+                let weight = exp::<S>(S::sub(S::load(scores.add(i)), max));
+                S::store(scores.add(i), weight);
+                sum = S::add(sum, weight);
+            }
+            *total += S::sum(sum);
+        }
+    }
+
+    /// Adds `NV` vectors of the weighted values, from element `at`, to `G` heads.
+    #[inline(always)]
+    unsafe fn values<S: Simd, E: Element, const G: usize, const NV: usize>(
+        &mut self,
+        values: *const E,
+        stride: usize,
+        n: usize,
+        head: usize,
+        at: usize,
+    ) {
+        // SAFETY: each token's values have `dim - at` elements from `values`; sums are padded to whole vectors.
+        unsafe {
+            let to = self.sums.add(head * self.padded + at);
+            let weights = self.scores.add(head * TILE);
+            let mut sums = [[S::splat(0.0); NV]; G];
+            for (g, sums) in sums.iter_mut().enumerate() {
+                for (v, sum) in sums.iter_mut().enumerate() {
+                    *sum = S::load(to.add(g * self.padded + v * S::LANES));
+                }
+            }
+            let left = self.dim - at;
+            for token in 0..n {
+                let from = values.add(token * stride);
+                let mut row = [S::splat(0.0); NV];
+                for (v, row) in row.iter_mut().enumerate() {
+                    *row = if NV == 1 && left < S::LANES {
+                        E::load_part::<S>(from, left)
+                    } else {
+                        E::load::<S>(from.add(v * S::LANES))
+                    };
+                }
+                for (g, sums) in sums.iter_mut().enumerate() {
+                    let weight = S::splat(*weights.add(g * TILE + token));
+                    for (sum, row) in sums.iter_mut().zip(row) {
+                        *sum = S::fma(weight, row, *sum);
+                    }
+                }
+            }
+            for (g, sums) in sums.iter().enumerate() {
+                for (v, sum) in sums.iter().enumerate() {
+                    S::store(to.add(g * self.padded + v * S::LANES), *sum);
+                }
+            }
+        }
+    }
+}

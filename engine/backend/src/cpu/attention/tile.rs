@@ -1,0 +1,263 @@
+//! Many query rows of one KV head over a span: tiles of keys and values are widened once and multiplied by all rows
+//! with the matrix kernel; tiles that no row sees are skipped, and only tiles on an edge are masked.
+
+use super::super::multiply::Multiply;
+use super::super::pack::{Transpose, Widen};
+use super::super::simd::math::{exp, scale};
+use super::super::simd::{Element, Kernel, Simd};
+use super::super::threads::with_scratch;
+use super::{Call, Task};
+use lagoon_types::KvRun;
+use lagoon_types::run::visible;
+use std::ops::Range;
+
+/// Tokens of a tile.
+const TOKENS: usize = 64;
+/// Query rows (of all heads that share the KV head) whose scores are in flight.
+const BLOCK: usize = 24;
+/// The running maximum before any score.
+const MAX_START: f32 = -1e30;
+
+/// Attends `task.rows` of the query heads of `kv_head` over `task.span`.
+pub(super) fn attend<E: Element>(call: &Call<'_>, task: &Task, kv_head: usize) {
+    let g = call.batch.geometry;
+    let (group, dim) = (g.group() as usize, g.head_dim as usize);
+    let padded = dim.next_multiple_of(16);
+    let m = task.rows.len() * group;
+    with_scratch(2 * m * padded + 2 * (padded + 16) * TOKENS + BLOCK * TOKENS + 2 * m, |scratch| {
+        let (q, rest) = scratch.split_at_mut(m * padded);
+        let (sums, rest) = rest.split_at_mut(m * padded);
+        let (keys, rest) = rest.split_at_mut((padded + 16) * TOKENS);
+        let (values, rest) = rest.split_at_mut((padded + 16) * TOKENS);
+        let (scores, rest) = rest.split_at_mut(BLOCK * TOKENS);
+        let (max, total) = rest.split_at_mut(m);
+        sums.fill(0.0);
+        max.fill(MAX_START);
+        total.fill(0.0);
+        load(call, task, kv_head, padded, q);
+        let mut tiles = Tiles { call, task, kv_head, group, dim, padded, q, sums, keys, values, scores, max, total };
+        for segment in call.segments(&call.batch.seqs[task.seq], &task.span) {
+            for skip in (0..segment.len).step_by(TOKENS) {
+                let len = segment.len.min(skip + TOKENS as u32) - skip;
+                tiles.tile::<E>(KvRun { base: segment.base + skip, len, first_pos: segment.first_pos + skip });
+            }
+        }
+        tiles.finish();
+    });
+}
+
+/// The scaled queries, `[row][group]` by `padded`.
+fn load(call: &Call<'_>, task: &Task, kv_head: usize, padded: usize, q: &mut [f32]) {
+    let g = call.batch.geometry;
+    let (group, dim) = (g.group() as usize, g.head_dim as usize);
+    let row0 = call.batch.seqs[task.seq].row0 as usize;
+    for (i, row) in task.rows.clone().enumerate() {
+        let from = &call.q.data[(row0 + row) * call.q.cols + kv_head * group * dim..][..group * dim];
+        for (head, from) in from.chunks_exact(dim).enumerate() {
+            let to = &mut q[(i * group + head) * padded..][..dim];
+            to.iter_mut().zip(from).for_each(|(to, from)| *to = from * call.batch.scale);
+        }
+    }
+}
+
+/// The state of a task; rows here are pairs of a query row and one of its heads, `row * group + head`.
+struct Tiles<'a> {
+    call: &'a Call<'a>,
+    task: &'a Task,
+    kv_head: usize,
+    group: usize,
+    dim: usize,
+    padded: usize,
+    /// `[rows][padded]`.
+    q: &'a mut [f32],
+    /// `[rows][padded]`: weighted values so far.
+    sums: &'a mut [f32],
+    /// `[dim][TOKENS]`.
+    keys: &'a mut [f32],
+    /// `[TOKENS][padded]`.
+    values: &'a mut [f32],
+    /// `[BLOCK][TOKENS]`.
+    scores: &'a mut [f32],
+    /// `[rows]`.
+    max: &'a mut [f32],
+    /// `[rows]`: sum of the weights so far.
+    total: &'a mut [f32],
+}
+
+impl Tiles<'_> {
+    /// The position of a row of the task.
+    fn position(&self, row: usize) -> u32 {
+        let first = self.call.batch.seqs[self.task.seq].pos0;
+        first + u32::try_from(self.task.rows.start + row).expect("positions are u32")
+    }
+
+    /// The tokens of a tile that a row of the task sees.
+    fn seen(&self, row: usize, tile: &KvRun) -> Range<usize> {
+        let seen = visible(self.position(row), self.call.batch.window);
+        let clip = |pos: u32| pos.saturating_sub(tile.first_pos).min(tile.len) as usize;
+        clip(seen.start)..clip(seen.end)
+    }
+
+    /// Adds up to `TOKENS` tokens to every row that sees some of them.
+    fn tile<E: Element>(&mut self, tile: KvRun) {
+        let rows = self.task.rows.len();
+        // What rows see moves forward with their position, so that those who see anything are consecutive.
+        let first = (0..rows).find(|row| !self.seen(*row, &tile).is_empty());
+        let Some(first) = first else { return };
+        let last = (first..rows).rfind(|row| !self.seen(*row, &tile).is_empty()).unwrap_or(first);
+        self.pack::<E>(&tile);
+        let (start, end) = (first * self.group, (last + 1) * self.group);
+        for row in (start..end).step_by(BLOCK) {
+            self.block(row..end.min(row + BLOCK), &tile);
+        }
+    }
+
+    /// Widens a tile's keys, transposed, and values.
+    fn pack<E: Element>(&mut self, tile: &KvRun) {
+        let n = tile.len as usize;
+        let kv_dim = self.call.batch.geometry.kv_dim();
+        let tokens: &[E] = bytemuck::cast_slice(self.call.bytes(tile));
+        assert!(tokens.len() == n * 2 * kv_dim && n <= TOKENS, "whole tokens of a tile");
+        let from = &tokens[self.kv_head * self.dim..];
+        // SAFETY: the device's instruction set is supported; each of the n tokens has its keys at `from` and its
+        // values `kv_dim` further; both targets have room for a vector beyond `dim`.
+        unsafe {
+            self.call.isa.run(Transpose {
+                rows: n,
+                cols: self.dim,
+                from: from.as_ptr(),
+                from_stride: 2 * kv_dim,
+                to: self.keys.as_mut_ptr(),
+                to_stride: TOKENS,
+            });
+            self.call.isa.run(Widen {
+                rows: n,
+                cols: self.dim,
+                from: from[kv_dim..].as_ptr(),
+                from_stride: 2 * kv_dim,
+                to: self.values.as_mut_ptr(),
+                to_stride: self.padded,
+            });
+        }
+    }
+
+    /// Scores, weights and weighted values of some rows with the packed tile.
+    fn block(&mut self, rows: Range<usize>, tile: &KvRun) {
+        let n = tile.len as usize;
+        let (m, at) = (rows.len(), rows.start * self.padded);
+        // SAFETY: the operands are as large as their documentation says, and distinct.
+        unsafe {
+            Multiply {
+                m,
+                n: TOKENS,
+                k: self.dim,
+                a: self.q[at..].as_ptr(),
+                a_stride: self.padded,
+                b: self.keys.as_ptr(),
+                b_stride: TOKENS,
+                c: self.scores.as_mut_ptr(),
+                c_stride: TOKENS,
+                add: false,
+            }
+            .run_on(self.call.isa);
+        }
+        self.mask(&rows, tile);
+        // SAFETY: as above; a score row is whole vectors, and so is a row of sums.
+        unsafe {
+            self.call.isa.run(Softmax {
+                padded: self.padded,
+                scores: &mut self.scores[..m * TOKENS],
+                sums: &mut self.sums[at..at + m * self.padded],
+                max: &mut self.max[rows.clone()],
+                total: &mut self.total[rows],
+            });
+            Multiply {
+                m,
+                n: self.padded,
+                k: n,
+                a: self.scores.as_ptr(),
+                a_stride: TOKENS,
+                b: self.values.as_ptr(),
+                b_stride: self.padded,
+                c: self.sums[at..].as_mut_ptr(),
+                c_stride: self.padded,
+                add: true,
+            }
+            .run_on(self.call.isa);
+        }
+    }
+
+    /// Takes away the scores of tokens that a row does not see, or that are not there.
+    fn mask(&mut self, rows: &Range<usize>, tile: &KvRun) {
+        for (i, row) in rows.clone().enumerate() {
+            let seen = self.seen(row / self.group, tile);
+            if seen != (0..TOKENS) {
+                let scores = &mut self.scores[i * TOKENS..][..TOKENS];
+                scores[..seen.start].fill(f32::NEG_INFINITY);
+                scores[seen.end.max(seen.start)..].fill(f32::NEG_INFINITY);
+            }
+        }
+    }
+
+    /// Writes outputs and log-sum-exps to the task's target.
+    fn finish(&self) {
+        let g = self.call.batch.geometry;
+        let (heads, q_dim) = (g.heads as usize, g.q_dim());
+        let (target, row0) = self.call.target(self.task);
+        for row in 0..self.total.len() {
+            let (to, head) = (row0 + row / self.group, self.kv_head * self.group + row % self.group);
+            let at = to * q_dim + head * self.dim;
+            // SAFETY: tasks write disjoint rows and heads of their targets.
+            let (out, lse) = unsafe {
+                (target.out.slice(at..at + self.dim), target.lse.slice(to * heads + head..to * heads + head + 1))
+            };
+            let seen = self.total[row] > 0.0;
+            let factor = if seen { 1.0 / self.total[row] } else { 0.0 };
+            for (out, sum) in out.iter_mut().zip(&self.sums[row * self.padded..]) {
+                *out = sum * factor;
+            }
+            lse[0] = if seen { self.max[row] + self.total[row].ln() } else { Call::lse_of_none(self.task) };
+        }
+    }
+}
+
+/// Turns scores into weights, row by row, with new maxima where there are some.
+struct Softmax<'a> {
+    padded: usize,
+    scores: &'a mut [f32],
+    sums: &'a mut [f32],
+    max: &'a mut [f32],
+    total: &'a mut [f32],
+}
+
+impl Kernel for Softmax<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        for row in 0..self.max.len() {
+            // SAFETY: rows of scores and sums are whole vectors.
+            unsafe {
+                let scores = self.scores.as_mut_ptr().add(row * TOKENS);
+                let mut largest = S::load(scores);
+                for i in (S::LANES..TOKENS).step_by(S::LANES) {
+                    largest = S::max(largest, S::load(scores.add(i)));
+                }
+                let largest = S::largest(largest);
+                if largest > self.max[row] {
+                    let keep = (self.max[row] - largest).exp();
+                    self.max[row] = largest;
+                    self.total[row] *= keep;
+                    scale::<S>(self.sums.as_mut_ptr().add(row * self.padded), self.padded, keep);
+                }
+                let (max, mut sum) = (S::splat(self.max[row]), S::splat(0.0));
+                for i in (0..TOKENS).step_by(S::LANES) {
+                    let weight = exp::<S>(S::sub(S::load(scores.add(i)), max));
+                    S::store(scores.add(i), weight);
+                    sum = S::add(sum, weight);
+                }
+                self.total[row] += S::sum(sum);
+            }
+        }
+    }
+}

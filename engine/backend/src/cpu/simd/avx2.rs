@@ -1,0 +1,197 @@
+//! Eight lanes with AVX2, FMA and F16C.
+
+use super::{Kernel, Simd};
+use std::arch::x86_64::*;
+
+/// Needs AVX2, FMA and F16C.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Avx2;
+
+/// Runs the kernel compiled with these features.
+///
+/// # Safety
+/// The processor has the features, and what the kernel needs.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
+    // SAFETY: passed on.
+    unsafe { kernel.run::<Avx2>() }
+}
+
+/// Lanes below `n`.
+#[inline(always)]
+unsafe fn mask(n: usize) -> __m256i {
+    const ONES: [i32; 16] = [-1, -1, -1, -1, -1, -1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0];
+    debug_assert!(n < 8, "a part is shorter than a vector");
+    // SAFETY: eight elements from 8 - n, which is at most 8.
+    unsafe { _mm256_loadu_si256(ONES.as_ptr().add(8 - n).cast()) }
+}
+
+/// The first `n < 8` elements in a full buffer.
+#[inline(always)]
+unsafe fn part(p: *const u16, n: usize) -> [u16; 8] {
+    let mut out = [0; 8];
+    // SAFETY: n elements are valid, by the trait's contract.
+    unsafe { std::ptr::copy_nonoverlapping(p, out.as_mut_ptr(), n) };
+    out
+}
+
+// SAFETY (of all blocks below): the features are there and pointers are valid, by the trait's contract.
+impl Simd for Avx2 {
+    type V = __m256;
+    const LANES: usize = 8;
+    const TILE_VECTORS: usize = 2;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> __m256 {
+        unsafe { _mm256_set1_ps(x) }
+    }
+
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> __m256 {
+        unsafe { _mm256_loadu_ps(p) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_part(p: *const f32, n: usize) -> __m256 {
+        unsafe { _mm256_maskload_ps(p, mask(n)) }
+    }
+
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: __m256) {
+        unsafe { _mm256_storeu_ps(p, v) }
+    }
+
+    #[inline(always)]
+    unsafe fn store_part(p: *mut f32, v: __m256, n: usize) {
+        unsafe { _mm256_maskstore_ps(p, mask(n), v) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u16) -> __m256 {
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(p.cast())) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16_part(p: *const u16, n: usize) -> __m256 {
+        unsafe { Self::load_f16(part(p, n).as_ptr()) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> __m256 {
+        unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast())))) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16_part(p: *const u16, n: usize) -> __m256 {
+        unsafe { Self::load_bf16(part(p, n).as_ptr()) }
+    }
+
+    #[inline(always)]
+    unsafe fn add(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_add_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn sub(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_sub_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn mul(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_mul_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn div(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_div_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn max(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_max_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn min(a: __m256, b: __m256) -> __m256 {
+        unsafe { _mm256_min_ps(a, b) }
+    }
+
+    #[inline(always)]
+    unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
+        unsafe { _mm256_fmadd_ps(a, b, c) }
+    }
+
+    #[inline(always)]
+    unsafe fn round(a: __m256) -> __m256 {
+        unsafe { _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
+    }
+
+    #[inline(always)]
+    unsafe fn pow2(n: __m256) -> __m256 {
+        unsafe {
+            let exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<23>(exponent))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn keep_greater(a: __m256, b: __m256, x: __m256) -> __m256 {
+        unsafe { _mm256_and_ps(_mm256_cmp_ps::<_CMP_GT_OQ>(a, b), x) }
+    }
+
+    #[inline(always)]
+    unsafe fn sum(v: __m256) -> f32 {
+        unsafe {
+            let half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+            let quarter = _mm_add_ps(half, _mm_movehl_ps(half, half));
+            _mm_cvtss_f32(_mm_add_ss(quarter, _mm_movehdup_ps(quarter)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn largest(v: __m256) -> f32 {
+        unsafe {
+            let half = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+            let quarter = _mm_max_ps(half, _mm_movehl_ps(half, half));
+            _mm_cvtss_f32(_mm_max_ss(quarter, _mm_movehdup_ps(quarter)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn sums(p: *const f32) -> __m256 {
+        unsafe {
+            let at = |i: usize| _mm256_loadu_ps(p.add(i * 8));
+            let four = |i| _mm256_hadd_ps(_mm256_hadd_ps(at(i), at(i + 1)), _mm256_hadd_ps(at(i + 2), at(i + 3)));
+            // Each half of `four(i)` holds partial sums of vectors i to i + 3.
+            let (a, b) = (four(0), four(4));
+            _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
+        unsafe {
+            let mut rows = [_mm256_setzero_ps(); 8];
+            for four in 0..2 {
+                let at = |i: usize| _mm256_loadu_ps(from.add((four * 4 + i) * from_stride));
+                let (a, b, c, d) = (at(0), at(1), at(2), at(3));
+                let (ab_low, ab_high) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+                let (cd_low, cd_high) = (_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+                rows[four * 4] = _mm256_shuffle_ps::<0b01_00_01_00>(ab_low, cd_low);
+                rows[four * 4 + 1] = _mm256_shuffle_ps::<0b11_10_11_10>(ab_low, cd_low);
+                rows[four * 4 + 2] = _mm256_shuffle_ps::<0b01_00_01_00>(ab_high, cd_high);
+                rows[four * 4 + 3] = _mm256_shuffle_ps::<0b11_10_11_10>(ab_high, cd_high);
+            }
+            for i in 0..4 {
+                let (a, b) = (rows[i], rows[4 + i]);
+                _mm256_storeu_ps(to.add(i * to_stride), _mm256_permute2f128_ps::<0x20>(a, b));
+                _mm256_storeu_ps(to.add((4 + i) * to_stride), _mm256_permute2f128_ps::<0x31>(a, b));
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch(p: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+}

@@ -1,0 +1,147 @@
+//! Vectors of f32 behind one trait, chosen at run time.
+//!
+//! A [`Kernel`] is written once over [`Simd`] and compiled once for each instruction set; [`Isa::run`] enters the
+//! copy whose features the processor has. Invariant: every function between `Isa::run` and an intrinsic is
+//! `#[inline(always)]`, so that intrinsics are inlined into code compiled with their features.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod element;
+pub(crate) mod math;
+mod portable;
+
+pub(crate) use element::Element;
+use std::fmt;
+
+/// Operations on a vector of f32.
+///
+/// # Safety
+/// Every function requires that the processor has the implementation's features, and that pointers are valid for
+/// the elements that are read or written; no alignment beyond the element's is needed.
+pub(crate) trait Simd: Copy + Send + Sync + 'static {
+    /// A vector.
+    type V: Copy;
+    /// Elements of a vector.
+    const LANES: usize;
+    /// Vectors that are as wide as a tile of the matrix kernel, so that its sums stay in registers.
+    const TILE_VECTORS: usize;
+
+    unsafe fn splat(x: f32) -> Self::V;
+    unsafe fn load(p: *const f32) -> Self::V;
+    /// The first `n < LANES` elements, then zeros.
+    unsafe fn load_part(p: *const f32, n: usize) -> Self::V;
+    unsafe fn store(p: *mut f32, v: Self::V);
+    /// Only the first `n < LANES` elements.
+    unsafe fn store_part(p: *mut f32, v: Self::V, n: usize);
+    unsafe fn load_f16(p: *const u16) -> Self::V;
+    unsafe fn load_f16_part(p: *const u16, n: usize) -> Self::V;
+    unsafe fn load_bf16(p: *const u16) -> Self::V;
+    unsafe fn load_bf16_part(p: *const u16, n: usize) -> Self::V;
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
+    /// `a * b + c`.
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// To the nearest integer.
+    unsafe fn round(a: Self::V) -> Self::V;
+    /// `2^n` for integral `n` from -126 to 127.
+    unsafe fn pow2(n: Self::V) -> Self::V;
+    /// `x` where `a > b`, else zero.
+    unsafe fn keep_greater(a: Self::V, b: Self::V, x: Self::V) -> Self::V;
+    /// Sum of the elements.
+    unsafe fn sum(v: Self::V) -> f32;
+    /// Largest element.
+    unsafe fn largest(v: Self::V) -> f32;
+    /// The sums of `LANES` consecutive vectors, in order.
+    unsafe fn sums(p: *const f32) -> Self::V;
+    /// Transposes a square of `LANES` rows and columns.
+    unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize);
+    /// Asks for a cache line; any address is fine.
+    unsafe fn prefetch(p: *const u8);
+}
+
+/// Work that is compiled for every instruction set.
+pub(crate) trait Kernel {
+    type Output;
+    /// Does the work; must be `#[inline(always)]`.
+    ///
+    /// # Safety
+    /// The processor has the features of `S`; each kernel names what else it needs.
+    unsafe fn run<S: Simd>(self) -> Self::Output;
+}
+
+/// An instruction set that kernels are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Isa {
+    /// Any processor.
+    Portable,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL.
+    Avx512,
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Portable => "portable",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+        })
+    }
+}
+
+impl Isa {
+    /// The widest that this processor has.
+    #[must_use]
+    pub fn best() -> Self {
+        [Self::Avx512, Self::Avx2].into_iter().find(|isa| isa.is_supported()).unwrap_or(Self::Portable)
+    }
+
+    /// Whether this processor has it.
+    #[must_use]
+    pub fn is_supported(self) -> bool {
+        match self {
+            Self::Portable => true,
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => {
+                is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c")
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => {
+                Self::Avx2.is_supported()
+                    && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            _ => false,
+        }
+    }
+
+    /// Runs the kernel compiled for this instruction set.
+    ///
+    /// # Safety
+    /// `self` is supported, and what the kernel itself needs.
+    pub(crate) unsafe fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        // SAFETY: passed on; a device is only made with an instruction set that is supported.
+        unsafe {
+            match self {
+                #[cfg(target_arch = "x86_64")]
+                Self::Avx512 => avx512::run(kernel),
+                #[cfg(target_arch = "x86_64")]
+                Self::Avx2 => avx2::run(kernel),
+                _ => kernel.run::<portable::Portable>(),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,124 @@
+//! Every instruction set that the processor has, against plain loops.
+
+use super::*;
+use half::{bf16, f16};
+
+fn supported() -> impl Iterator<Item = Isa> {
+    [Isa::Portable, Isa::Avx2, Isa::Avx512].into_iter().filter(|isa| isa.is_supported())
+}
+
+struct Exp<'a>(&'a mut [f32]);
+
+impl Kernel for Exp<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        for chunk in self.0.chunks_exact_mut(S::LANES) {
+            // SAFETY: a chunk is a whole vector.
+            unsafe { S::store(chunk.as_mut_ptr(), math::exp::<S>(S::load(chunk.as_ptr()))) };
+        }
+    }
+}
+
+#[test]
+fn exp_is_within_2e7_of_f64() {
+    for isa in supported() {
+        let inputs: Vec<f32> = (0..160_000).map(|i| -87.29 + i as f32 * (175.0 / 160_000.0)).collect();
+        let mut got = inputs.clone();
+        // SAFETY: supported.
+        unsafe { isa.run(Exp(&mut got)) };
+        for (x, got) in inputs.iter().zip(&got) {
+            let want = f64::from(*x).exp();
+            let error = (f64::from(*got) - want).abs() / want;
+            assert!(error < 2e-7, "{isa}: exp({x}) is {got}, off by {error:e}");
+        }
+        let mut edges = [f32::NEG_INFINITY, -1e30, -88.0, 0.0, 100.0, 1e30, f32::INFINITY, -0.0].repeat(2);
+        // SAFETY: supported.
+        unsafe { isa.run(Exp(&mut edges)) };
+        assert_eq!((edges[0], edges[1], edges[2], edges[3], edges[7]), (0.0, 0.0, 0.0, 1.0, 1.0), "{isa}");
+        assert!(edges[4..7].iter().all(|v| v.is_finite() && *v > 2e38), "{isa}: {edges:?}");
+    }
+}
+
+/// Checks each operation with lanes that differ.
+struct Operations;
+
+impl Kernel for Operations {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let n = S::LANES;
+        let square: Vec<f32> = (0..n * n).map(|i| (i * i % 97) as f32 - 40.5).collect();
+        let (a, b) = (&square[..n], &square[n..2 * n]);
+        let mut out = vec![0.0; n * n];
+        // SAFETY: vectors and squares are whole.
+        unsafe {
+            let (va, vb) = (S::load(a.as_ptr()), S::load(b.as_ptr()));
+            let mut check = |v: S::V, want: &dyn Fn(usize) -> f32| {
+                S::store(out.as_mut_ptr(), v);
+                (0..n).for_each(|i| assert_eq!(out[i], want(i), "lane {i}"));
+            };
+            check(S::add(va, vb), &|i| a[i] + b[i]);
+            check(S::sub(va, vb), &|i| a[i] - b[i]);
+            check(S::mul(va, vb), &|i| a[i] * b[i]);
+            check(S::div(va, vb), &|i| a[i] / b[i]);
+            check(S::max(va, vb), &|i| a[i].max(b[i]));
+            check(S::min(va, vb), &|i| a[i].min(b[i]));
+            check(S::fma(va, vb, S::splat(0.25)), &|i| a[i] * b[i] + 0.25);
+            check(S::round(S::mul(va, S::splat(0.3))), &|i| (a[i] * 0.3).round_ties_even());
+            check(S::pow2(S::round(va)), &|i| a[i].round_ties_even().exp2());
+            check(S::keep_greater(va, vb, vb), &|i| if a[i] > b[i] { b[i] } else { 0.0 });
+            check(S::sums(square.as_ptr()), &|i| square[i * n..][..n].iter().sum());
+            assert_eq!(S::sum(va), a.iter().sum::<f32>());
+            assert_eq!(S::largest(va), a.iter().fold(f32::NEG_INFINITY, |m, v| m.max(*v)));
+            S::transpose(square.as_ptr(), n, out.as_mut_ptr(), n);
+            (0..n * n).for_each(|i| assert_eq!(out[i], square[i % n * n + i / n], "transposed element {i}"));
+        }
+        parts::<S>(&square);
+        halves::<S>(&square);
+    }
+}
+
+#[inline(always)]
+fn parts<S: Simd>(values: &[f32]) {
+    for part in 0..S::LANES {
+        // SAFETY: `exact` has the elements of the part and no more.
+        unsafe {
+            let exact = values[..part].to_vec();
+            let mut out = vec![9.0; S::LANES];
+            S::store(out.as_mut_ptr(), S::load_part(exact.as_ptr(), part));
+            (0..S::LANES).for_each(|i| assert_eq!(out[i], if i < part { values[i] } else { 0.0 }));
+            let mut out = vec![9.0; S::LANES];
+            S::store_part(out.as_mut_ptr(), S::load(values.as_ptr()), part);
+            (0..S::LANES).for_each(|i| assert_eq!(out[i], if i < part { values[i] } else { 9.0 }));
+        }
+    }
+}
+
+#[inline(always)]
+fn halves<S: Simd>(values: &[f32]) {
+    let n = S::LANES;
+    let (f, b): (Vec<f16>, Vec<bf16>) =
+        values.iter().map(|v| (f16::from_f32(*v / 7.0), bf16::from_f32(*v / 7.0))).unzip();
+    for part in 0..=n {
+        let mut out = vec![0.0; 2 * n];
+        // SAFETY: there are more elements than are read, and room for whole vectors.
+        unsafe {
+            math::widen_padded::<S, f16>(f.as_ptr(), part, out.as_mut_ptr());
+            (0..n).for_each(|i| assert_eq!(out[i], if i < part { f[i].to_f32() } else { 0.0 }));
+            out.fill(0.0);
+            math::widen_padded::<S, bf16>(b.as_ptr(), part, out.as_mut_ptr());
+            (0..n).for_each(|i| assert_eq!(out[i], if i < part { b[i].to_f32() } else { 0.0 }));
+        }
+    }
+}
+
+#[test]
+fn operations_match_plain_loops() {
+    for isa in supported() {
+        // SAFETY: supported.
+        unsafe { isa.run(Operations) };
+    }
+}
