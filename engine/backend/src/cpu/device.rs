@@ -90,7 +90,7 @@ impl Device for CpuDevice {
         rows: usize,
         out: &mut CpuTensor,
     ) -> Result<(), DeviceError> {
-        rms_norm::rms_norm(&self.threads, x, weight, eps, rows, out);
+        rms_norm::rms_norm((&self.threads, self.isa), x, weight, eps, rows, out);
         Ok(())
     }
 
@@ -142,7 +142,7 @@ impl Device for CpuDevice {
     }
 
     fn silu_mul(&mut self, x: &CpuTensor, rows: usize, out: &mut CpuTensor) -> Result<(), DeviceError> {
-        silu_mul::silu_mul(&self.threads, x, rows, out);
+        silu_mul::silu_mul((&self.threads, self.isa), x, rows, out);
         Ok(())
     }
 

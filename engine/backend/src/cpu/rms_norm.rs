@@ -1,15 +1,17 @@
 //! Root-mean-square normalisation (Zhang and Sennrich 2019).
 
+use super::simd::{Element, Isa, Kernel, Simd};
 use super::threads::{Disjoint, Threads};
-use super::widen::widen;
 use super::{CpuTensor, CpuWeight};
+use half::{bf16, f16};
+use lagoon_types::DType;
 
 /// Rows that one task normalises.
 const ROWS: usize = 16;
 
 /// See [`crate::Device::rms_norm`].
 pub(super) fn rms_norm(
-    threads: &Threads,
+    (threads, isa): (&Threads, Isa),
     x: &CpuTensor,
     weight: &CpuWeight,
     eps: f32,
@@ -18,20 +20,58 @@ pub(super) fn rms_norm(
 ) {
     let cols = x.cols;
     assert_eq!((weight.rows, weight.cols, out.cols), (1, cols, cols), "shapes of a norm");
-    let mut scale = vec![0.0; cols];
-    widen(weight.dtype, weight.row(0), &mut scale);
+    let scale = weight.row(0);
     let input = x.head(rows);
     let output = Disjoint::new(out.head_mut(rows));
     threads.run_chunks(rows, ROWS, |range| {
         // SAFETY: the ranges of rows are disjoint.
-        let output = unsafe { output.slice(range.start * cols..range.end * cols) };
-        let input = &input[range.start * cols..range.end * cols];
-        for (x, out) in input.chunks_exact(cols).zip(output.chunks_exact_mut(cols)) {
-            let squares: f32 = x.iter().map(|v| v * v).sum();
-            let factor = 1.0 / (squares / cols as f32 + eps).sqrt();
-            for ((out, x), scale) in out.iter_mut().zip(x).zip(&scale) {
-                *out = x * factor * scale;
+        let out = unsafe { output.slice(range.start * cols..range.end * cols) };
+        let x = &input[range.start * cols..range.end * cols];
+        // SAFETY: the device's instruction set is supported; x and out have whole rows of the weight's length.
+        unsafe {
+            match weight.dtype {
+                DType::F32 => isa.run(Norm::<f32> { x, scale: bytemuck::cast_slice(scale), eps, out }),
+                DType::F16 => isa.run(Norm::<f16> { x, scale: bytemuck::cast_slice(scale), eps, out }),
+                DType::BF16 => isa.run(Norm::<bf16> { x, scale: bytemuck::cast_slice(scale), eps, out }),
             }
         }
     });
+}
+
+/// Whole rows of `scale.len()` elements.
+struct Norm<'a, E> {
+    x: &'a [f32],
+    scale: &'a [E],
+    eps: f32,
+    out: &'a mut [f32],
+}
+
+impl<E: Element> Kernel for Norm<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let n = self.scale.len();
+        let (whole, part) = (n / S::LANES * S::LANES, n % S::LANES);
+        for (x, out) in self.x.chunks_exact(n).zip(self.out.chunks_exact_mut(n)) {
+            let (x, out, scale) = (x.as_ptr(), out.as_mut_ptr(), self.scale.as_ptr());
+            // SAFETY: each pointer has n elements.
+            unsafe {
+                let mut squares = S::splat(0.0);
+                for i in (0..whole).step_by(S::LANES) {
+                    let v = S::load(x.add(i));
+                    squares = S::fma(v, v, squares);
+                }
+                let rest = S::load_part(x.add(whole), part);
+                squares = S::fma(rest, rest, squares);
+                let factor = S::splat(1.0 / (S::sum(squares) / n as f32 + self.eps).sqrt());
+                for i in (0..whole).step_by(S::LANES) {
+                    let scale = E::load::<S>(scale.add(i));
+                    S::store(out.add(i), S::mul(S::mul(S::load(x.add(i)), factor), scale));
+                }
+                let scale = E::load_part::<S>(scale.add(whole), part);
+                S::store_part(out.add(whole), S::mul(S::mul(rest, factor), scale), part);
+            }
+        }
+    }
 }

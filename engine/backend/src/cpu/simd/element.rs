@@ -3,14 +3,12 @@
 use super::Simd;
 use bytemuck::Pod;
 use half::{bf16, f16};
-use lagoon_types::DType;
 
 /// An element type in memory.
 ///
 /// # Safety
 /// As for [`Simd`]: the features are there and pointers are valid for `LANES` (or `n`) elements.
 pub(crate) trait Element: Pod + Send + Sync {
-    const DTYPE: DType;
     /// `LANES` elements, widened.
     unsafe fn load<S: Simd>(p: *const Self) -> S::V;
     /// The first `n < LANES` elements, widened, then zeros.
@@ -18,8 +16,6 @@ pub(crate) trait Element: Pod + Send + Sync {
 }
 
 impl Element for f32 {
-    const DTYPE: DType = DType::F32;
-
     #[inline(always)]
     unsafe fn load<S: Simd>(p: *const Self) -> S::V {
         // SAFETY: the same contract.
@@ -34,8 +30,6 @@ impl Element for f32 {
 }
 
 impl Element for f16 {
-    const DTYPE: DType = DType::F16;
-
     #[inline(always)]
     unsafe fn load<S: Simd>(p: *const Self) -> S::V {
         // SAFETY: the same contract; f16 is a transparent u16.
@@ -50,8 +44,6 @@ impl Element for f16 {
 }
 
 impl Element for bf16 {
-    const DTYPE: DType = DType::BF16;
-
     #[inline(always)]
     unsafe fn load<S: Simd>(p: *const Self) -> S::V {
         // SAFETY: the same contract; bf16 is a transparent u16.
