@@ -14,6 +14,8 @@
 
 pub mod gmanager;
 pub mod rmanager;
+#[cfg(test)]
+mod tests;
 
 pub use gmanager::{GManager, LedgerRow};
 pub use rmanager::{BorrowFailure, BorrowId, BorrowedLease, ConfigError, LeaseEnded, Output, RManager, RManagerConfig};

@@ -21,6 +21,16 @@ pub struct LeaseEnded {
     pub lease: LeaseId,
 }
 
+/// Part of a write that goes to consecutive slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WritePiece {
+    /// First token, counted from the start of the write.
+    pub token0: u32,
+    /// Its slot in the store.
+    pub slot0: u32,
+    pub tokens: u32,
+}
+
 #[derive(Debug)]
 struct Lease {
     debtor: InstanceId,
@@ -210,24 +220,21 @@ impl Creditor {
         if lease.epoch == epoch { Ok(lease) } else { Err(RefuseCode::StaleEpoch) }
     }
 
-    /// Visits tokens `[offset, offset + tokens)` of a lease as physically consecutive pieces `(first slot, tokens)`.
-    fn pieces(&self, lease: &Lease, offset: u32, tokens: u32) -> Result<Vec<(u32, u32)>, RefuseCode> {
+    /// Tokens `[offset, offset + tokens)` of a lease, less those of freed entries, as physically consecutive pieces.
+    fn pieces(&self, lease: &Lease, offset: u32, tokens: u32) -> Result<Vec<WritePiece>, RefuseCode> {
         let bt = self.block_tokens;
-        let end = offset.checked_add(tokens).filter(|end| end.div_ceil(bt) <= lease.entries());
+        let end = offset.checked_add(tokens).filter(|end| tokens > 0 && end.div_ceil(bt) <= lease.entries());
         let end = end.ok_or(RefuseCode::OutOfRange)?;
-        if tokens == 0 || offset / bt < lease.freed {
-            return Err(RefuseCode::OutOfRange);
-        }
-        let mut pieces: Vec<(u32, u32)> = Vec::new();
-        let mut at = offset;
+        let mut pieces: Vec<WritePiece> = Vec::new();
+        let mut at = offset.max(lease.freed * bt);
         while at < end {
-            let len = (bt - at % bt).min(end - at);
-            let slot = lease.blocks[(at / bt) as usize].0 * bt + at % bt;
+            let tokens = (bt - at % bt).min(end - at);
+            let slot0 = lease.blocks[(at / bt) as usize].0 * bt + at % bt;
             match pieces.last_mut() {
-                Some((first, have)) if *first + *have == slot => *have += len,
-                _ => pieces.push((slot, len)),
+                Some(last) if last.slot0 + last.tokens == slot0 => last.tokens += tokens,
+                _ => pieces.push(WritePiece { token0: at - offset, slot0, tokens }),
             }
-            at += len;
+            at += tokens;
         }
         Ok(pieces)
     }
@@ -237,11 +244,12 @@ impl Creditor {
         if run.first_pos.checked_add(run.len).is_none_or(|end| end > limits::SEQUENCE_TOKENS_MAX) {
             return Err(RefuseCode::OutOfRange);
         }
-        let mut first_pos = run.first_pos;
-        for (base, len) in self.pieces(lease, run.offset, run.len)? {
-            out.push(KvRun { base, len, first_pos });
-            first_pos += len;
+        if run.offset < lease.freed * self.block_tokens {
+            return Err(RefuseCode::OutOfRange);
         }
+        let pieces = self.pieces(lease, run.offset, run.len)?;
+        let run_of = |p: WritePiece| KvRun { base: p.slot0, len: p.tokens, first_pos: run.first_pos + p.token0 };
+        out.extend(pieces.into_iter().map(run_of));
         Ok(())
     }
 
@@ -252,7 +260,7 @@ impl Creditor {
         layer: u32,
         offset: u32,
         tokens: u32,
-    ) -> Result<Vec<(u32, u32)>, RefuseCode> {
+    ) -> Result<Vec<WritePiece>, RefuseCode> {
         if self.written(from, key, layer)? != offset {
             return Err(RefuseCode::OutOfRange);
         }
@@ -273,12 +281,13 @@ impl Creditor {
         let mut whole = Vec::new();
         lease.hasher.write(layer as usize, bytes, &mut whole);
         let end = lease.hasher.written(layer as usize).div_ceil(self.block_tokens);
-        for block in &lease.blocks[first as usize..end as usize] {
+        lease.hasher.forget_before(lease.freed);
+        for block in &lease.blocks[first.max(lease.freed).min(end) as usize..end as usize] {
             if pool.state(*block) == BlockState::Reserved {
                 pool.mark(*block, BlockState::Filling);
             }
         }
-        lease.whole.extend(whole);
+        lease.whole.extend(whole.into_iter().filter(|(entry, _)| *entry >= lease.freed));
     }
 
     pub(super) fn seal(
@@ -290,6 +299,9 @@ impl Creditor {
         pool: &mut BlockPool,
     ) -> Result<(), RefuseCode> {
         let lease = self.find(from, key)?;
+        if entry < lease.freed {
+            return Ok(());
+        }
         let own = lease.whole.get(&entry).ok_or(RefuseCode::OutOfRange)?;
         if own != hash {
             return Err(RefuseCode::HashMismatch);

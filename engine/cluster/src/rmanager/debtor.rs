@@ -420,9 +420,7 @@ impl Debtor {
         self.borrows.values().map(of).chain(self.held.next_wake_ms()).min()
     }
 
-    /// Nothing is borrowed, negotiated or awaited.
-    #[cfg(test)]
-    pub(super) fn at_rest(&self) -> bool {
-        self.borrows.is_empty() && self.held.at_rest()
+    pub(super) fn borrowing(&self) -> usize {
+        self.borrows.len()
     }
 }

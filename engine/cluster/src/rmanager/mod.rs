@@ -19,7 +19,7 @@ mod held;
 #[cfg(test)]
 mod tests;
 
-pub use creditor::LeaseEnded;
+pub use creditor::{LeaseEnded, WritePiece};
 pub use debtor::{BorrowFailure, BorrowId, BorrowedLease, Output};
 
 use creditor::Creditor;
@@ -124,6 +124,18 @@ impl RManager {
     #[must_use]
     pub fn borrowed(&self) -> u32 {
         self.debtor.held.blocks()
+    }
+
+    /// Borrows that are being negotiated.
+    #[must_use]
+    pub fn borrowing(&self) -> usize {
+        self.debtor.borrowing()
+    }
+
+    /// Releases that creditors have not acknowledged yet.
+    #[must_use]
+    pub fn releasing(&self) -> usize {
+        self.debtor.held.releasing()
     }
 
     /// The pool, to look at.
@@ -297,17 +309,21 @@ impl RManager {
         self.creditor.iter()
     }
 
-    /// Appends the runs in own slots that a debtor's lease run is. Nothing is appended on an error.
+    /// Appends the runs in own slots that a debtor's lease run is. Nothing is appended on an error. Freed entries are
+    /// [`RefuseCode::OutOfRange`]: a debtor frees nothing that a step of its own still reads.
     pub fn resolve(&self, from: InstanceId, run: &LeaseRun, out: &mut Vec<KvRun>) -> Result<(), RefuseCode> {
         self.creditor.resolve(from, run, out)
     }
 
-    /// Where to write `tokens` tokens of `layer` at `offset` of a lease: pieces `(first slot, tokens)`, in order.
+    /// Where to write `tokens` tokens of `layer` at `offset` of a lease: physically consecutive pieces, in order.
     ///
     /// A layer is written strictly in ascending offset: `offset` must be the written length. Anything else, a
     /// repetition too, is [`RefuseCode::OutOfRange`]: the bytes may differ from those that were hashed and attended to,
     /// and bulk streams neither repeat nor reorder, so a repetition is a debtor that redid a step. Such a debtor
     /// releases the lease and writes a new one.
+    ///
+    /// Tokens of entries that the debtor has freed meanwhile are in no piece (the release of a window may overtake the
+    /// write on its way); they count as written all the same.
     ///
     /// When the write is queued, [`RManager::commit_write`] follows before any other call for this lease.
     pub fn begin_write(
@@ -318,11 +334,11 @@ impl RManager {
         layer: u32,
         offset: u32,
         tokens: u32,
-    ) -> Result<Vec<(u32, u32)>, RefuseCode> {
+    ) -> Result<Vec<WritePiece>, RefuseCode> {
         self.creditor.begin_write(from, (lease, epoch), layer, offset, tokens)
     }
 
-    /// The write that [`RManager::begin_write`] allowed is queued: `bytes` is its KV in the canonical layout.
+    /// The write that [`RManager::begin_write`] allowed is queued: `bytes` is its KV in the canonical layout, all of it.
     ///
     /// # Panics
     /// If the lease is gone or `bytes` does not continue it: the calls belong together.
@@ -336,7 +352,8 @@ impl RManager {
     }
 
     /// Seals a written entry if its content has `hash`. Idempotent. [`RefuseCode::OutOfRange`] if it is not written in
-    /// every layer.
+    /// every layer. An
+    /// entry that was freed meanwhile needs no seal: `Ok`.
     pub fn seal(
         &mut self,
         from: InstanceId,

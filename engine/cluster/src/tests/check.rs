@@ -1,0 +1,99 @@
+//! What must hold at every event of a run, and at rest.
+
+use super::node::{RESERVE, Seq};
+use super::world::World;
+use lagoon_kv::Owner;
+use lagoon_types::limits;
+use std::collections::BTreeSet;
+
+/// Ticks come up to this late.
+const TICK_SLACK_MS: u64 = 200;
+
+impl World {
+    pub(super) fn check(&self) {
+        for (n, node) in self.nodes.iter().enumerate() {
+            let pool = node.rm.pool();
+            pool.check();
+            let own: u32 = node.seqs.values().map(|s| s.table.local_blocks()).sum();
+            let lent: u32 = node.rm.lent().map(|(_, _, _, first, end)| end - first).sum();
+            assert_eq!((pool.counts().own, pool.counts().lent), (own, lent), "node {n}: blocks without a user");
+            assert!(lent <= node.rm.config().lend_blocks_max);
+            for (id, seq) in &node.seqs {
+                self.check_tiles(seq);
+                let local = seq.table.placements().iter().filter_map(|p| match p {
+                    lagoon_kv::Placement::Local(block) => Some(*block),
+                    _ => None,
+                });
+                local.for_each(|b| assert_eq!(pool.owner(b), Owner::Own(*id)));
+                if let Some((_, since_ms)) = seq.borrow {
+                    let age_ms = self.now_ms - since_ms;
+                    assert!(age_ms <= limits::BORROW_DEADLINE_MS + TICK_SLACK_MS, "a borrow hangs for {age_ms} ms");
+                }
+            }
+            let waiting = node.seqs.values().filter(|s| s.borrow.is_some()).count();
+            assert_eq!(node.rm.borrowing(), waiting, "node {n}: negotiations without a sequence");
+        }
+        self.check_lent_contains_held();
+    }
+
+    /// Every visible position is listed exactly once, here or on creditors.
+    fn check_tiles(&self, seq: &Seq) {
+        let upto = seq.table.written();
+        let first = seq.window_start() / seq.table.block_tokens() * seq.table.block_tokens();
+        let mut local = Vec::new();
+        seq.table.local_runs(upto, seq.window_start(), &mut local);
+        let mut parts: Vec<(u32, u32)> = local.iter().map(|r| (r.first_pos, r.len)).collect();
+        let remote = seq.table.remote_runs(upto, seq.window_start());
+        parts.extend(remote.values().flatten().map(|r| (r.first_pos, r.len)));
+        parts.sort_unstable();
+        let mut at = first.min(upto);
+        for (pos, len) in parts {
+            assert_eq!(pos, at, "a position is listed twice or not at all");
+            at += len;
+        }
+        assert_eq!(at, upto);
+    }
+
+    /// What debtors hold, their creditors lend to them: under the same epoch, and no entry of it freed.
+    fn check_lent_contains_held(&self) {
+        for node in &self.nodes {
+            for (creditor, lease, epoch, first, end) in node.rm.held() {
+                if self.dead_leases.contains(&lease) {
+                    continue;
+                }
+                let home = self.node_of(creditor).expect("a live lease's creditor has its number");
+                let lent = self.nodes[home].rm.lent().find(|l| l.1 == lease);
+                let (debtor, _, lent_epoch, lent_first, lent_end) = lent.expect("a held lease is lent");
+                assert_eq!((Some(debtor), lent_epoch, lent_end), (node.instance, epoch, end));
+                assert!(lent_first <= first, "a held entry was freed");
+            }
+        }
+    }
+
+    /// Nothing moves: what is lent is what is held, block for block.
+    pub(super) fn check_rest(&self) {
+        let row = |(peer, lease, epoch, first, end)| (peer, lease, epoch, first, end);
+        let mut lent = BTreeSet::new();
+        let mut held = BTreeSet::new();
+        for node in &self.nodes {
+            let me = node.instance.expect("everybody is registered at rest");
+            assert_eq!((node.rm.borrowing(), node.rm.releasing()), (0, 0));
+            lent.extend(node.rm.lent().map(row).map(|(peer, l, e, first, end)| (me, peer, l, e, first, end)));
+            held.extend(node.rm.held().map(row).map(|(peer, l, e, first, end)| (peer, me, l, e, first, end)));
+            let of_seqs: BTreeSet<_> = node.seqs.values().flat_map(|s| s.table.leases()).map(|l| l.lease).collect();
+            assert!(node.rm.held().all(|h| of_seqs.contains(&h.1)), "a lease without a sequence is held");
+        }
+        assert_eq!(lent, held);
+        assert_eq!(self.gmanager.ledger().iter().map(|r| r.blocks).sum::<u32>(), lent.iter().map(|l| l.5 - l.4).sum());
+    }
+
+    /// Nobody uses anything.
+    pub(super) fn check_empty(&self) {
+        self.check_rest();
+        for node in &self.nodes {
+            let counts = node.rm.counts();
+            assert_eq!(counts.free, counts.total);
+            assert_eq!(node.rm.lendable(), node.rm.config().lend_blocks_max.min(counts.total - RESERVE));
+        }
+    }
+}
