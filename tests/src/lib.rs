@@ -1,1 +1,27 @@
-//! The system from outside.
+//! Support for the system tests: golden models, a model on one executor, a whole pool in one thread, processes of the
+//! real binary.
+#![forbid(unsafe_code)]
+#![allow(clippy::unwrap_used, reason = "support code of tests: a failure here is a failed test")]
+#![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "small sizes of tests")]
+#![allow(clippy::print_stderr, reason = "tests tell what they skip")]
+
+pub mod golden;
+pub mod single;
+
+use std::io::Write as _;
+use std::path::PathBuf;
+
+/// The repository's root.
+#[must_use]
+pub fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
+}
+
+/// Says that a test cannot run here. CI fails unless tests/skips.toml lists it.
+pub fn skip(name: &str, reason: &str) {
+    eprintln!("SKIPPED {name}: {reason}");
+    if let Ok(path) = std::env::var("LAGOON_SKIP_LOG") {
+        let mut file = std::fs::OpenOptions::new().create(true).append(true).open(path).unwrap();
+        writeln!(file, "{name}\t{reason}").unwrap();
+    }
+}

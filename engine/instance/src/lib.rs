@@ -1,1 +1,32 @@
-//! lagoon-instance
+//! One instance as a state machine: `handle(Event, now) -> Effects`.
+//!
+//! It owns the scheduler, the rManager with its pool, the block tables of its sequences and the peers it knows; it
+//! drives a runner through [`lagoon_runner::Command`]s. It does no I/O, reads no clock and starts no thread, so the
+//! simulator runs the same code as production.
+//!
+//! Invariants, asserted here or in the layers below:
+//! * Nothing waits without a deadline: borrows, steps, peers' frames, admission.
+//! * Every accepted request ends with exactly one `Finished` or `Failed`.
+//! * Memory of a sequence in a step is never freed before the step ends.
+//! * A sequence whose remote KV is lost is computed again from its tokens; what was emitted is never emitted twice.
+#![forbid(unsafe_code)]
+
+mod admission;
+mod config;
+mod cost;
+mod event;
+mod guests;
+mod instance;
+mod peers;
+mod sequence;
+mod status;
+mod steps;
+
+pub use config::InstanceConfig;
+pub use cost::{CostModel, RemotePolicy};
+pub use event::{Effect, Event, PeerKey};
+pub use instance::Instance;
+pub use status::{InstanceStatus, SequencePlacement};
+
+/// The shell sends [`Event::Tick`] at least this often.
+pub const TICK_MS: u64 = 20;

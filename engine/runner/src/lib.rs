@@ -1,3 +1,24 @@
-//! lagoon-runner
+//! The runner: executes forward passes, DistAttention and micro attention for peers on one device.
+//!
+//! An [`Executor`] owns the device, the weights (none on a kv node) and the KV store, and runs on one thread. It is
+//! driven by [`Command`]s and answers with [`Report`]s; [`Executor::turn`] does one bounded piece of work, at most one
+//! layer of one pass, so that peers' queries are served between any two layers.
+//!
+//! What must not be here: sockets, clocks, block accounting, scheduling decisions.
+#![forbid(unsafe_code)]
 
+mod executor;
+mod guest;
+mod lane;
+mod pass;
 pub mod sampling;
+mod thread;
+mod work;
+
+pub use executor::{Executor, ExecutorConfig, Model};
+pub use guest::{GuestQuery, GuestRead, GuestWrite};
+pub use thread::{ExecutorThread, spawn};
+pub use work::{
+    Command, Fetch, GuestTag, PassError, RemotePart, RemoteWork, Report, SampleOut, SampleSpec, SeqRows, Ship,
+    StepWork, WriteSegment,
+};

@@ -105,14 +105,14 @@ impl Scheduler {
         self.running.len()
     }
 
-    /// Moves the head of the queue into the batch.
+    /// Moves a waiting sequence into the batch: the head of the queue, or one that has its memory already.
     ///
     /// # Panics
-    /// If `seq` is not the head.
+    /// If `seq` does not wait.
     pub fn admit(&mut self, seq: SeqId, lane: Lane) {
-        let head = self.waiting.pop_front().filter(|w| w.seq == seq);
-        let Some(head) = head else { panic!("{seq} is not the head of the queue") };
-        self.running.push(Running { seq, lane, tokens: head.tokens, computed: 0, in_step: false });
+        let at = self.waiting.iter().position(|w| w.seq == seq);
+        let Some(entry) = at.and_then(|at| self.waiting.remove(at)) else { panic!("{seq} does not wait") };
+        self.running.push(Running { seq, lane, tokens: entry.tokens, computed: 0, in_step: false });
     }
 
     /// Forgets a sequence, waiting or running.
@@ -132,11 +132,11 @@ impl Scheduler {
         self.running.iter().filter(move |r| r.lane == lane && !r.in_step).map(|r| (r.seq, r.tokens))
     }
 
-    /// The sequence to preempt when memory is short: the one admitted last, other than `except`, that is not in a step
-    /// and that `holds` memory worth freeing.
+    /// The sequence to preempt when memory is short: the one admitted last that is not in a step and that `holds`
+    /// memory worth freeing. It may be the very one that is short: the older one wins.
     #[must_use]
-    pub fn victim(&self, except: SeqId, holds: impl Fn(SeqId) -> bool) -> Option<SeqId> {
-        self.running.iter().rev().find(|r| r.seq != except && !r.in_step && holds(r.seq)).map(|r| r.seq)
+    pub fn victim(&self, holds: impl Fn(SeqId) -> bool) -> Option<SeqId> {
+        self.running.iter().rev().find(|r| !r.in_step && holds(r.seq)).map(|r| r.seq)
     }
 
     /// The next step of `lane`: one row for each decoding sequence, then chunks of prompts, within the row budget.
@@ -249,10 +249,10 @@ mod tests {
     fn the_victim_is_the_youngest_that_is_idle() {
         let mut s = scheduler(16);
         (1..=3).for_each(|seq| admit(&mut s, seq, 4));
-        assert_eq!(s.victim(SeqId(3), |_| true), Some(SeqId(2)));
-        assert_eq!(s.victim(SeqId(1), |seq| seq != SeqId(3)), Some(SeqId(2)));
+        assert_eq!(s.victim(|_| true), Some(SeqId(3)));
+        assert_eq!(s.victim(|seq| seq != SeqId(3)), Some(SeqId(2)));
         s.plan(Lane::Local, |seq| seq != SeqId(1));
-        assert_eq!(s.victim(SeqId(9), |_| true), Some(SeqId(1)));
+        assert_eq!(s.victim(|_| true), Some(SeqId(1)));
     }
 
     proptest! {

@@ -73,6 +73,18 @@ pub const CONTROL_REPEAT_MS: u64 = 1_000;
 pub const INSTANCE_FORGET_MS: u64 = 60_000;
 /// Time that a request may wait for admission.
 pub const ADMISSION_DEADLINE_MS: u64 = 600_000;
+/// Steps of peers that are open at once on one creditor.
+pub const GUEST_TICKETS_MAX: usize = 1024;
+/// Frames of peers that wait for KV or are on the device at once on one creditor.
+pub const GUEST_WAITING_MAX: usize = 1024;
+/// Control messages that wait for one peer to be dialled.
+pub const PEER_PENDING_MAX: usize = 256;
+/// Times that a sequence is computed again after creditors or steps failed, before it fails.
+pub const RECOVERIES_MAX: u32 = 3;
+/// Pause before a sequence that found no memory is tried again.
+pub const ADMISSION_RETRY_MS: u64 = 100;
+/// rBlocks that a growing sequence borrows at once.
+pub const GROWTH_BLOCKS: u32 = 2;
 /// Time to establish a connection to a peer.
 pub const CONNECT_DEADLINE_MS: u64 = 5_000;
 

@@ -1,0 +1,65 @@
+//! What an instance is configured with; nothing of it changes while it runs.
+
+use crate::cost::RemotePolicy;
+use lagoon_protocol::{PoolShape, Role};
+use lagoon_sched::SchedulerConfig;
+use lagoon_types::{AttentionGeometry, DType, KvShape, ModelHash};
+
+/// See the module's documentation.
+#[derive(Clone, Debug)]
+pub struct InstanceConfig {
+    /// For people.
+    pub name: String,
+    /// `ip:port` as peers reach this instance.
+    pub quic_addr: String,
+    /// `ip:port` of its HTTP server; empty if it has none.
+    pub http_addr: String,
+    /// `cpu`, `wgpu` or `cuda`.
+    pub backend: String,
+    pub role: Role,
+    /// Random per process.
+    pub incarnation: u64,
+    pub model_hash: ModelHash,
+    pub geometry: AttentionGeometry,
+    pub kv: KvShape,
+    /// Sliding window, in tokens.
+    pub window: Option<u32>,
+    /// Longest sequence that the model takes, in tokens.
+    pub max_positions: u32,
+    pub vocab: u32,
+    /// Tokens in an rBlock; the same in the whole pool.
+    pub block_tokens: u32,
+    /// Physical rBlocks of this instance.
+    pub blocks_total: u32,
+    /// Cap on what it lends, in rBlocks.
+    pub lend_blocks_max: u32,
+    /// rBlocks that it never lends: growth goes before lending.
+    pub lend_reserve_blocks: u32,
+    pub sched: SchedulerConfig,
+    pub remote: RemotePolicy,
+    /// Element type of shipped queries and partial outputs.
+    pub wire: DType,
+    /// Largest piece of fetched KV, in tokens; what the executor has scratch for.
+    pub fetch_tokens: u32,
+    /// Bandwidth to peers that the cost model assumes, in bytes per second.
+    pub link_bytes_per_s: f64,
+    /// Attention operations per second that the cost model assumes of this instance.
+    pub attention_flops: f64,
+}
+
+impl InstanceConfig {
+    /// What peers must have in common with this instance.
+    #[must_use]
+    pub fn pool_shape(&self) -> PoolShape {
+        PoolShape {
+            model_hash: self.model_hash.0.to_vec(),
+            layers: self.kv.layers,
+            heads: self.geometry.heads,
+            kv_heads: self.geometry.kv_heads,
+            head_dim: self.geometry.head_dim,
+            kv_dtype: u32::from(self.kv.dtype.code()),
+            block_tokens: self.block_tokens,
+            window: self.window.unwrap_or(0),
+        }
+    }
+}

@@ -1,0 +1,370 @@
+//! The creditor's side of DistAttention: step tickets, queries that wait for their KV, and KV that peers write and
+//! read.
+//!
+//! Everything a peer sends is validated here, above the backend: shape, lease, epoch, range, limits. A query that
+//! needs KV which has not arrived waits until it has or its deadline passes; each wait is bounded in number and time.
+
+use crate::event::{Effect, PeerKey};
+use crate::instance::Instance;
+use bytes::Bytes;
+use lagoon_backend::{AttnRows, DeviceError};
+use lagoon_protocol::{BulkFrame, PartialsFrame, RefuseCode, StepTicket};
+use lagoon_runner::{Command, GuestQuery, GuestRead, GuestTag, GuestWrite};
+use lagoon_types::limits::{GUEST_TICKETS_MAX, GUEST_WAITING_MAX, STEP_DEADLINE_MS, STEP_ROWS_MAX};
+use lagoon_types::{DType, Epoch, InstanceId, KvRun, LeaseId, LeaseRun, StepId};
+use std::collections::BTreeMap;
+
+/// A peer's step: what its layer frames refer to.
+#[derive(Debug)]
+struct Ticket {
+    dtype: DType,
+    rows: u32,
+    seqs: Vec<AttnRows>,
+    /// In this instance's slots.
+    runs: Vec<KvRun>,
+    /// `(lease, tokens that must be written)` in every queried layer.
+    needs: Vec<(LeaseId, Epoch, u32)>,
+    deadline_ms: u32,
+    /// Dropped when nothing came for so long.
+    expires_ms: u64,
+}
+
+/// A frame that waits for KV.
+#[derive(Debug)]
+enum Waiting {
+    Query { step: StepId, layer: u32, queries: Bytes },
+    Read { id: u64, lease: LeaseId, epoch: Epoch, end: u32, layer: u32, pieces: Vec<(u32, u32)> },
+}
+
+/// What a tag on the device stands for.
+#[derive(Debug)]
+enum Outstanding {
+    Query { peer: PeerKey, step: StepId, layer: u32, rows: u32 },
+    Read { peer: PeerKey, id: u64, lease: LeaseId, layer: u32, tokens: u32 },
+}
+
+/// State of the creditor's side.
+#[derive(Debug, Default)]
+pub(crate) struct Guests {
+    tickets: BTreeMap<(InstanceId, StepId), Ticket>,
+    /// In order of arrival; retried as KV arrives.
+    waiting: Vec<(PeerKey, InstanceId, u64, Waiting)>,
+    outstanding: BTreeMap<GuestTag, Outstanding>,
+    next_tag: u64,
+}
+
+type Refusal = (RefuseCode, String);
+
+fn refuse<T>(code: RefuseCode, detail: impl Into<String>) -> Result<T, Refusal> {
+    Err((code, detail.into()))
+}
+
+impl Guests {
+    fn tag(&mut self, what: Outstanding) -> GuestTag {
+        self.next_tag += 1;
+        let tag = GuestTag(self.next_tag);
+        self.outstanding.insert(tag, what);
+        tag
+    }
+
+    /// Forgets a peer's steps and waits.
+    pub(crate) fn forget(&mut self, instance: InstanceId) {
+        self.tickets.retain(|(from, _), _| *from != instance);
+        self.waiting.retain(|(_, from, _, _)| *from != instance);
+    }
+
+    /// Forgets the steps that attend to a lease whose blocks are about to be free.
+    pub(crate) fn forget_lease(&mut self, instance: InstanceId, lease: LeaseId) {
+        self.tickets.retain(|(from, _), t| *from != instance || t.needs.iter().all(|(l, _, _)| *l != lease));
+        self.waiting
+            .retain(|(_, from, _, w)| !matches!(w, Waiting::Read { lease: l, .. } if *l == lease && *from == instance));
+    }
+
+    /// Frames of peers that wait or are on the device.
+    pub(crate) fn load(&self) -> usize {
+        self.waiting.len() + self.outstanding.len()
+    }
+}
+
+impl Instance {
+    /// A frame of the partials class that concerns this instance as creditor.
+    pub(crate) fn on_guest_partials(&mut self, peer: PeerKey, from: InstanceId, frame: PartialsFrame) {
+        let (step, result) = match frame {
+            PartialsFrame::Ticket(ticket) => (ticket.step, self.on_ticket(from, &ticket)),
+            PartialsFrame::Query { step, layer, rows, queries } => {
+                (step, self.on_query(peer, from, step, layer, rows, queries))
+            }
+            PartialsFrame::StepCancel { step } => {
+                self.guests.tickets.remove(&(from, step));
+                self.guests
+                    .waiting
+                    .retain(|(_, f, _, w)| !matches!(w, Waiting::Query { step: s, .. } if *f == from && *s == step));
+                return;
+            }
+            // Answers to this instance as debtor are handled by the step that waits for them.
+            PartialsFrame::Partial { .. } | PartialsFrame::Refused { .. } => return,
+        };
+        if let Err((code, detail)) = result {
+            self.guests.tickets.remove(&(from, step));
+            self.effects.push(Effect::Partials { peer, frame: PartialsFrame::Refused { step, code, detail } });
+        }
+    }
+
+    fn on_ticket(&mut self, from: InstanceId, ticket: &StepTicket) -> Result<(), Refusal> {
+        if self.guests.tickets.len() >= GUEST_TICKETS_MAX {
+            return refuse(RefuseCode::Overloaded, format!("{GUEST_TICKETS_MAX} steps of peers are open"));
+        }
+        let rows: u64 = ticket.seqs.iter().map(|s| u64::from(s.rows)).sum();
+        if rows == 0 || rows > STEP_ROWS_MAX as u64 {
+            return refuse(RefuseCode::Malformed, format!("a step has {rows} rows, not 1 to {STEP_ROWS_MAX}"));
+        }
+        let (mut seqs, mut runs, mut needs) = (Vec::new(), Vec::new(), BTreeMap::<(LeaseId, Epoch), u32>::new());
+        let mut row0 = 0;
+        for seq in &ticket.seqs {
+            let run0 = runs.len();
+            let mut end_pos = 0;
+            for run in &seq.runs {
+                if run.len == 0 || run.first_pos < end_pos || run.first_pos.checked_add(run.len).is_none() {
+                    return refuse(RefuseCode::Malformed, "a sequence's runs are not ascending");
+                }
+                end_pos = run.first_pos + run.len;
+                self.rm
+                    .resolve(from, run, &mut runs)
+                    .map_err(|code| (code, format!("{} offsets {}+{}", run.lease, run.offset, run.len)))?;
+                let need = needs.entry((run.lease, run.epoch)).or_default();
+                *need = (*need).max(run.offset + run.len);
+            }
+            let as_u32 = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+            seqs.push(AttnRows {
+                row0,
+                rows: seq.rows,
+                pos0: seq.pos0,
+                run0: as_u32(run0),
+                runs: as_u32(runs.len() - run0),
+            });
+            row0 += seq.rows;
+        }
+        let entry = Ticket {
+            dtype: ticket.dtype,
+            rows: row0,
+            seqs,
+            runs,
+            needs: needs.into_iter().map(|((lease, epoch), end)| (lease, epoch, end)).collect(),
+            deadline_ms: ticket.deadline_ms.min(u32::try_from(STEP_DEADLINE_MS).unwrap_or(u32::MAX)),
+            expires_ms: self.now_ms + 2 * STEP_DEADLINE_MS,
+        };
+        self.guests.tickets.insert((from, ticket.step), entry);
+        Ok(())
+    }
+
+    fn on_query(
+        &mut self,
+        peer: PeerKey,
+        from: InstanceId,
+        step: StepId,
+        layer: u32,
+        rows: u32,
+        queries: Bytes,
+    ) -> Result<(), Refusal> {
+        let Some(ticket) = self.guests.tickets.get_mut(&(from, step)) else {
+            // A step that was refused or cancelled: its frames under way are expected and answered already.
+            return Ok(());
+        };
+        let bytes = rows as usize * self.config.geometry.q_dim() * ticket.dtype.size();
+        if rows != ticket.rows || queries.len() != bytes || layer >= self.config.kv.layers {
+            return refuse(RefuseCode::Malformed, format!("{rows} rows, layer {layer} do not fit the ticket"));
+        }
+        if self.guests.load() >= GUEST_WAITING_MAX {
+            return refuse(RefuseCode::Overloaded, format!("{GUEST_WAITING_MAX} frames of peers wait"));
+        }
+        let ticket = &self.guests.tickets[&(from, step)];
+        let deadline = self.now_ms + u64::from(ticket.deadline_ms);
+        self.guests.waiting.push((peer, from, deadline, Waiting::Query { step, layer, queries }));
+        self.serve_waiting();
+        Ok(())
+    }
+
+    /// Starts whatever has its KV, in order of arrival.
+    pub(crate) fn serve_waiting(&mut self) {
+        let mut waiting = std::mem::take(&mut self.guests.waiting);
+        waiting.retain_mut(|(peer, from, _, frame)| !self.try_serve(*peer, *from, frame));
+        self.guests.waiting = waiting;
+    }
+
+    /// Whether the frame is done with: started, or its step is gone.
+    fn try_serve(&mut self, peer: PeerKey, from: InstanceId, frame: &mut Waiting) -> bool {
+        match frame {
+            Waiting::Query { step, layer, queries } => {
+                let Some(ticket) = self.guests.tickets.get_mut(&(from, *step)) else { return true };
+                let has = |(lease, epoch, end): &(LeaseId, Epoch, u32)| {
+                    self.rm.written(from, *lease, *epoch, *layer).is_ok_and(|written| written >= *end)
+                };
+                if !ticket.needs.iter().all(has) {
+                    return false;
+                }
+                ticket.expires_ms = self.now_ms + 2 * STEP_DEADLINE_MS;
+                let (dtype, rows) = (ticket.dtype, ticket.rows);
+                let last = *layer + 1 == self.config.kv.layers;
+                let (seqs, runs) = if last {
+                    (std::mem::take(&mut ticket.seqs), std::mem::take(&mut ticket.runs))
+                } else {
+                    (ticket.seqs.clone(), ticket.runs.clone())
+                };
+                if last {
+                    self.guests.tickets.remove(&(from, *step));
+                }
+                let tag = self.guests.tag(Outstanding::Query { peer, step: *step, layer: *layer, rows });
+                let queries = std::mem::take(queries);
+                let query = GuestQuery { tag, layer: *layer, dtype, queries, seqs, runs };
+                self.effects.push(Effect::Runner(Command::GuestQuery(query)));
+                true
+            }
+            Waiting::Read { id, lease, epoch, end, layer, pieces } => {
+                if !self.rm.written(from, *lease, *epoch, *layer).is_ok_and(|written| written >= *end) {
+                    return false;
+                }
+                let tokens = pieces.iter().map(|(_, n)| n).sum();
+                let what = Outstanding::Read { peer, id: *id, lease: *lease, layer: *layer, tokens };
+                let tag = self.guests.tag(what);
+                let read = GuestRead { tag, layer: *layer, pieces: std::mem::take(pieces) };
+                self.effects.push(Effect::Runner(Command::GuestRead(read)));
+                true
+            }
+        }
+    }
+
+    /// A frame of the bulk class that concerns this instance as creditor.
+    pub(crate) fn on_guest_bulk(&mut self, peer: PeerKey, from: InstanceId, frame: BulkFrame) {
+        let (id, lease, result) = match frame {
+            BulkFrame::Write { lease, epoch, layer, offset, tokens, kv } => {
+                (0, lease, self.on_write(from, lease, epoch, layer, offset, tokens, kv))
+            }
+            BulkFrame::Seal { lease, epoch, entry, hash } => {
+                let sealed = self.rm.seal(from, lease, epoch, entry, &hash);
+                (0, lease, sealed.map_err(|code| (code, format!("entry {entry} of {lease}"))))
+            }
+            BulkFrame::Read { id, lease, epoch, layer, offset, tokens, deadline_ms } => {
+                let run = LeaseRun { lease, epoch, offset, len: tokens, first_pos: 0 };
+                (id, lease, self.on_read(peer, from, id, layer, &run, deadline_ms))
+            }
+            // Answers to this instance as debtor.
+            BulkFrame::Data { .. } | BulkFrame::Refused { .. } => return,
+        };
+        if let Err((code, detail)) = result {
+            self.effects.push(Effect::Bulk { peer, frame: BulkFrame::Refused { id, lease, code, detail } });
+        }
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "the fields of one frame")]
+    fn on_write(
+        &mut self,
+        from: InstanceId,
+        lease: LeaseId,
+        epoch: Epoch,
+        layer: u32,
+        offset: u32,
+        tokens: u32,
+        kv: Bytes,
+    ) -> Result<(), Refusal> {
+        if kv.len() as u64 != u64::from(tokens) * self.config.kv.layer_token_bytes() as u64 {
+            return refuse(RefuseCode::Malformed, format!("{} bytes are not {tokens} tokens", kv.len()));
+        }
+        let pieces = self
+            .rm
+            .begin_write(from, lease, epoch, layer, offset, tokens)
+            .map_err(|code| (code, format!("{lease} layer {layer} offsets {offset}+{tokens}")))?;
+        self.rm.commit_write(lease, layer, &kv);
+        // Entries that were freed meanwhile are leading ones: what is still wanted is a tail.
+        if let Some(first) = pieces.first() {
+            let kv = kv.slice(first.token0 as usize * self.config.kv.layer_token_bytes()..);
+            let pieces = pieces.iter().map(|p| (p.slot0, p.tokens)).collect();
+            self.effects.push(Effect::Runner(Command::GuestWrite(GuestWrite { layer, pieces, kv })));
+        }
+        self.serve_waiting();
+        Ok(())
+    }
+
+    fn on_read(
+        &mut self,
+        peer: PeerKey,
+        from: InstanceId,
+        id: u64,
+        layer: u32,
+        run: &LeaseRun,
+        deadline_ms: u32,
+    ) -> Result<(), Refusal> {
+        if layer >= self.config.kv.layers || run.len == 0 {
+            return refuse(RefuseCode::Malformed, format!("layer {layer}, {} tokens", run.len));
+        }
+        if self.guests.load() >= GUEST_WAITING_MAX {
+            return refuse(RefuseCode::Overloaded, format!("{GUEST_WAITING_MAX} frames of peers wait"));
+        }
+        let mut runs = Vec::new();
+        self.rm
+            .resolve(from, run, &mut runs)
+            .map_err(|code| (code, format!("{} offsets {}+{}", run.lease, run.offset, run.len)))?;
+        let pieces = runs.iter().map(|r| (r.base, r.len)).collect();
+        let deadline = self.now_ms + u64::from(deadline_ms).min(STEP_DEADLINE_MS);
+        let frame = Waiting::Read { id, lease: run.lease, epoch: run.epoch, end: run.offset + run.len, layer, pieces };
+        self.guests.waiting.push((peer, from, deadline, frame));
+        self.serve_waiting();
+        Ok(())
+    }
+
+    /// The device answered a guest's query.
+    pub(crate) fn on_guest_partial(&mut self, tag: GuestTag, out: Bytes, lse: Bytes, count: Bytes) {
+        if let Some(Outstanding::Query { peer, step, layer, rows }) = self.guests.outstanding.remove(&tag) {
+            let frame = PartialsFrame::Partial { step, layer, rows, out, lse, count };
+            self.effects.push(Effect::Partials { peer, frame });
+        }
+    }
+
+    /// The device answered a guest's read.
+    pub(crate) fn on_guest_kv(&mut self, tag: GuestTag, kv: Bytes) {
+        if let Some(Outstanding::Read { peer, id, layer, tokens, .. }) = self.guests.outstanding.remove(&tag) {
+            self.effects.push(Effect::Bulk { peer, frame: BulkFrame::Data { id, layer, tokens, kv } });
+        }
+    }
+
+    /// The device failed a guest.
+    pub(crate) fn on_guest_failed(&mut self, tag: GuestTag, error: &DeviceError) {
+        let (code, detail) = (RefuseCode::Device, error.to_string());
+        match self.guests.outstanding.remove(&tag) {
+            Some(Outstanding::Query { peer, step, .. }) => {
+                self.effects.push(Effect::Partials { peer, frame: PartialsFrame::Refused { step, code, detail } });
+            }
+            Some(Outstanding::Read { peer, id, lease, .. }) => {
+                self.effects.push(Effect::Bulk { peer, frame: BulkFrame::Refused { id, lease, code, detail } });
+            }
+            None => {}
+        }
+    }
+
+    /// Refuses what waited too long and forgets steps that nobody continues.
+    pub(crate) fn expire_guests(&mut self) {
+        let now = self.now_ms;
+        self.guests.tickets.retain(|_, t| t.expires_ms > now);
+        let mut waiting = std::mem::take(&mut self.guests.waiting);
+        waiting.retain(|(peer, from, deadline, frame)| {
+            if *deadline > now {
+                return true;
+            }
+            let (code, peer) = (RefuseCode::Deadline, *peer);
+            match frame {
+                Waiting::Query { step, layer, .. } => {
+                    self.guests.tickets.remove(&(*from, *step));
+                    let detail = format!("the KV of layer {layer} did not arrive in time");
+                    let frame = PartialsFrame::Refused { step: *step, code, detail };
+                    self.effects.push(Effect::Partials { peer, frame });
+                }
+                Waiting::Read { id, lease, layer, .. } => {
+                    let detail = format!("the KV of layer {layer} did not arrive in time");
+                    let frame = BulkFrame::Refused { id: *id, lease: *lease, code, detail };
+                    self.effects.push(Effect::Bulk { peer, frame });
+                }
+            }
+            false
+        });
+        self.guests.waiting = waiting;
+    }
+}

@@ -1,0 +1,338 @@
+//! The instance itself: its state, the dispatch of events, and the pump that starts whatever can start.
+
+use crate::config::InstanceConfig;
+use crate::event::{Effect, Event, PeerKey};
+use crate::guests::Guests;
+use crate::peers::Peers;
+use crate::sequence::{Hold, Sequence};
+use crate::steps::InFlight;
+use lagoon_cluster::{ConfigError, LeaseEnded, RManager, RManagerConfig};
+use lagoon_protocol::{BulkFrame, ControlBody, Link, PartialsFrame, Register, Role, VERSION_MAX, VERSION_MIN};
+use lagoon_runner::Report;
+use lagoon_sched::Scheduler;
+use lagoon_types::limits::{ADMISSION_DEADLINE_MS, HEARTBEAT_MS, LEASE_TTL_MS, QUEUE_DEFAULT};
+use lagoon_types::{FinishReason, GenerateRequest, InstanceId, Lane, RequestError, SeqId, StepId, TokenEvent};
+use std::collections::BTreeMap;
+
+/// See the crate's documentation.
+#[derive(Debug)]
+pub struct Instance {
+    pub(crate) config: InstanceConfig,
+    pub(crate) now_ms: u64,
+    /// Given by the gManager; `None` until then, or without one.
+    pub(crate) id: Option<InstanceId>,
+    /// The gManager is connected and knows this instance.
+    pub(crate) registered: bool,
+    /// rBlocks of the whole pool, this instance's included, as the gManager last said.
+    pub(crate) pool_blocks_total: u64,
+    pub(crate) sched: Scheduler,
+    pub(crate) rm: RManager,
+    pub(crate) seqs: BTreeMap<SeqId, Sequence>,
+    pub(crate) peers: Peers,
+    pub(crate) guests: Guests,
+    pub(crate) lanes: [Option<InFlight>; 2],
+    /// Reads under way: step, layer and index of the fetch.
+    pub(crate) reads: BTreeMap<u64, (StepId, u32, usize)>,
+    pub(crate) next_step: u64,
+    pub(crate) next_read: u64,
+    pub(crate) effects: Vec<Effect>,
+    heartbeat_at_ms: u64,
+}
+
+impl Instance {
+    /// An idle instance with an empty pool.
+    ///
+    /// # Errors
+    /// [`ConfigError`] for sizes that cannot work.
+    pub fn new(config: InstanceConfig) -> Result<Self, ConfigError> {
+        let rm = RManager::new(RManagerConfig {
+            blocks_total: config.blocks_total,
+            block_tokens: config.block_tokens,
+            lend_blocks_max: config.lend_blocks_max,
+            lend_reserve_blocks: config.lend_reserve_blocks,
+            shape: config.kv,
+            lease_ttl_ms: LEASE_TTL_MS,
+            incarnation: config.incarnation,
+        })?;
+        Ok(Self {
+            sched: Scheduler::new(config.sched),
+            rm,
+            now_ms: 0,
+            id: None,
+            registered: false,
+            pool_blocks_total: u64::from(config.blocks_total),
+            seqs: BTreeMap::new(),
+            peers: Peers::default(),
+            guests: Guests::default(),
+            lanes: [None, None],
+            reads: BTreeMap::new(),
+            next_step: 0,
+            next_read: 0,
+            effects: Vec::new(),
+            heartbeat_at_ms: 0,
+            config,
+        })
+    }
+
+    /// Takes one event at `now_ms` (which never goes back) and says what to do, in order.
+    pub fn handle(&mut self, event: Event, now_ms: u64) -> Vec<Effect> {
+        self.now_ms = self.now_ms.max(now_ms);
+        match event {
+            Event::Submit { seq, request } => self.on_submit(seq, request),
+            Event::Cancel { seq } => self.on_cancel(seq),
+            Event::GManagerUp => self.on_gmanager_up(),
+            Event::GManagerDown => self.registered = false,
+            Event::GManager(body) => self.on_gmanager(body),
+            Event::PeerUp { peer } => self.on_peer_up(peer),
+            Event::PeerDown { peer } | Event::SendFailed { peer } => self.on_peer_down(peer),
+            Event::Control { peer, body } => self.on_control(peer, body),
+            Event::Partials { peer, frame } => self.on_partials(peer, frame),
+            Event::Bulk { peer, frame } => self.on_bulk(peer, frame),
+            Event::Rtt { peer, rtt_us } => self.on_rtt(peer, rtt_us),
+            Event::Runner(report) => self.on_report(report),
+            Event::Tick => self.on_tick(),
+        }
+        self.pump();
+        std::mem::take(&mut self.effects)
+    }
+
+    /// Starts whatever can start.
+    fn pump(&mut self) {
+        self.drain_rmanager();
+        self.admit();
+        self.grow();
+        Lane::ALL.into_iter().for_each(|lane| self.start_lane(lane));
+        self.drain_rmanager();
+    }
+
+    fn on_submit(&mut self, seq: SeqId, request: GenerateRequest) {
+        if let Err(error) = self.accept(seq, request) {
+            self.effects.push(Effect::Emit { seq, event: TokenEvent::Failed(error) });
+        }
+    }
+
+    /// Longest sequence that could be held if the whole pool were free, in tokens.
+    #[must_use]
+    pub fn pool_tokens(&self) -> u64 {
+        self.pool_blocks_total.max(u64::from(self.config.blocks_total)) * u64::from(self.config.block_tokens)
+    }
+
+    fn accept(&mut self, seq: SeqId, mut request: GenerateRequest) -> Result<(), RequestError> {
+        if self.config.role == Role::Kv {
+            return Err(RequestError::Invalid("this node lends memory only (--role kv)".to_owned()));
+        }
+        if request.prompt.is_empty() || request.max_tokens == 0 {
+            return Err(RequestError::Invalid(
+                "a request needs a prompt and at least one token to generate".to_owned(),
+            ));
+        }
+        if let Some(id) = request.prompt.iter().find(|id| **id >= self.config.vocab) {
+            return Err(RequestError::Invalid(format!(
+                "token id {id} is not in the vocabulary of {} tokens",
+                self.config.vocab
+            )));
+        }
+        let prompt_tokens = request.prompt.len() as u64;
+        let too_long = |needed_tokens, limit_tokens, limit_name| RequestError::TooLong {
+            prompt_tokens,
+            needed_tokens,
+            limit_tokens,
+            limit_name,
+        };
+        let (positions, pool) = (u64::from(self.config.max_positions), self.pool_tokens());
+        if prompt_tokens + u64::from(request.max_tokens) > positions {
+            let needed = prompt_tokens + u64::from(request.max_tokens);
+            return Err(too_long(needed, positions, "the model's context"));
+        }
+        // Under a window only the window is held, but a prompt is planned whole: the bound is the same.
+        if prompt_tokens + 1 > pool {
+            return Err(too_long(prompt_tokens + 1, pool, "the KV capacity of the whole pool"));
+        }
+        // What the pool cannot hold is not generated: the answer ends for its length.
+        let room = u32::try_from(pool - prompt_tokens).unwrap_or(u32::MAX);
+        request.max_tokens = request.max_tokens.min(room);
+        let tokens = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
+        self.sched
+            .enqueue(seq, tokens, self.now_ms)
+            .map_err(|full| RequestError::QueueFull { queued: full.limit, limit: full.limit })?;
+        let admit_by = self.now_ms + ADMISSION_DEADLINE_MS;
+        self.seqs.insert(seq, Sequence::new(seq, request, self.config.block_tokens, admit_by));
+        Ok(())
+    }
+
+    fn on_cancel(&mut self, seq: SeqId) {
+        let Some(entry) = self.seqs.get_mut(&seq) else { return };
+        if self.sched.in_step(seq) {
+            entry.cancelled = true;
+        } else {
+            self.remove(seq);
+        }
+    }
+
+    /// Ends a sequence well.
+    pub(crate) fn finish(&mut self, seq: SeqId, reason: FinishReason) {
+        if let Some(entry) = self.seqs.get(&seq) {
+            let event =
+                TokenEvent::Finished { reason, prompt_tokens: entry.prompt_len, completion_tokens: entry.generated() };
+            self.effects.push(Effect::Emit { seq, event });
+        }
+        self.remove(seq);
+    }
+
+    /// Ends a sequence badly.
+    pub(crate) fn fail(&mut self, seq: SeqId, error: RequestError) {
+        self.effects.push(Effect::Emit { seq, event: TokenEvent::Failed(error) });
+        self.remove(seq);
+    }
+
+    /// Forgets a sequence that is in no step, and gives its memory back.
+    pub(crate) fn remove(&mut self, seq: SeqId) {
+        self.release_memory(seq);
+        self.sched.remove(seq);
+        self.seqs.remove(&seq);
+    }
+
+    fn on_gmanager_up(&mut self) {
+        let config = &self.config;
+        self.effects.push(Effect::ToGManager(ControlBody::Register(Register {
+            version_min: VERSION_MIN,
+            version_max: VERSION_MAX,
+            name: config.name.clone(),
+            quic_addr: config.quic_addr.clone(),
+            http_addr: config.http_addr.clone(),
+            role: config.role.into(),
+            incarnation: config.incarnation,
+            shape: Some(config.pool_shape()),
+            blocks_total: config.blocks_total,
+            backend: config.backend.clone(),
+            instance: self.id.map_or(0, |id| id.0),
+        })));
+    }
+
+    fn on_gmanager(&mut self, body: ControlBody) {
+        match body {
+            ControlBody::Registered(registered) => {
+                self.id = Some(InstanceId(registered.instance));
+                self.rm.set_instance(InstanceId(registered.instance));
+                self.registered = true;
+                self.heartbeat();
+            }
+            ControlBody::Rejected(rejected) => self.effects.push(Effect::Rejected { reason: rejected.reason }),
+            ControlBody::HeartbeatAck(ack) => {
+                if ack.known {
+                    self.pool_blocks_total = ack.pool_blocks_total;
+                } else {
+                    self.registered = false;
+                    self.on_gmanager_up();
+                }
+            }
+            ControlBody::BorrowAdvice(advice) => {
+                self.pool_blocks_total = advice.pool_blocks_total;
+                self.rm.on_advice(&advice, self.now_ms);
+            }
+            _ => {}
+        }
+    }
+
+    fn heartbeat(&mut self) {
+        self.heartbeat_at_ms = self.now_ms + HEARTBEAT_MS;
+        let links = self.peers.iter().filter(|k| k.rtt_us > 0);
+        let links = links.map(|k| Link { peer: k.instance.0, rtt_us: k.rtt_us }).collect();
+        let as_u32 = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        let (running, waiting) = (as_u32(self.sched.running_len()), as_u32(self.sched.waiting().len()));
+        let heartbeat = self.rm.heartbeat(running, waiting, links);
+        self.effects.push(Effect::ToGManager(ControlBody::Heartbeat(heartbeat)));
+    }
+
+    fn on_control(&mut self, peer: PeerKey, body: ControlBody) {
+        if let ControlBody::Hello(hello) = &body {
+            self.on_hello(peer, hello);
+            return;
+        }
+        let Some(known) = self.peers.known(peer) else {
+            let reason = "a peer must say Hello first".to_owned();
+            self.effects.push(Effect::Close { peer, reason });
+            return;
+        };
+        if let ControlBody::Rejected(rejected) = body {
+            self.effects.push(Effect::Close { peer, reason: rejected.reason });
+            return;
+        }
+        if let ControlBody::LeaseRelease(release) = &body {
+            self.guests.forget_lease(known.instance, lagoon_types::LeaseId(release.lease));
+        }
+        if let Some(body) = self.rm.on_peer_control(known.instance, body, self.now_ms) {
+            self.effects.push(Effect::Control { peer, body });
+        }
+    }
+
+    fn on_partials(&mut self, peer: PeerKey, frame: PartialsFrame) {
+        let Some(known) = self.peers.known(peer) else { return };
+        match frame {
+            PartialsFrame::Partial { step, layer, rows, out, lse, count } => {
+                self.on_partial(known.instance, step, layer, rows, out, lse, count);
+            }
+            PartialsFrame::Refused { step, code, detail } => self.on_step_refused(known.instance, step, code, &detail),
+            frame => self.on_guest_partials(peer, known.instance, frame),
+        }
+    }
+
+    fn on_bulk(&mut self, peer: PeerKey, frame: BulkFrame) {
+        let Some(known) = self.peers.known(peer) else { return };
+        match frame {
+            BulkFrame::Data { id, layer, tokens: _, kv } => self.on_fetched(id, layer, kv),
+            BulkFrame::Refused { id, lease, code, detail } => {
+                self.on_bulk_refused(known.instance, id, lease, code, &detail);
+            }
+            frame => self.on_guest_bulk(peer, known.instance, frame),
+        }
+    }
+
+    fn on_report(&mut self, report: Report) {
+        match report {
+            Report::Queries { step, layer, frames } => self.on_queries(step, layer, frames),
+            Report::Written { step, layer, kv } => self.on_written(step, layer, kv),
+            Report::Done { step, lane, samples } => self.on_done(step, lane, samples),
+            Report::Failed { step, lane, error } => self.on_step_failed(step, lane, &error),
+            Report::GuestPartial { tag, out, lse, count } => self.on_guest_partial(tag, out, lse, count),
+            Report::GuestKv { tag, kv } => self.on_guest_kv(tag, kv),
+            Report::GuestFailed { tag, error } => self.on_guest_failed(tag, &error),
+        }
+    }
+
+    fn on_tick(&mut self) {
+        let now = self.now_ms;
+        let ended = self.rm.tick(now);
+        self.forget_ended(&ended);
+        self.expire_guests();
+        self.expire_dialling();
+        self.expire_steps();
+        self.expire_waiting();
+        if self.registered && now >= self.heartbeat_at_ms {
+            self.heartbeat();
+        }
+    }
+
+    /// Leases that are not lent any more: steps of peers that attend to them end.
+    pub(crate) fn forget_ended(&mut self, ended: &[LeaseEnded]) {
+        for lease in ended {
+            self.guests.forget_lease(lease.debtor, lease.lease);
+        }
+    }
+
+    /// Fails what waited for admission too long.
+    fn expire_waiting(&mut self) {
+        let now = self.now_ms;
+        let late = |w: &&lagoon_sched::Waiting| self.seqs.get(&w.seq).is_some_and(|s| s.admit_by_ms <= now);
+        let late: Vec<SeqId> = self.sched.waiting().filter(late).map(|w| w.seq).take(QUEUE_DEFAULT).collect();
+        for seq in late {
+            let message = format!("no memory became free within {} s", ADMISSION_DEADLINE_MS / 1000);
+            self.fail(seq, RequestError::Unavailable(message));
+        }
+    }
+
+    /// Whether a sequence may advance.
+    pub(crate) fn is_ready(seqs: &BTreeMap<SeqId, Sequence>, seq: SeqId) -> bool {
+        seqs.get(&seq).is_some_and(|s| s.hold == Hold::None && s.blocks.capacity_tokens() >= s.len())
+    }
+}

@@ -1,0 +1,179 @@
+//! Who is connected: transport peers, the instances they turned out to be, and control messages that wait for a
+//! connection.
+
+use crate::event::{Effect, PeerKey};
+use crate::instance::Instance;
+use lagoon_protocol::{ControlBody, Hello, PoolShape, Rejected, VERSION_MAX, VERSION_MIN};
+use lagoon_types::InstanceId;
+use lagoon_types::limits::{CONNECT_DEADLINE_MS, PEER_PENDING_MAX};
+use std::collections::BTreeMap;
+
+/// A connected instance that said Hello.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Known {
+    pub(crate) instance: InstanceId,
+    pub(crate) rtt_us: u32,
+}
+
+/// Messages for an instance that is being dialled.
+#[derive(Debug)]
+struct Dialling {
+    since_ms: u64,
+    messages: Vec<ControlBody>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Peers {
+    known: BTreeMap<PeerKey, Known>,
+    keys: BTreeMap<InstanceId, PeerKey>,
+    dialling: BTreeMap<InstanceId, Dialling>,
+}
+
+impl Peers {
+    pub(crate) fn key(&self, instance: InstanceId) -> Option<PeerKey> {
+        self.keys.get(&instance).copied()
+    }
+
+    pub(crate) fn known(&self, peer: PeerKey) -> Option<Known> {
+        self.known.get(&peer).copied()
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Known> {
+        self.known.values()
+    }
+}
+
+impl Instance {
+    pub(crate) fn hello(&self) -> Option<ControlBody> {
+        let instance = self.id?;
+        Some(ControlBody::Hello(Hello {
+            version_min: VERSION_MIN,
+            version_max: VERSION_MAX,
+            instance: instance.0,
+            incarnation: self.config.incarnation,
+            shape: Some(self.config.pool_shape()),
+        }))
+    }
+
+    /// Sends now, or dials and sends when the peer has said who it is. Messages to a peer that does not come are
+    /// dropped; what waits for their answer has a deadline.
+    pub(crate) fn send_control(&mut self, to: InstanceId, quic_addr: &str, body: ControlBody) {
+        if let Some(peer) = self.peers.key(to) {
+            self.effects.push(Effect::Control { peer, body });
+            return;
+        }
+        let now = self.now_ms;
+        let entry = self.peers.dialling.entry(to).or_insert_with(|| {
+            self.effects.push(Effect::Connect { instance: to, quic_addr: quic_addr.to_owned() });
+            Dialling { since_ms: now, messages: Vec::new() }
+        });
+        if entry.messages.len() < PEER_PENDING_MAX {
+            entry.messages.push(body);
+        }
+    }
+
+    pub(crate) fn on_peer_up(&mut self, peer: PeerKey) {
+        if let Some(body) = self.hello() {
+            self.effects.push(Effect::Control { peer, body });
+        }
+    }
+
+    pub(crate) fn on_hello(&mut self, peer: PeerKey, hello: &Hello) {
+        if let Err(reason) = self.check_hello(hello) {
+            self.effects
+                .push(Effect::Control { peer, body: ControlBody::Rejected(Rejected { reason: reason.clone() }) });
+            self.effects.push(Effect::Close { peer, reason });
+            return;
+        }
+        let instance = InstanceId(hello.instance);
+        if let Some(old) = self.peers.keys.insert(instance, peer)
+            && old != peer
+        {
+            self.forget_peer(old);
+            self.peers.keys.insert(instance, peer);
+        }
+        self.peers.known.insert(peer, Known { instance, rtt_us: 0 });
+        let ended = self.rm.on_peer_hello(instance, hello.incarnation, self.now_ms);
+        self.forget_ended(&ended);
+        if let Some(dialling) = self.peers.dialling.remove(&instance) {
+            for body in dialling.messages {
+                self.effects.push(Effect::Control { peer, body });
+            }
+        }
+    }
+
+    fn check_hello(&self, hello: &Hello) -> Result<(), String> {
+        if hello.version_min > VERSION_MAX || hello.version_max < VERSION_MIN {
+            return Err(format!(
+                "protocol versions do not meet: this instance speaks {VERSION_MIN} to {VERSION_MAX}, the peer {} to {}",
+                hello.version_min, hello.version_max
+            ));
+        }
+        let ours = self.config.pool_shape();
+        match &hello.shape {
+            Some(theirs) if *theirs == ours => Ok(()),
+            Some(theirs) => Err(shape_difference(&ours, theirs)),
+            None => Err("the peer does not say what it serves".to_owned()),
+        }
+    }
+
+    pub(crate) fn on_rtt(&mut self, peer: PeerKey, rtt_us: u32) {
+        if let Some(known) = self.peers.known.get_mut(&peer) {
+            known.rtt_us = rtt_us;
+        }
+    }
+
+    pub(crate) fn on_peer_down(&mut self, peer: PeerKey) {
+        self.forget_peer(peer);
+    }
+
+    fn forget_peer(&mut self, peer: PeerKey) {
+        let Some(known) = self.peers.known.remove(&peer) else { return };
+        self.peers.keys.remove(&known.instance);
+        self.guests.forget(known.instance);
+        self.rm.on_peer_down(known.instance, self.now_ms);
+        self.lose_creditor(known.instance, "the connection to a creditor was lost");
+    }
+
+    /// Gives up dialling peers that do not come.
+    pub(crate) fn expire_dialling(&mut self) {
+        let now = self.now_ms;
+        let gone: Vec<InstanceId> = self
+            .peers
+            .dialling
+            .iter()
+            .filter(|(_, d)| d.since_ms + CONNECT_DEADLINE_MS <= now)
+            .map(|(instance, _)| *instance)
+            .collect();
+        for instance in gone {
+            self.peers.dialling.remove(&instance);
+            self.rm.on_peer_down(instance, now);
+        }
+    }
+}
+
+/// Names the first field in which two pool shapes differ, with both values.
+fn shape_difference(ours: &PoolShape, theirs: &PoolShape) -> String {
+    let hex = |hash: &[u8]| hash.iter().take(8).map(|b| format!("{b:02x}")).collect::<String>();
+    if ours.model_hash != theirs.model_hash {
+        return format!(
+            "the models differ: this instance serves {}, the peer {}",
+            hex(&ours.model_hash),
+            hex(&theirs.model_hash)
+        );
+    }
+    let fields = [
+        ("layers", ours.layers, theirs.layers),
+        ("heads", ours.heads, theirs.heads),
+        ("kv_heads", ours.kv_heads, theirs.kv_heads),
+        ("head_dim", ours.head_dim, theirs.head_dim),
+        ("kv_dtype", ours.kv_dtype, theirs.kv_dtype),
+        ("block_tokens", ours.block_tokens, theirs.block_tokens),
+        ("window", ours.window, theirs.window),
+    ];
+    let differs = fields.iter().find(|(_, a, b)| a != b);
+    differs.map_or_else(
+        || "the pool shapes differ".to_owned(),
+        |(name, a, b)| format!("{name} differs: this instance has {a}, the peer {b}"),
+    )
+}

@@ -1,0 +1,91 @@
+//! A sequence on its debtor: its tokens, where its KV is, and what it waits for.
+
+use lagoon_cluster::BorrowId;
+use lagoon_kv::{LeaseHasher, SeqBlocks};
+use lagoon_types::{FinishReason, GenerateRequest, InstanceId, LeaseId, PhysBlock, SamplingParams, SeqId};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// rBlocks borrowed for a sequence under one lease.
+#[derive(Debug)]
+pub(crate) struct HeldLease {
+    pub(crate) entries: u32,
+    /// Content of what is written there, for the seals.
+    pub(crate) hasher: LeaseHasher,
+}
+
+/// Why a sequence does not advance.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Hold {
+    /// Nothing holds it.
+    None,
+    /// It negotiates for blocks, to be admitted or to grow.
+    Borrowing(BorrowId),
+    /// There was no memory; tried again at this time.
+    RetryAt(u64),
+}
+
+#[derive(Debug)]
+pub(crate) struct Sequence {
+    pub(crate) id: SeqId,
+    /// Prompt, then what was generated.
+    pub(crate) tokens: Vec<u32>,
+    pub(crate) prompt_len: u32,
+    pub(crate) max_tokens: u32,
+    pub(crate) sampling: Arc<SamplingParams>,
+    pub(crate) stop_ids: Vec<u32>,
+    pub(crate) return_logits: bool,
+    pub(crate) blocks: SeqBlocks,
+    pub(crate) leases: BTreeMap<(InstanceId, LeaseId), HeldLease>,
+    /// Own blocks for the newest tokens, until the older blocks are borrowed and the table can be built in order.
+    pub(crate) aside: Vec<PhysBlock>,
+    pub(crate) hold: Hold,
+    /// Times it was computed again after a failure.
+    pub(crate) recoveries: u32,
+    /// The client is gone: removed when its step ends.
+    pub(crate) cancelled: bool,
+    /// When it must have been admitted.
+    pub(crate) admit_by_ms: u64,
+}
+
+impl Sequence {
+    pub(crate) fn new(id: SeqId, request: GenerateRequest, block_tokens: u32, admit_by_ms: u64) -> Self {
+        Self {
+            id,
+            prompt_len: u32::try_from(request.prompt.len()).unwrap_or(u32::MAX),
+            tokens: request.prompt,
+            max_tokens: request.max_tokens,
+            sampling: Arc::new(request.sampling),
+            stop_ids: request.stop_ids,
+            return_logits: request.return_logits,
+            blocks: SeqBlocks::new(block_tokens),
+            leases: BTreeMap::new(),
+            aside: Vec::new(),
+            hold: Hold::None,
+            recoveries: 0,
+            cancelled: false,
+            admit_by_ms,
+        }
+    }
+
+    /// Tokens known so far.
+    pub(crate) fn len(&self) -> u32 {
+        u32::try_from(self.tokens.len()).unwrap_or(u32::MAX)
+    }
+
+    pub(crate) fn generated(&self) -> u32 {
+        self.len() - self.prompt_len
+    }
+
+    /// Takes a generated token; says whether it is the last.
+    pub(crate) fn push(&mut self, token: u32, max_positions: u32) -> Option<FinishReason> {
+        self.tokens.push(token);
+        if self.stop_ids.contains(&token) {
+            Some(FinishReason::Stop)
+        } else if self.generated() >= self.max_tokens || self.len() >= max_positions {
+            Some(FinishReason::Length)
+        } else {
+            None
+        }
+    }
+}

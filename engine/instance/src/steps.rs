@@ -1,0 +1,410 @@
+//! Steps of this instance as debtor: from a plan to work for the runner, and what travels while it runs.
+
+use crate::cost::{CostModel, RemotePolicy};
+use crate::event::Effect;
+use crate::instance::Instance;
+use bytes::Bytes;
+use lagoon_kv::Segment;
+use lagoon_protocol::{BulkFrame, PartialsFrame, RefuseCode, StepTicket, TicketSeq};
+use lagoon_runner::{
+    Command, Fetch, PassError, RemotePart, RemoteWork, SampleOut, SampleSpec, SeqRows, Ship, StepWork, WriteSegment,
+};
+use lagoon_types::limits::STEP_DEADLINE_MS;
+use lagoon_types::run::visible;
+use lagoon_types::{Chunk, InstanceId, Lane, LeaseId, LeaseRun, RequestError, SeqId, StepId, StepPlan, TokenEvent};
+use std::collections::BTreeMap;
+
+/// A step that the runner works on.
+#[derive(Debug)]
+pub(crate) struct InFlight {
+    pub(crate) step: StepId,
+    chunks: Vec<Chunk>,
+    /// Creditors that have a ticket.
+    creditors: Vec<InstanceId>,
+    fetches: Vec<Fetch>,
+    /// With the sequence that each belongs to.
+    writes: Vec<(SeqId, WriteSegment)>,
+    /// Without progress until then, the step fails. Only steps with creditors have one.
+    deadline_ms: Option<u64>,
+}
+
+impl Instance {
+    fn cost_model(&self) -> CostModel {
+        CostModel {
+            geometry: self.config.geometry,
+            kv: self.config.kv,
+            wire: self.config.wire,
+            bandwidth: self.config.link_bytes_per_s,
+            attention_rate: self.config.attention_flops,
+        }
+    }
+
+    fn fetches(&self, rows: u32, keys: u32) -> bool {
+        match self.config.remote {
+            RemotePolicy::Ship => false,
+            RemotePolicy::Fetch => true,
+            RemotePolicy::Auto => self.cost_model().prefers_fetch(rows, keys),
+        }
+    }
+
+    /// Plans and starts the next step of a lane that is idle.
+    pub(crate) fn start_lane(&mut self, lane: Lane) {
+        if self.lanes[lane.index()].is_some() {
+            return;
+        }
+        let seqs = &self.seqs;
+        let plan = self.sched.plan(lane, |seq| Self::is_ready(seqs, seq));
+        if plan.chunks.is_empty() {
+            return;
+        }
+        self.next_step += 1;
+        let step = StepId(self.next_step);
+        let (work, tickets, writes) = self.build(step, lane, &plan);
+        let mut creditors = Vec::with_capacity(tickets.len());
+        for (creditor, seqs) in tickets {
+            if let Some(peer) = self.peers.key(creditor) {
+                let deadline_ms = u32::try_from(STEP_DEADLINE_MS).unwrap_or(u32::MAX);
+                let ticket = StepTicket { step, deadline_ms, dtype: self.config.wire, seqs };
+                self.effects.push(Effect::Partials { peer, frame: PartialsFrame::Ticket(ticket) });
+            }
+            creditors.push(creditor);
+        }
+        let remote = lane == Lane::Remote;
+        self.lanes[lane.index()] = Some(InFlight {
+            step,
+            chunks: plan.chunks,
+            creditors,
+            fetches: work.remote.fetches.clone(),
+            writes,
+            deadline_ms: remote.then_some(self.now_ms + STEP_DEADLINE_MS),
+        });
+        self.effects.push(Effect::Runner(Command::Step(Box::new(work))));
+        self.request_fetches(step, 0);
+    }
+
+    /// Turns a plan into work, the tickets of its creditors and the owners of its writes.
+    #[allow(clippy::type_complexity, reason = "three results of one walk over the plan")]
+    fn build(
+        &self,
+        step: StepId,
+        lane: Lane,
+        plan: &StepPlan,
+    ) -> (StepWork, BTreeMap<InstanceId, Vec<TicketSeq>>, Vec<(SeqId, WriteSegment)>) {
+        let mut builder = Builder::new(step, lane, self.config.wire);
+        for chunk in &plan.chunks {
+            let seq = &self.seqs[&chunk.seq];
+            let end = chunk.start + chunk.len;
+            let span = chunk.start as usize..end as usize;
+            let sample = chunk.last.then(|| SampleSpec {
+                params: seq.sampling.clone(),
+                index: u64::from(seq.generated()),
+                return_logits: seq.return_logits,
+            });
+            let window_start = visible(chunk.start, self.config.window).start;
+            let mut segments = Vec::new();
+            seq.blocks.segments(chunk.start..end, &mut segments);
+            builder.rows(chunk, &seq.tokens[span], &segments);
+            let run0 = builder.work.runs.len();
+            seq.blocks.local_runs(end, window_start, &mut builder.work.runs);
+            builder.seq(chunk, run0, sample);
+            for (creditor, runs) in seq.blocks.remote_runs(chunk.start, window_start) {
+                let keys = runs.iter().map(|r| r.len).sum();
+                if self.fetches(chunk.len, keys) {
+                    builder.fetch(creditor, &runs, self.config.fetch_tokens);
+                } else {
+                    builder.ship(creditor, chunk, runs);
+                }
+            }
+        }
+        builder.finish()
+    }
+
+    /// Asks for the KV that a layer fetches.
+    fn request_fetches(&mut self, step: StepId, layer: u32) {
+        if layer >= self.config.kv.layers {
+            return;
+        }
+        let Some(flight) = self.lanes.iter().flatten().find(|f| f.step == step) else { return };
+        for (index, fetch) in flight.fetches.iter().enumerate() {
+            let Some(peer) = self.peers.key(fetch.creditor) else { continue };
+            self.next_read += 1;
+            let LeaseRun { lease, epoch, offset, len, .. } = fetch.run;
+            self.reads.insert(self.next_read, (step, layer, index));
+            let frame = BulkFrame::Read {
+                id: self.next_read,
+                lease,
+                epoch,
+                layer,
+                offset,
+                tokens: len,
+                deadline_ms: u32::try_from(STEP_DEADLINE_MS).unwrap_or(u32::MAX),
+            };
+            self.effects.push(Effect::Bulk { peer, frame });
+        }
+    }
+
+    fn flight(&mut self, step: StepId) -> Option<&mut InFlight> {
+        self.lanes.iter_mut().flatten().find(|f| f.step == step)
+    }
+
+    /// The runner has a layer's queries: they go out, and the next layer's KV is asked for.
+    pub(crate) fn on_queries(&mut self, step: StepId, layer: u32, frames: Vec<(InstanceId, u32, Bytes)>) {
+        let deadline = self.now_ms + STEP_DEADLINE_MS;
+        let Some(flight) = self.flight(step) else { return };
+        flight.deadline_ms = Some(deadline);
+        for (creditor, rows, queries) in frames {
+            if let Some(peer) = self.peers.key(creditor) {
+                let frame = PartialsFrame::Query { step, layer, rows, queries };
+                self.effects.push(Effect::Partials { peer, frame });
+            }
+        }
+        self.request_fetches(step, layer + 1);
+    }
+
+    /// The runner has a layer's KV for creditors. A range that was sent before (by a step that was aborted) is not
+    /// sent again: the creditor has it.
+    pub(crate) fn on_written(&mut self, step: StepId, layer: u32, kv: Vec<Bytes>) {
+        let token_bytes = self.config.kv.layer_token_bytes();
+        let Some(flight) = self.lanes.iter().flatten().find(|f| f.step == step) else { return };
+        for ((seq, write), kv) in flight.writes.iter().zip(kv) {
+            let Some(held) = self.seqs.get_mut(seq).and_then(|s| s.leases.get_mut(&(write.creditor, write.lease)))
+            else {
+                continue;
+            };
+            let skip = held.hasher.written(layer as usize).saturating_sub(write.offset).min(write.rows);
+            let (offset, tokens) = (write.offset + skip, write.rows - skip);
+            let Some(peer) = self.peers.key(write.creditor).filter(|_| tokens > 0) else { continue };
+            let kv = kv.slice(skip as usize * token_bytes..);
+            let mut complete = Vec::new();
+            held.hasher.write(layer as usize, &kv, &mut complete);
+            let &WriteSegment { lease, epoch, .. } = write;
+            self.effects
+                .push(Effect::Bulk { peer, frame: BulkFrame::Write { lease, epoch, layer, offset, tokens, kv } });
+            for (entry, hash) in complete {
+                self.effects.push(Effect::Bulk { peer, frame: BulkFrame::Seal { lease, epoch, entry, hash } });
+            }
+        }
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "the fields of one frame")]
+    pub(crate) fn on_partial(
+        &mut self,
+        creditor: InstanceId,
+        step: StepId,
+        layer: u32,
+        _rows: u32,
+        out: Bytes,
+        lse: Bytes,
+        count: Bytes,
+    ) {
+        if self.flight(step).is_some_and(|f| f.creditors.contains(&creditor)) {
+            let part = RemotePart { creditor, out, lse, count };
+            self.effects.push(Effect::Runner(Command::Part { step, layer, part }));
+        }
+    }
+
+    pub(crate) fn on_fetched(&mut self, id: u64, layer: u32, kv: Bytes) {
+        let Some((step, wanted, index)) = self.reads.remove(&id) else { return };
+        if wanted == layer {
+            self.effects.push(Effect::Runner(Command::Fetched { step, layer, index, kv }));
+        }
+    }
+
+    /// A creditor refuses a step: the sequences with KV there are computed again.
+    pub(crate) fn on_step_refused(&mut self, creditor: InstanceId, step: StepId, code: RefuseCode, detail: &str) {
+        if self.flight(step).is_some() {
+            self.fail_step(step, Some(creditor), &format!("{creditor} refused the step: {code:?}, {detail}"));
+        }
+    }
+
+    /// A creditor refuses KV: the lease is of no use any more.
+    pub(crate) fn on_bulk_refused(
+        &mut self,
+        creditor: InstanceId,
+        id: u64,
+        lease: LeaseId,
+        code: RefuseCode,
+        detail: &str,
+    ) {
+        self.reads.remove(&id);
+        let holder = self.seqs.values().find(|s| s.leases.contains_key(&(creditor, lease))).map(|s| s.id);
+        if let Some(seq) = holder {
+            self.lose(seq, creditor, &format!("a creditor refused KV: {code:?}, {detail}"));
+        }
+    }
+
+    /// The runner is done with a step.
+    pub(crate) fn on_done(&mut self, step: StepId, lane: Lane, samples: Vec<SampleOut>) {
+        let Some(flight) = self.lanes[lane.index()].take_if(|f| f.step == step) else { return };
+        let mut samples = samples.into_iter();
+        for chunk in &flight.chunks {
+            let Some(seq) = self.seqs.get_mut(&chunk.seq) else { continue };
+            let advance = seq.blocks.advance(chunk.len);
+            self.rm.mark_written(&advance);
+            self.sched.complete(chunk, chunk.last);
+            let sample = if chunk.last { samples.next() } else { None };
+            if seq.cancelled {
+                self.remove(chunk.seq);
+                continue;
+            }
+            let Some(sample) = sample else { continue };
+            assert_eq!(sample.seq, chunk.seq, "samples come in the order of the plan");
+            let end = seq.push(sample.token, self.config.max_positions);
+            let event = TokenEvent::Token { id: sample.token, logprobs: sample.logprobs, logits: sample.logits };
+            self.effects.push(Effect::Emit { seq: chunk.seq, event });
+            if let Some(reason) = end {
+                self.finish(chunk.seq, reason);
+            }
+        }
+    }
+
+    /// The runner could not finish a step: its device or a peer's answer is at fault.
+    pub(crate) fn on_step_failed(&mut self, step: StepId, lane: Lane, error: &PassError) {
+        let Some(flight) = self.lanes[lane.index()].take_if(|f| f.step == step) else { return };
+        self.cancel_tickets(&flight);
+        for chunk in &flight.chunks {
+            self.sched.abandon(chunk.seq);
+            match error {
+                PassError::Part { .. } => self.recover(chunk.seq, &error.to_string()),
+                PassError::Device(_) => self.fail(chunk.seq, RequestError::Unavailable(error.to_string())),
+                PassError::Coverage { .. } | PassError::Sampling(_) => {
+                    self.fail(chunk.seq, RequestError::Internal(error.to_string()));
+                }
+            }
+        }
+    }
+
+    fn cancel_tickets(&mut self, flight: &InFlight) {
+        for creditor in &flight.creditors {
+            if let Some(peer) = self.peers.key(*creditor) {
+                let frame = PartialsFrame::StepCancel { step: flight.step };
+                self.effects.push(Effect::Partials { peer, frame });
+            }
+        }
+        self.reads.retain(|_, (step, _, _)| *step != flight.step);
+    }
+
+    /// Ends the step that a sequence is in; all its sequences leave it as they were. The runner forgets the step before
+    /// it sees any later command, so their memory may be given away at once.
+    pub(crate) fn abort_lane_of(&mut self, seq: SeqId) {
+        let holds = |f: &InFlight| f.chunks.iter().any(|c| c.seq == seq);
+        for lane in Lane::ALL {
+            if let Some(flight) = self.lanes[lane.index()].take_if(|f| holds(f)) {
+                self.effects.push(Effect::Runner(Command::Abort { step: flight.step }));
+                self.cancel_tickets(&flight);
+                for chunk in &flight.chunks {
+                    self.sched.abandon(chunk.seq);
+                    if self.seqs.get(&chunk.seq).is_some_and(|s| s.cancelled) {
+                        self.remove(chunk.seq);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Aborts a step; its sequences that depend on `creditor` (on any, if `None`) are computed again.
+    fn fail_step(&mut self, step: StepId, creditor: Option<InstanceId>, why: &str) {
+        let Some(flight) = self.lanes.iter().flatten().find(|f| f.step == step) else { return };
+        let chunks = flight.chunks.clone();
+        if let Some(first) = chunks.first() {
+            self.abort_lane_of(first.seq);
+        }
+        for chunk in chunks {
+            let depends = |key: &(InstanceId, LeaseId)| creditor.is_none_or(|c| key.0 == c);
+            if self.seqs.get(&chunk.seq).is_some_and(|s| s.leases.keys().any(depends)) {
+                self.recover(chunk.seq, why);
+            }
+        }
+    }
+
+    /// Fails steps whose creditors do not answer.
+    pub(crate) fn expire_steps(&mut self) {
+        let now = self.now_ms;
+        let late = |f: &&InFlight| !f.creditors.is_empty() && f.deadline_ms.is_some_and(|at| at <= now);
+        let late: Vec<StepId> = self.lanes.iter().flatten().filter(late).map(|f| f.step).collect();
+        for step in late {
+            self.fail_step(step, None, &format!("a step made no progress for {STEP_DEADLINE_MS} ms"));
+        }
+    }
+}
+
+/// Collects the work of one step, chunk by chunk.
+struct Builder {
+    work: StepWork,
+    tickets: BTreeMap<InstanceId, Vec<TicketSeq>>,
+    ships: BTreeMap<InstanceId, Vec<(u32, u32)>>,
+    writes: Vec<(SeqId, WriteSegment)>,
+    row0: u32,
+}
+
+fn as_u32(n: usize) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
+}
+
+impl Builder {
+    fn new(step: StepId, lane: Lane, dtype: lagoon_types::DType) -> Self {
+        let remote = RemoteWork { dtype, ..RemoteWork::default() };
+        let work =
+            StepWork { step, lane, tokens: Vec::new(), slots: Vec::new(), seqs: Vec::new(), runs: Vec::new(), remote };
+        Self { work, tickets: BTreeMap::new(), ships: BTreeMap::new(), writes: Vec::new(), row0: 0 }
+    }
+
+    /// Adds a chunk's rows and where their KV goes.
+    fn rows(&mut self, chunk: &Chunk, tokens: &[u32], segments: &[Segment]) {
+        self.row0 = as_u32(self.work.tokens.len());
+        self.work.tokens.extend_from_slice(tokens);
+        for segment in segments {
+            match segment {
+                Segment::Local(run) => self.work.slots.extend(run.base..run.base + run.len),
+                Segment::Remote { creditor, run } => {
+                    let row0 = as_u32(self.work.slots.len());
+                    let &LeaseRun { lease, epoch, offset, len, .. } = run;
+                    let write = WriteSegment { creditor: *creditor, lease, epoch, offset, row0, rows: len };
+                    self.work.slots.extend((0..len).map(|_| u32::MAX));
+                    self.writes.push((chunk.seq, write));
+                }
+            }
+        }
+        assert_eq!(self.work.slots.len(), self.work.tokens.len(), "a chunk's rows all have a place");
+    }
+
+    fn seq(&mut self, chunk: &Chunk, run0: usize, sample: Option<SampleSpec>) {
+        self.work.seqs.push(SeqRows {
+            seq: chunk.seq,
+            row0: self.row0,
+            rows: chunk.len,
+            pos0: chunk.start,
+            run0: as_u32(run0),
+            runs: as_u32(self.work.runs.len() - run0),
+            sample,
+        });
+    }
+
+    /// The chunk's queries go to `creditor`.
+    fn ship(&mut self, creditor: InstanceId, chunk: &Chunk, runs: Vec<LeaseRun>) {
+        self.ships.entry(creditor).or_default().push((self.row0, chunk.len));
+        let seq = TicketSeq { seq: chunk.seq, rows: chunk.len, pos0: chunk.start, runs };
+        self.tickets.entry(creditor).or_default().push(seq);
+    }
+
+    /// The last chunk's remote KV comes here, in pieces of at most `limit` tokens.
+    fn fetch(&mut self, creditor: InstanceId, runs: &[LeaseRun], limit: u32) {
+        let seq_index = as_u32(self.work.seqs.len() - 1);
+        for run in runs {
+            let mut done = 0;
+            while done < run.len {
+                let len = limit.min(run.len - done);
+                let piece = LeaseRun { offset: run.offset + done, first_pos: run.first_pos + done, len, ..*run };
+                self.work.remote.fetches.push(Fetch { creditor, seq_index, run: piece });
+                done += len;
+            }
+        }
+    }
+
+    fn finish(mut self) -> (StepWork, BTreeMap<InstanceId, Vec<TicketSeq>>, Vec<(SeqId, WriteSegment)>) {
+        self.work.remote.ships =
+            self.ships.into_iter().map(|(creditor, segments)| Ship { creditor, segments }).collect();
+        self.work.remote.writes = self.writes.iter().map(|(_, write)| *write).collect();
+        (self.work, self.tickets, self.writes)
+    }
+}

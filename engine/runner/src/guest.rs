@@ -1,0 +1,107 @@
+//! Work for peers: micro attention over lent rBlocks, and KV written to and read from them.
+
+use crate::work::{GuestTag, Report};
+use bytes::Bytes;
+use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, Partials};
+use lagoon_types::{AttentionGeometry, DType, KvRun};
+use std::ops::Range;
+
+/// Micro attention of a peer's queries over this instance's KV. The instance validated everything.
+#[derive(Clone, Debug)]
+pub struct GuestQuery {
+    pub tag: GuestTag,
+    pub layer: u32,
+    pub dtype: DType,
+    /// `[rows][heads * head_dim]` in `dtype`.
+    pub queries: Bytes,
+    /// Rows in the order of the frame, all of them covered.
+    pub seqs: Vec<AttnRows>,
+    pub runs: Vec<KvRun>,
+}
+
+/// KV from a peer, canonical layout, in pieces of consecutive slots `(slot, tokens)`.
+#[derive(Clone, Debug)]
+pub struct GuestWrite {
+    pub layer: u32,
+    pub pieces: Vec<(u32, u32)>,
+    pub kv: Bytes,
+}
+
+/// A peer's read, in pieces of consecutive slots `(slot, tokens)`.
+#[derive(Clone, Debug)]
+pub struct GuestRead {
+    pub tag: GuestTag,
+    pub layer: u32,
+    pub pieces: Vec<(u32, u32)>,
+}
+
+/// Tensors for guests' queries; grown to the largest frame seen (bounded by what the instance admits).
+#[derive(Debug)]
+pub(crate) struct GuestBuffers<D: Device> {
+    rows: usize,
+    q: D::Tensor,
+    partial: Partials<D::Tensor>,
+    host: Vec<f32>,
+}
+
+impl<D: Device> GuestBuffers<D> {
+    pub(crate) fn new(device: &mut D, geometry: AttentionGeometry, rows: usize) -> Result<Self, DeviceError> {
+        Ok(Self {
+            rows,
+            q: device.tensor(rows, geometry.q_dim())?,
+            partial: device.partials(rows, geometry)?,
+            host: Vec::new(),
+        })
+    }
+
+    /// Runs `query` over `kv` and encodes the partial.
+    pub(crate) fn attend(
+        &mut self,
+        device: &mut D,
+        kv: &D::Kv,
+        shape: &AttentionShape,
+        query: &GuestQuery,
+    ) -> Result<Report, DeviceError> {
+        let geometry = shape.geometry;
+        let batch =
+            AttnBatch { geometry, scale: shape.scale, window: shape.window, seqs: &query.seqs, runs: &query.runs };
+        let rows = batch.rows();
+        if rows > self.rows {
+            *self = Self::new(device, geometry, rows.next_power_of_two())?;
+        }
+        self.host.clear();
+        query.dtype.decode(&query.queries, &mut self.host);
+        assert_eq!(self.host.len(), rows * geometry.q_dim(), "the instance validates guests' frames");
+        device.write(&mut self.q, 0, &self.host)?;
+        device.attention(&self.q, &batch, kv, query.layer as usize, &mut self.partial)?;
+        let out = read_encoded(device, &self.partial.out, 0..rows, geometry.q_dim(), query.dtype, &mut self.host)?;
+        let lse =
+            read_encoded(device, &self.partial.lse, 0..rows, geometry.heads as usize, DType::F32, &mut self.host)?;
+        let mut count = Vec::with_capacity(rows * 4);
+        self.partial.count.iter().for_each(|n| count.extend_from_slice(&n.to_le_bytes()));
+        Ok(Report::GuestPartial { tag: query.tag, out, lse, count: count.into() })
+    }
+}
+
+/// What attention over KV needs to know of a model; a kv node has only this.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AttentionShape {
+    pub(crate) geometry: AttentionGeometry,
+    pub(crate) scale: f32,
+    pub(crate) window: Option<u32>,
+}
+
+fn read_encoded<D: Device>(
+    device: &mut D,
+    tensor: &D::Tensor,
+    rows: Range<usize>,
+    cols: usize,
+    dtype: DType,
+    host: &mut Vec<f32>,
+) -> Result<Bytes, DeviceError> {
+    host.clear();
+    device.read(tensor, rows, 0..cols, host)?;
+    let mut bytes = Vec::new();
+    dtype.encode(host, &mut bytes);
+    Ok(bytes.into())
+}

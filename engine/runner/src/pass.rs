@@ -1,0 +1,394 @@
+//! One resumable forward pass: `advance` does at most a layer and says whether it waits for creditors.
+//!
+//! In the local lane a layer is one piece of work. In the remote lane (DistAttention, Infinite-LLM v1 §4.2 and §4.6) it
+//! is three: project and hand out queries and new KV; attend to local runs meanwhile; then, when every creditor has
+//! answered, scale-reduce the partials and finish the layer. Partials are merged in the order of the step's plan, never
+//! of arrival, so a pass is a function of its inputs.
+
+use crate::executor::{Forward, Shared};
+use crate::work::{Fetch, PassError, RemotePart, Report, SampleOut, Ship, StepWork};
+use bytes::Bytes;
+use lagoon_backend::{AttnBatch, AttnRows, Device, Mode};
+use lagoon_types::run::visible_len;
+use lagoon_types::{DType, KvRun, Lane, StepId};
+
+/// What one call of [`Pass::advance`] came to.
+#[derive(Debug)]
+pub(crate) enum Progress {
+    Advanced,
+    /// Nothing can be done before a creditor answers.
+    Waiting,
+    Done(Vec<SampleOut>),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Start,
+    Project,
+    Attend,
+    Await,
+}
+
+/// A step under way. See the module's documentation.
+#[derive(Debug)]
+pub(crate) struct Pass {
+    work: StepWork,
+    layer: u32,
+    phase: Phase,
+    /// Sequences over `work.runs`.
+    local: Vec<AttnRows>,
+    /// Sequences over `scratch_runs`: rows of this step whose KV is stored on creditors.
+    scratch: Vec<AttnRows>,
+    scratch_runs: Vec<KvRun>,
+    /// Answers for the current layer, by index of ship.
+    parts: Vec<Option<RemotePart>>,
+    /// KV for the current and the next layer, by index of fetch.
+    fetched: [Vec<Option<Bytes>>; 2],
+    fetches_done: usize,
+}
+
+impl Pass {
+    pub(crate) fn new(work: StepWork) -> Self {
+        let local = work
+            .seqs
+            .iter()
+            .map(|s| AttnRows { row0: s.row0, rows: s.rows, pos0: s.pos0, run0: s.run0, runs: s.runs })
+            .collect();
+        let (scratch, scratch_runs) = scratch_runs(&work);
+        let fetches = work.remote.fetches.len();
+        Self {
+            parts: vec![None; work.remote.ships.len()],
+            fetched: [vec![None; fetches], vec![None; fetches]],
+            fetches_done: 0,
+            layer: 0,
+            phase: Phase::Start,
+            local,
+            scratch,
+            scratch_runs,
+            work,
+        }
+    }
+
+    pub(crate) fn step(&self) -> StepId {
+        self.work.step
+    }
+
+    /// Takes a creditor's answer; one for another layer is late or early and is dropped.
+    pub(crate) fn on_part(&mut self, layer: u32, part: RemotePart) {
+        if layer == self.layer
+            && let Some(at) = self.work.remote.ships.iter().position(|s| s.creditor == part.creditor)
+        {
+            self.parts[at] = Some(part);
+        }
+    }
+
+    /// Takes fetched KV of this layer or the next.
+    pub(crate) fn on_fetched(&mut self, layer: u32, index: usize, kv: Bytes) {
+        if let Some(ahead) = layer.checked_sub(self.layer)
+            && let Some(slot) = self.fetched.get_mut(ahead as usize).and_then(|f| f.get_mut(index))
+        {
+            *slot = Some(kv);
+        }
+    }
+
+    fn is_remote(&self) -> bool {
+        self.work.lane == Lane::Remote
+    }
+
+    fn rows(&self) -> usize {
+        self.work.tokens.len()
+    }
+
+    pub(crate) fn advance<D: Device>(
+        &mut self,
+        shared: &mut Shared<'_, D>,
+        reports: &mut dyn FnMut(Report),
+    ) -> Result<Progress, PassError> {
+        match self.phase {
+            Phase::Start => {
+                self.start(shared)?;
+                self.phase = Phase::Project;
+                self.project(shared, reports)
+            }
+            Phase::Project => self.project(shared, reports),
+            Phase::Attend => {
+                self.attend_local(shared)?;
+                self.phase = Phase::Await;
+                Ok(Progress::Advanced)
+            }
+            Phase::Await => self.collect(shared),
+        }
+    }
+
+    /// Embeds the tokens and computes the rotation table.
+    fn start<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<(), PassError> {
+        let Forward { model, lanes, host, .. } = &mut *shared.forward;
+        let lane = &mut lanes[self.work.lane.index()];
+        let positions: Vec<u32> = self.work.seqs.iter().flat_map(|s| s.pos0..s.pos0 + s.rows).collect();
+        assert_eq!(positions.len(), self.rows(), "sequences cover the rows");
+        host.clear();
+        model.rope.fill(&positions, host);
+        shared.device.write(&mut lane.rope, 0, host)?;
+        shared.device.embed(&model.weights.embed, &self.work.tokens, &mut lane.x)?;
+        Ok(())
+    }
+
+    /// Norm, projection, rotation, append; then the whole layer in the local lane, or the hand-out in the remote one.
+    fn project<D: Device>(
+        &mut self,
+        shared: &mut Shared<'_, D>,
+        reports: &mut dyn FnMut(Report),
+    ) -> Result<Progress, PassError> {
+        let layer = self.layer as usize;
+        let rows = self.rows();
+        {
+            let Forward { config, model, lanes, .. } = &mut *shared.forward;
+            if layer == config.layers {
+                return self.head(shared);
+            }
+            let (weights, lane) = (&model.weights.layers[layer], &mut lanes[self.work.lane.index()]);
+            let device = &mut *shared.device;
+            device.rms_norm(&lane.x, &weights.attn_norm, config.rms_eps, rows, &mut lane.normed)?;
+            device.matmul(&lane.normed, &weights.qkv, rows, Mode::Set, &mut lane.qkv)?;
+            device.rope_append(&mut lane.qkv, &lane.rope, config.geometry, &self.work.slots, &mut *shared.kv, layer)?;
+        }
+        if self.is_remote() {
+            self.hand_out(shared, reports)?;
+            self.phase = Phase::Attend;
+        } else {
+            self.attend_local(shared)?;
+            self.finish_layer(shared)?;
+        }
+        Ok(Progress::Advanced)
+    }
+
+    /// Queries for every creditor, and the KV that is stored there, read once from the device.
+    fn hand_out<D: Device>(
+        &self,
+        shared: &mut Shared<'_, D>,
+        reports: &mut dyn FnMut(Report),
+    ) -> Result<(), PassError> {
+        let Forward { lanes, remote, host, .. } = &mut *shared.forward;
+        let lane = &lanes[self.work.lane.index()];
+        let geometry = shared.attention.geometry;
+        let (q_dim, qkv_dim) = (geometry.q_dim(), geometry.qkv_dim());
+        host.clear();
+        shared.device.read(&lane.qkv, 0..self.rows(), 0..qkv_dim, host)?;
+        let row = |r: usize| &host[r * qkv_dim..][..qkv_dim];
+
+        let dtype = self.work.remote.dtype;
+        let frames = self.work.remote.ships.iter().map(|ship| {
+            let mut bytes = Vec::with_capacity(ship.rows() as usize * q_dim * dtype.size());
+            for r in ship.segments.iter().flat_map(|(row0, rows)| *row0..row0 + rows) {
+                dtype.encode(&row(r as usize)[..q_dim], &mut bytes);
+            }
+            (ship.creditor, ship.rows(), Bytes::from(bytes))
+        });
+        let frames = frames.collect();
+        reports(Report::Queries { step: self.work.step, layer: self.layer, frames });
+
+        if !self.work.remote.writes.is_empty() {
+            let mut kv = Vec::with_capacity(self.work.remote.writes.len());
+            for write in &self.work.remote.writes {
+                let mut bytes = Vec::with_capacity(write.rows as usize * shared.kv_shape.layer_token_bytes());
+                for r in write.row0..write.row0 + write.rows {
+                    shared.kv_shape.dtype.encode(&row(r as usize)[q_dim..], &mut bytes);
+                }
+                shared.device.kv_write(&mut remote.scratch, 0, write.row0, &bytes)?;
+                kv.push(Bytes::from(bytes));
+            }
+            reports(Report::Written { step: self.work.step, layer: self.layer, kv });
+        }
+        Ok(())
+    }
+
+    /// Micro attention over what is here: runs in the store and, from scratch, rows whose KV is stored elsewhere.
+    fn attend_local<D: Device>(&self, shared: &mut Shared<'_, D>) -> Result<(), PassError> {
+        let Forward { lanes, remote, .. } = &mut *shared.forward;
+        let lane = &mut lanes[self.work.lane.index()];
+        let attention = shared.attention;
+        let batch = AttnBatch {
+            geometry: attention.geometry,
+            scale: attention.scale,
+            window: attention.window,
+            seqs: &self.local,
+            runs: &self.work.runs,
+        };
+        shared.device.attention(&lane.qkv, &batch, shared.kv, self.layer as usize, &mut lane.attn)?;
+        if !self.scratch.is_empty() {
+            let batch = AttnBatch { seqs: &self.scratch, runs: &self.scratch_runs, ..batch };
+            shared.device.attention(&lane.qkv, &batch, &remote.scratch, 0, &mut remote.part)?;
+            remote.part.count.resize(lane.attn.count.len(), 0);
+            shared.device.merge(&mut lane.attn, &remote.part, attention.geometry)?;
+        }
+        Ok(())
+    }
+
+    /// Merges what has come, in order; finishes the layer when all is there.
+    fn collect<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<Progress, PassError> {
+        if let Some(kv) = self.fetched[0].get_mut(self.fetches_done).and_then(Option::take) {
+            let fetch = self.work.remote.fetches[self.fetches_done];
+            self.attend_fetched(shared, &fetch, &kv)?;
+            self.fetches_done += 1;
+            return Ok(Progress::Advanced);
+        }
+        if self.fetches_done < self.work.remote.fetches.len() || self.parts.iter().any(Option::is_none) {
+            return Ok(Progress::Waiting);
+        }
+        for at in 0..self.parts.len() {
+            if let Some(part) = self.parts[at].take() {
+                self.merge_part(shared, &self.work.remote.ships[at], &part)?;
+            }
+        }
+        self.finish_layer(shared)?;
+        self.fetched.swap(0, 1);
+        self.fetched[1].iter_mut().for_each(|f| *f = None);
+        self.fetches_done = 0;
+        self.phase = Phase::Project;
+        Ok(Progress::Advanced)
+    }
+
+    fn attend_fetched<D: Device>(&self, shared: &mut Shared<'_, D>, fetch: &Fetch, kv: &[u8]) -> Result<(), PassError> {
+        let Forward { lanes, remote, .. } = &mut *shared.forward;
+        let lane = &mut lanes[self.work.lane.index()];
+        if kv.len() != fetch.run.len as usize * shared.kv_shape.layer_token_bytes() {
+            return Err(PassError::Part { creditor: fetch.creditor, layer: self.layer });
+        }
+        let base = u32::try_from(shared.config.step_rows).unwrap_or(u32::MAX);
+        shared.device.kv_write(&mut remote.scratch, 0, base, kv)?;
+        let seq = AttnRows { run0: 0, runs: 1, ..self.local[fetch.seq_index as usize] };
+        let run = KvRun { base, len: fetch.run.len, first_pos: fetch.run.first_pos };
+        let batch = AttnBatch {
+            geometry: shared.attention.geometry,
+            scale: shared.attention.scale,
+            window: shared.attention.window,
+            seqs: &[seq],
+            runs: &[run],
+        };
+        shared.device.attention(&lane.qkv, &batch, &remote.scratch, 0, &mut remote.part)?;
+        remote.part.count.resize(lane.attn.count.len(), 0);
+        shared.device.merge(&mut lane.attn, &remote.part, shared.attention.geometry)?;
+        Ok(())
+    }
+
+    /// Scale-reduces one creditor's partials into the layer's attention.
+    fn merge_part<D: Device>(
+        &self,
+        shared: &mut Shared<'_, D>,
+        ship: &Ship,
+        part: &RemotePart,
+    ) -> Result<(), PassError> {
+        let Forward { lanes, remote, host, .. } = &mut *shared.forward;
+        let lane = &mut lanes[self.work.lane.index()];
+        let geometry = shared.attention.geometry;
+        let (q_dim, heads, rows) = (geometry.q_dim(), geometry.heads as usize, ship.rows() as usize);
+        let dtype = self.work.remote.dtype;
+        let sizes = (part.out.len(), part.lse.len(), part.count.len());
+        if sizes != (rows * q_dim * dtype.size(), rows * heads * 4, rows * 4) {
+            return Err(PassError::Part { creditor: ship.creditor, layer: self.layer });
+        }
+        remote.part.count.clear();
+        remote.part.count.resize(lane.attn.count.len(), 0);
+        let mut at = 0;
+        for &(row0, n) in &ship.segments {
+            let (row0, n) = (row0 as usize, n as usize);
+            host.clear();
+            dtype.decode(&part.out[at * q_dim * dtype.size()..][..n * q_dim * dtype.size()], host);
+            shared.device.write(&mut remote.part.out, row0, host)?;
+            host.clear();
+            DType::F32.decode(&part.lse[at * heads * 4..][..n * heads * 4], host);
+            shared.device.write(&mut remote.part.lse, row0, host)?;
+            for (i, count) in part.count[at * 4..][..n * 4].chunks_exact(4).enumerate() {
+                remote.part.count[row0 + i] = u32::from_le_bytes([count[0], count[1], count[2], count[3]]);
+            }
+            at += n;
+        }
+        shared.device.merge(&mut lane.attn, &remote.part, geometry)?;
+        Ok(())
+    }
+
+    /// Output projection and feed-forward, after the proof that every row saw its visible range exactly once.
+    fn finish_layer<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<(), PassError> {
+        let rows = self.rows();
+        let Forward { config, model, lanes, .. } = &mut *shared.forward;
+        let (weights, lane) = (&model.weights.layers[self.layer as usize], &mut lanes[self.work.lane.index()]);
+        for seq in &self.work.seqs {
+            for (pos, row) in (seq.pos0..).zip(seq.row0..seq.row0 + seq.rows) {
+                let (row, expected) = (row as usize, visible_len(pos, shared.attention.window));
+                let seen = lane.attn.count[row];
+                if seen != expected {
+                    return Err(PassError::Coverage { layer: self.layer, row, pos, seen: seen.into(), expected });
+                }
+            }
+        }
+        let device = &mut *shared.device;
+        device.matmul(&lane.attn.out, &weights.o, rows, Mode::Add, &mut lane.x)?;
+        device.rms_norm(&lane.x, &weights.mlp_norm, config.rms_eps, rows, &mut lane.normed)?;
+        device.matmul(&lane.normed, &weights.gate_up, rows, Mode::Set, &mut lane.gate_up)?;
+        device.silu_mul(&lane.gate_up, rows, &mut lane.act)?;
+        device.matmul(&lane.act, &weights.down, rows, Mode::Add, &mut lane.x)?;
+        self.layer += 1;
+        Ok(())
+    }
+
+    /// Logits of the rows that want them, and their tokens.
+    fn head<D: Device>(&self, shared: &mut Shared<'_, D>) -> Result<Progress, PassError> {
+        let Forward { config, model, lanes, sampler, host, .. } = &mut *shared.forward;
+        let lane = &mut lanes[self.work.lane.index()];
+        let wanted: Vec<_> = self.work.seqs.iter().filter_map(|s| s.sample.as_ref().map(|spec| (s, spec))).collect();
+        if wanted.is_empty() {
+            shared.device.sync()?;
+            return Ok(Progress::Done(Vec::new()));
+        }
+        let last: Vec<u32> = wanted.iter().map(|(s, _)| s.row0 + s.rows - 1).collect();
+        let device = &mut *shared.device;
+        device.gather_rows(&lane.x, &last, &mut lane.last)?;
+        device.rms_norm(&lane.last, &model.weights.final_norm, config.rms_eps, last.len(), &mut lane.last_normed)?;
+        let head = model.weights.lm_head.as_ref().unwrap_or(&model.weights.embed);
+        device.matmul(&lane.last_normed, head, last.len(), Mode::Set, &mut lane.logits)?;
+        host.clear();
+        device.read(&lane.logits, 0..last.len(), 0..config.vocab, host)?;
+        let mut samples = Vec::with_capacity(wanted.len());
+        for ((seq, spec), logits) in wanted.into_iter().zip(host.chunks_exact(config.vocab)) {
+            let sampled =
+                sampler.sample(logits, &spec.params, spec.index).map_err(|e| PassError::Sampling(e.to_string()))?;
+            samples.push(SampleOut {
+                seq: seq.seq,
+                token: sampled.id,
+                logprobs: sampled.logprobs,
+                logits: spec.return_logits.then(|| logits.to_vec()),
+            });
+        }
+        Ok(Progress::Done(samples))
+    }
+}
+
+/// The rows without a local slot, as runs in the scratch store (row `r` is slot `r`). All sequences are listed, so the
+/// attention over them writes a count for every row.
+fn scratch_runs(work: &StepWork) -> (Vec<AttnRows>, Vec<KvRun>) {
+    if work.slots.iter().all(|slot| *slot != u32::MAX) {
+        return (Vec::new(), Vec::new());
+    }
+    let (mut seqs, mut runs) = (Vec::with_capacity(work.seqs.len()), Vec::<KvRun>::new());
+    for seq in &work.seqs {
+        let run0 = runs.len();
+        for (row, pos) in (seq.row0..seq.row0 + seq.rows).zip(seq.pos0..) {
+            if work.slots[row as usize] != u32::MAX {
+                continue;
+            }
+            match runs[run0..].last_mut() {
+                Some(run) if run.base + run.len == row => run.len += 1,
+                _ => runs.push(KvRun { base: row, len: 1, first_pos: pos }),
+            }
+        }
+        let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+        seqs.push(AttnRows {
+            row0: seq.row0,
+            rows: seq.rows,
+            pos0: seq.pos0,
+            run0: count(run0),
+            runs: count(runs.len() - run0),
+        });
+    }
+    (seqs, runs)
+}

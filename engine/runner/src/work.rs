@@ -1,0 +1,202 @@
+//! What the runner is told and what it answers: plain data.
+
+use crate::guest::{GuestQuery, GuestRead, GuestWrite};
+use bytes::Bytes;
+use lagoon_backend::DeviceError;
+use lagoon_types::{
+    DType, Epoch, InstanceId, KvRun, Lane, LeaseId, LeaseRun, SamplingParams, SeqId, StepId, TokenLogprobs,
+};
+use std::sync::Arc;
+
+/// One forward pass over the rows of one lane.
+#[derive(Clone, Debug)]
+pub struct StepWork {
+    pub step: StepId,
+    pub lane: Lane,
+    /// Token id of each row; rows of a sequence are consecutive, at consecutive positions.
+    pub tokens: Vec<u32>,
+    /// Slot of each row's KV in the main store; `u32::MAX` where its rBlock is remote.
+    pub slots: Vec<u32>,
+    pub seqs: Vec<SeqRows>,
+    /// Runs in the main store, those of a sequence consecutive and ascending, covering its rows that are stored here.
+    pub runs: Vec<KvRun>,
+    pub remote: RemoteWork,
+}
+
+/// Rows of one sequence in a step.
+#[derive(Clone, Debug)]
+pub struct SeqRows {
+    pub seq: SeqId,
+    pub row0: u32,
+    pub rows: u32,
+    pub pos0: u32,
+    pub run0: u32,
+    pub runs: u32,
+    /// Set where the last row's logits choose the next token.
+    pub sample: Option<SampleSpec>,
+}
+
+/// How to choose a token.
+#[derive(Clone, Debug)]
+pub struct SampleSpec {
+    pub params: Arc<SamplingParams>,
+    /// Tokens generated before this one: with the seed, all that the draw depends on.
+    pub index: u64,
+    pub return_logits: bool,
+}
+
+/// The part of a step that concerns creditors; empty in the local lane.
+#[derive(Clone, Debug)]
+pub struct RemoteWork {
+    /// Element type of shipped queries and partial outputs.
+    pub dtype: DType,
+    pub ships: Vec<Ship>,
+    pub fetches: Vec<Fetch>,
+    pub writes: Vec<WriteSegment>,
+}
+
+impl Default for RemoteWork {
+    fn default() -> Self {
+        Self { dtype: DType::F32, ships: Vec::new(), fetches: Vec::new(), writes: Vec::new() }
+    }
+}
+
+/// Queries that go to one creditor in every layer: the rows of these segments, in order.
+#[derive(Clone, Debug)]
+pub struct Ship {
+    pub creditor: InstanceId,
+    /// `(first row, rows)`.
+    pub segments: Vec<(u32, u32)>,
+}
+
+impl Ship {
+    /// Rows in one frame.
+    #[must_use]
+    pub fn rows(&self) -> u32 {
+        self.segments.iter().map(|(_, rows)| rows).sum()
+    }
+}
+
+/// Remote KV that is brought here in every layer instead, for one sequence; at most `fetch_tokens` tokens.
+#[derive(Clone, Copy, Debug)]
+pub struct Fetch {
+    pub creditor: InstanceId,
+    /// Index into [`StepWork::seqs`].
+    pub seq_index: u32,
+    pub run: LeaseRun,
+}
+
+/// Rows whose KV goes to a lease.
+#[derive(Clone, Copy, Debug)]
+pub struct WriteSegment {
+    pub creditor: InstanceId,
+    pub lease: LeaseId,
+    pub epoch: Epoch,
+    /// Offset of the first row's token in the lease.
+    pub offset: u32,
+    pub row0: u32,
+    pub rows: u32,
+}
+
+/// A creditor's answer for one layer.
+#[derive(Clone, Debug)]
+pub struct RemotePart {
+    pub creditor: InstanceId,
+    pub out: Bytes,
+    pub lse: Bytes,
+    pub count: Bytes,
+}
+
+/// Chosen by the instance to recognise the answer to a peer's frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct GuestTag(pub u64);
+
+/// What the executor is told. Commands are executed in the order given, except that peers' work overtakes passes.
+#[derive(Debug)]
+pub enum Command {
+    Step(Box<StepWork>),
+    /// A creditor's partials. Ignored if the step is gone.
+    Part {
+        step: StepId,
+        layer: u32,
+        part: RemotePart,
+    },
+    /// KV that was asked for, the `index`-th of the step's fetches. Ignored if the step is gone.
+    Fetched {
+        step: StepId,
+        layer: u32,
+        index: usize,
+        kv: Bytes,
+    },
+    Abort {
+        step: StepId,
+    },
+    GuestQuery(GuestQuery),
+    GuestWrite(GuestWrite),
+    GuestRead(GuestRead),
+}
+
+/// What the executor answers.
+#[derive(Debug)]
+pub enum Report {
+    /// Queries of one layer for every [`Ship`], in its order. Fetched KV of this layer is needed now.
+    Queries {
+        step: StepId,
+        layer: u32,
+        frames: Vec<(InstanceId, u32, Bytes)>,
+    },
+    /// KV of one layer for every [`WriteSegment`], in its order.
+    Written {
+        step: StepId,
+        layer: u32,
+        kv: Vec<Bytes>,
+    },
+    Done {
+        step: StepId,
+        lane: Lane,
+        samples: Vec<SampleOut>,
+    },
+    Failed {
+        step: StepId,
+        lane: Lane,
+        error: PassError,
+    },
+    GuestPartial {
+        tag: GuestTag,
+        out: Bytes,
+        lse: Bytes,
+        count: Bytes,
+    },
+    GuestKv {
+        tag: GuestTag,
+        kv: Bytes,
+    },
+    GuestFailed {
+        tag: GuestTag,
+        error: DeviceError,
+    },
+}
+
+/// A chosen token.
+#[derive(Clone, Debug)]
+pub struct SampleOut {
+    pub seq: SeqId,
+    pub token: u32,
+    pub logprobs: Option<TokenLogprobs>,
+    pub logits: Option<Vec<f32>>,
+}
+
+/// Why a pass ended without a result.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum PassError {
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// The runs of a row did not tile its visible range: never a wrong answer, always this error.
+    #[error("row {row} at position {pos} saw {seen} keys instead of {expected} in layer {layer}")]
+    Coverage { layer: u32, row: usize, pos: u32, seen: u64, expected: u32 },
+    /// A creditor's partials do not have the shape of the query.
+    #[error("partials from {creditor} have the wrong size in layer {layer}")]
+    Part { creditor: InstanceId, layer: u32 },
+    #[error("sampling failed: {0}")]
+    Sampling(String),
+}

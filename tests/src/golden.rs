@@ -1,0 +1,58 @@
+//! Golden models (tools/goldens): small models of every supported variant with transformers' logits.
+
+use serde::Deserialize;
+use std::path::PathBuf;
+
+/// What `golden.json` says.
+#[derive(Debug, Deserialize)]
+pub struct Description {
+    pub tokens: Vec<u32>,
+    #[serde(default)]
+    pub greedy_continuation: Vec<u32>,
+    pub logit_std: f32,
+    /// Largest allowed difference with weights and KV in the model's own type.
+    pub tolerance: f32,
+}
+
+/// A golden model.
+#[derive(Debug)]
+pub struct Golden {
+    pub name: String,
+    pub dir: PathBuf,
+    pub description: Description,
+    /// Logits of the last `rows` positions, `[rows][vocab]`.
+    pub logits: Vec<f32>,
+    pub rows: usize,
+    pub vocab: usize,
+}
+
+impl Golden {
+    /// Reads `tests/goldens/<name>`.
+    #[must_use]
+    pub fn load(name: &str) -> Self {
+        let dir = crate::root().join("tests/goldens").join(name);
+        let text = std::fs::read_to_string(dir.join("golden.json")).unwrap();
+        let description = serde_json::from_str(&text).unwrap();
+        let bytes = std::fs::read(dir.join("logits.safetensors")).unwrap();
+        let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let tensor = tensors.tensor("logits").unwrap();
+        let [rows, vocab] = *tensor.shape() else { panic!("logits are a matrix") };
+        let logits = tensor.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect();
+        Self { name: name.to_owned(), dir, description, logits, rows, vocab }
+    }
+
+    /// Logits of position `pos`, if the golden has them.
+    #[must_use]
+    pub fn at(&self, pos: usize) -> Option<&[f32]> {
+        let first = self.description.tokens.len() - self.rows;
+        let row = pos.checked_sub(first)?;
+        self.logits.get(row * self.vocab..(row + 1) * self.vocab)
+    }
+}
+
+/// Largest absolute difference.
+#[must_use]
+pub fn max_diff(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, f32::max)
+}

@@ -1,0 +1,4 @@
+//! The system from outside: one test binary.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+mod goldens;
