@@ -7,7 +7,6 @@ use crate::{
     error::ApiError,
     generate::{Piece, Pieces},
     reply::{self, Choice, Content, Delta, Endpoint, Reply, Usage},
-    text::TextModel,
 };
 use axum::{
     body::{Body, Bytes},
@@ -15,6 +14,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use futures::{StreamExt, stream};
+use lagoon_text::Tokenizer;
 use std::{collections::VecDeque, convert::Infallible, sync::Arc, time::Duration};
 
 const ASSISTANT: &str = "assistant";
@@ -26,7 +26,7 @@ pub(crate) struct Answer {
     pub(crate) model: String,
     /// Seconds since 1970.
     pub(crate) created: u64,
-    pub(crate) text: Arc<dyn TextModel>,
+    pub(crate) tokenizer: Arc<Tokenizer>,
     /// One per prompt; sequence `i` belongs to prompt `i / n`.
     pub(crate) prompts: Vec<Vec<u32>>,
     pub(crate) n: usize,
@@ -125,7 +125,7 @@ impl Answer {
         progress.started = true;
         progress.completion_tokens += piece.tokens.len();
         let logprobs = (self.logprobs && !piece.tokens.is_empty())
-            .then(|| reply::logprobs(self.endpoint, &*self.text, &piece.tokens, &mut progress.offset));
+            .then(|| reply::logprobs(self.endpoint, &self.tokenizer, &piece.tokens, &mut progress.offset));
         let prompt_ids = self.return_token_ids && self.endpoint == Endpoint::Completions && first;
         let content = match (self.endpoint, chunk) {
             (Endpoint::Completions, _) => Content::Text(piece.text),

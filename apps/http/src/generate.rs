@@ -4,15 +4,9 @@
 //! finish reason, or with an error; a stop string never shows, not even in part; dropping the stream cancels
 //! whatever still runs.
 
-use crate::{
-    engine::Generation,
-    error::ApiError,
-    limits::Limits,
-    metrics,
-    stop::StopMatcher,
-    text::{StreamDecoder, TextError},
-};
+use crate::{engine::Generation, error::ApiError, limits::Limits, metrics};
 use futures::stream::{self, BoxStream, SelectAll, StreamExt};
+use lagoon_text::{IncrementalDetokenizer, StopStrings};
 use lagoon_types::{FinishReason, TokenEvent, TokenLogprobs};
 use std::time::{Duration, Instant};
 use tokio::time::timeout;
@@ -39,8 +33,8 @@ pub(crate) struct Piece {
 
 /// How tokens become text in one sequence.
 pub(crate) struct TextRules {
-    pub(crate) decoder: Box<dyn StreamDecoder>,
-    pub(crate) stop_strings: Vec<String>,
+    pub(crate) decoder: IncrementalDetokenizer,
+    pub(crate) stop_strings: StopStrings,
     /// Tokens that end the sequence and have no text of their own. Sorted.
     pub(crate) stop_ids: Vec<u32>,
     /// Report a token at once even when it adds no text yet.
@@ -67,7 +61,6 @@ pub(crate) struct Sequence {
     /// Gone once the sequence has ended; dropping it cancels.
     generation: Option<Generation>,
     rules: TextRules,
-    stop: StopMatcher,
     first_token_deadline: Duration,
     token_deadline: Duration,
     retry_after_s: u32,
@@ -83,7 +76,6 @@ impl Sequence {
         Self {
             index,
             generation: Some(generation),
-            stop: StopMatcher::new(&rules.stop_strings),
             rules,
             first_token_deadline: limits.first_token_deadline,
             token_deadline: limits.token_deadline,
@@ -99,7 +91,7 @@ impl Sequence {
         loop {
             let event = self.event().await?;
             let outcome = match event {
-                Ok(TokenEvent::Token { id, logprobs, logits }) => self.token(Token { id, logprobs, logits }),
+                Ok(TokenEvent::Token { id, logprobs, logits }) => Ok(self.token(Token { id, logprobs, logits })),
                 Ok(TokenEvent::Finished { reason, .. }) => Ok(Some(self.finished(reason))),
                 Ok(TokenEvent::Failed(error)) => Err(ApiError::from_request_error(&error, self.retry_after_s)),
                 Err(error) => Err(error),
@@ -135,33 +127,29 @@ impl Sequence {
     }
 
     /// Takes one token; gives a piece when there is something to report.
-    fn token(&mut self, token: Token) -> Result<Option<Piece>, ApiError> {
+    fn token(&mut self, token: Token) -> Option<Piece> {
         self.observe_token();
-        let silent = self.rules.stop_ids.binary_search(&token.id).is_ok();
-        let new_text = if silent { String::new() } else { self.rules.decoder.push(token.id).map_err(undecodable)? };
+        let (mut new, mut certain) = (String::new(), String::new());
+        if self.rules.stop_ids.binary_search(&token.id).is_err() {
+            self.rules.decoder.push(token.id, &mut new);
+        }
         self.held.push(token);
-        let cut = self.stop.push(&new_text);
-        if cut.matched {
+        if self.rules.stop_strings.push(&new, &mut certain) {
             // Text before the match is all that shows; ending drops the generation, which cancels it.
             self.end(metrics::Outcome::Stop);
-            return Ok(Some(self.piece(cut.text, Some(FinishReason::Stop))));
+            return Some(self.piece(certain, Some(FinishReason::Stop)));
         }
-        if cut.text.is_empty() && !self.rules.every_token {
-            return Ok(None);
-        }
-        Ok(Some(self.piece(cut.text, None)))
+        let news = !certain.is_empty() || self.rules.every_token;
+        news.then(|| self.piece(certain, None))
     }
 
     /// The engine ended the sequence: what was held back is certain now, unless it completes a stop string.
     fn finished(&mut self, reason: FinishReason) -> Piece {
-        let rest = self.rules.decoder.finish();
-        let cut = self.stop.push(&rest);
-        let (mut text, mut reason) = (cut.text, reason);
-        if cut.matched {
-            reason = FinishReason::Stop;
-        } else {
-            text.push_str(&self.stop.finish());
-        }
+        let (mut rest, mut text) = (String::new(), String::new());
+        self.rules.decoder.finish(&mut rest);
+        let stopped = self.rules.stop_strings.push(&rest, &mut text);
+        self.rules.stop_strings.finish(&mut text);
+        let reason = if stopped { FinishReason::Stop } else { reason };
         self.end(match reason {
             FinishReason::Stop => metrics::Outcome::Stop,
             FinishReason::Length => metrics::Outcome::Length,
@@ -193,8 +181,4 @@ impl Drop for Sequence {
     fn drop(&mut self) {
         self.end(metrics::Outcome::Cancelled);
     }
-}
-
-fn undecodable(error: TextError) -> ApiError {
-    ApiError::internal(format!("a generated token could not be decoded: {error}"))
 }

@@ -4,7 +4,7 @@ use crate::{
     answer::{Answer, Progress},
     engine::EngineInfo,
     error::ApiError,
-    fields::{Fields, Neutral, out_of_range, wrong_type},
+    fields::{Fields, Neutral, wrong_type},
     generate::{Pieces, Sequence, TextRules, pieces},
     messages, metrics,
     params::{Params, check_vocabulary, required, token_ids, too_many},
@@ -12,6 +12,7 @@ use crate::{
     state::{ServerState, unix_seconds},
 };
 use axum::{body::Body, extract::State, response::Response};
+use lagoon_text::IncrementalDetokenizer;
 use lagoon_types::GenerateRequest;
 use rand::Rng;
 use serde_json::Value;
@@ -60,8 +61,7 @@ pub(crate) async fn chat(State(state): State<Arc<ServerState>>, body: Body) -> R
     fields.finish()?;
     let info = state.check_model(params.model.as_deref())?;
 
-    let rendered = state.text.render_chat(&messages, open_answer);
-    let prompt = rendered.map_err(|error| ApiError::field("messages", "invalid_value", error.to_string()))?;
+    let prompt = state.render_chat(&messages, open_answer)?;
     // Chat templates write the begin token themselves.
     let prompt = state.encode(prompt, false).await?;
     let limit = info.max_model_tokens.min(info.capacity_tokens.unwrap_or(u32::MAX));
@@ -136,7 +136,7 @@ async fn generate(
     let name = if endpoint == Endpoint::Chat { "messages" } else { "prompt" };
     let sequences = prompts.len() * params.n;
     if sequences > state.limits.sequences_max {
-        return Err(out_of_range("n (times prompts)", &sequences, &1, &state.limits.sequences_max));
+        return Err(too_many_sequences(sequences, state.limits.sequences_max));
     }
     for prompt in &prompts {
         if prompt.is_empty() {
@@ -148,6 +148,11 @@ async fn generate(
     let stream = params.stream;
     let answer = answer(state, endpoint, params, prompts, info.model_id);
     if stream { answer.stream(running, state.limits.headers_hold).await } else { answer.whole(running).await }
+}
+
+fn too_many_sequences(sequences: usize, limit: usize) -> ApiError {
+    let message = format!("the field `n` asks for {sequences} sequences over all prompts, but the limit is {limit}");
+    ApiError::field("n", "invalid_value", message)
 }
 
 /// All or nothing: when one sequence is refused, those before it are cancelled as they drop.
@@ -167,7 +172,7 @@ fn submit(state: &ServerState, params: &Params, prompts: &[Vec<u32>], max_tokens
                 .submit(request)
                 .map_err(|error| ApiError::from_request_error(&error, state.limits.retry_after_s))?;
             let rules = TextRules {
-                decoder: state.text.decoder(params.skip_special),
+                decoder: IncrementalDetokenizer::new(Arc::clone(&state.tokenizer), params.skip_special),
                 stop_strings: params.stop_strings.clone(),
                 stop_ids: params.stop_ids.clone(),
                 every_token: params.return_token_ids,
@@ -186,7 +191,7 @@ fn answer(state: &ServerState, endpoint: Endpoint, params: Params, prompts: Vec<
         id: format!("{prefix}-{:032x}", rand::rng().random::<u128>()),
         model,
         created: unix_seconds(),
-        text: Arc::clone(&state.text),
+        tokenizer: Arc::clone(&state.tokenizer),
         progress: vec![Progress::default(); prompts.len() * params.n],
         prompts,
         n: params.n,

@@ -1,7 +1,7 @@
 //! The OpenAI-compatible server: JSON and server-sent events above, tokens below.
 //!
-//! It knows an [`Engine`] that generates tokens and a [`TextModel`] that turns text into them; it knows no instance,
-//! pool or device. What it promises: a field is honoured or refused by name, never ignored; every failure is an
+//! It knows an [`Engine`] that generates tokens and the tokenizer and chat template of `lagoon_text`; it knows no
+//! instance, pool or device. What it promises: a field is honoured or refused by name, never ignored; every failure is an
 //! OpenAI error body with its own status; every wait has a deadline; when a client goes away its sequences are
 //! cancelled.
 #![forbid(unsafe_code)]
@@ -22,10 +22,8 @@ pub mod scripted;
 pub mod serve;
 pub mod server;
 pub mod state;
-mod stop;
 #[cfg(test)]
 mod tests;
-pub mod text;
 mod tokens;
 
 pub use engine::{CancelGuard, Engine, EngineInfo, Generation};
@@ -35,4 +33,3 @@ pub use params::GenerationDefaults;
 pub use serve::serve;
 pub use server::router;
 pub use state::{ServerState, unix_seconds};
-pub use text::{ChatMessage, StreamDecoder, TextError, TextModel};

@@ -1,4 +1,5 @@
-//! Bounds of the HTTP server, with units last in the names. Every wait of this crate ends at one of these.
+//! Bounds of the HTTP server, with units last in the names. Every wait of this crate ends at one of these. (Bounds of
+//! texts and stop strings are in `lagoon_text`.)
 
 use std::time::Duration;
 
@@ -9,10 +10,6 @@ pub struct Limits {
     pub body_bytes_max: usize,
     /// Sequences of one request: prompts times `n`.
     pub sequences_max: usize,
-    /// Stop strings of one request (vLLM and OpenAI differ; 16 covers both).
-    pub stop_strings_max: usize,
-    /// Length of one stop string, in bytes.
-    pub stop_string_bytes_max: usize,
     /// Stop token ids of one request.
     pub stop_ids_max: usize,
     /// Alternatives per token in `logprobs` and `top_logprobs`.
@@ -35,8 +32,6 @@ impl Default for Limits {
         Self {
             body_bytes_max: 32 << 20,
             sequences_max: 128,
-            stop_strings_max: 16,
-            stop_string_bytes_max: 1024,
             stop_ids_max: 256,
             logprobs_max: 20,
             body_deadline: Duration::from_secs(30),

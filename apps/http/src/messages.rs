@@ -4,13 +4,12 @@ use crate::{
     error::ApiError,
     fields::{Fields, Neutral, wrong_type},
     params::required,
-    text::ChatMessage,
 };
+use lagoon_text::{ChatMessage, Content};
 use serde_json::Value;
 
 /// What clients send back of an assistant's message that carries nothing here.
 const UNSUPPORTED: &[(&str, Neutral)] = &[
-    ("name", Neutral::Any),
     ("refusal", Neutral::Null),
     ("audio", Neutral::Null),
     ("annotations", Neutral::Empty),
@@ -53,13 +52,15 @@ fn message(path: &str, item: Value) -> Result<ChatMessage, ApiError> {
         Value::String(text) => text,
         Value::Array(parts) => {
             let parts = parts.into_iter().enumerate();
-            parts.map(|(index, part)| text_part(&format!("{content_name}[{index}]"), part)).collect::<Result<_, _>>()?
+            let parts = parts.map(|(index, part)| text_part(&format!("{content_name}[{index}]"), part));
+            parts.collect::<Result<Vec<_>, _>>()?.join("\n")
         }
         other => return Err(wrong_type(&content_name, "a string or a list of text parts", &other)),
     };
+    let name = fields.string("name")?;
     fields.neutral(UNSUPPORTED)?;
     fields.finish()?;
-    Ok(ChatMessage { role, content })
+    Ok(ChatMessage { role, content: Content(content), name })
 }
 
 fn text_part(path: &str, part: Value) -> Result<String, ApiError> {

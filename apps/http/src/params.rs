@@ -2,9 +2,10 @@
 
 use crate::{
     error::ApiError,
-    fields::{Fields, Neutral, missing, out_of_range, wrong_type},
+    fields::{Fields, Neutral, missing, wrong_type},
     limits::Limits,
 };
+use lagoon_text::StopStrings;
 use lagoon_types::SamplingParams;
 use rand::Rng;
 use serde_json::Value;
@@ -32,7 +33,7 @@ pub(crate) struct Params {
     /// Sequences per prompt.
     pub(crate) n: usize,
     pub(crate) stop_ids: Vec<u32>,
-    pub(crate) stop_strings: Vec<String>,
+    pub(crate) stop_strings: StopStrings,
     pub(crate) skip_special: bool,
     pub(crate) stream: bool,
     pub(crate) include_usage: bool,
@@ -84,11 +85,10 @@ impl Params {
     /// Takes the shared fields. `logprobs` differs between the endpoints and is the caller's.
     pub(crate) fn take(fields: &mut Fields, rules: Rules<'_>) -> Result<Self, ApiError> {
         fields.neutral(UNSUPPORTED)?;
-        let limits = rules.limits;
         let max_tokens = fields.u32("max_tokens", (1, u32::MAX))?;
         let max_completion = fields.u32("max_completion_tokens", (1, u32::MAX))?;
         let stream = fields.bool("stream", false)?;
-        let n = fields.u32("n", (1, u32::try_from(limits.sequences_max).unwrap_or(u32::MAX)))?.unwrap_or(1);
+        let n = fields.u32("n", (1, u32::try_from(rules.limits.sequences_max).unwrap_or(u32::MAX)))?.unwrap_or(1);
         let mut stop_ids = take_stop_ids(fields, rules)?;
         if !fields.bool("ignore_eos", false)? {
             stop_ids.extend(&rules.defaults.eos_ids);
@@ -101,7 +101,7 @@ impl Params {
             sampling: take_sampling(fields, rules.defaults)?,
             n: usize::try_from(n).expect("usize holds u32"),
             stop_ids,
-            stop_strings: take_stop_strings(fields, limits)?,
+            stop_strings: take_stop_strings(fields)?,
             skip_special: fields.bool("skip_special_tokens", true)?,
             stream,
             include_usage: take_include_usage(fields, stream)?,
@@ -156,7 +156,7 @@ fn take_stop_ids(fields: &mut Fields, rules: Rules<'_>) -> Result<Vec<u32>, ApiE
     Ok(ids)
 }
 
-fn take_stop_strings(fields: &mut Fields, limits: &Limits) -> Result<Vec<String>, ApiError> {
+fn take_stop_strings(fields: &mut Fields) -> Result<StopStrings, ApiError> {
     let strings = match fields.take("stop") {
         None => Vec::new(),
         Some(Value::String(text)) => vec![text],
@@ -169,13 +169,7 @@ fn take_stop_strings(fields: &mut Fields, limits: &Limits) -> Result<Vec<String>
             .collect::<Result<_, _>>()?,
         Some(other) => return Err(wrong_type("stop", "a string or a list of strings", &other)),
     };
-    if strings.len() > limits.stop_strings_max {
-        return Err(too_many("stop", strings.len(), limits.stop_strings_max));
-    }
-    if let Some(bad) = strings.iter().find(|text| text.is_empty() || text.len() > limits.stop_string_bytes_max) {
-        return Err(out_of_range("stop (length in bytes)", &bad.len(), &1, &limits.stop_string_bytes_max));
-    }
-    Ok(strings)
+    StopStrings::new(strings).map_err(|error| ApiError::field("stop", "invalid_value", error.to_string()))
 }
 
 fn take_include_usage(fields: &mut Fields, stream: bool) -> Result<bool, ApiError> {

@@ -1,7 +1,8 @@
 //! The JSON of answers: OpenAI's shapes, with vLLM's `token_ids` and Lagoon's `logits_b64`.
 
-use crate::{generate::Token, text::TextModel};
+use crate::generate::Token;
 use base64::{Engine as _, engine::general_purpose::STANDARD};
+use lagoon_text::Tokenizer;
 use lagoon_types::{FinishReason, TokenLogprobs};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -98,15 +99,15 @@ struct Alternative {
 }
 
 impl Alternative {
-    fn new(text: &dyn TextModel, id: u32, logprob: f32) -> Self {
-        let token = token_text(text, id);
-        Self { bytes: token.as_bytes().to_vec(), token, logprob: finite(logprob) }
+    fn new(tokenizer: &Tokenizer, id: u32, logprob: f32) -> Self {
+        // A token may be part of a character: the bytes are exact, the text is not.
+        Self { token: token_text(tokenizer, id), logprob: finite(logprob), bytes: tokenizer.token_bytes(id) }
     }
 }
 
 /// Text of a single token as logprobs show it.
-fn token_text(text: &dyn TextModel, id: u32) -> String {
-    text.decode(&[id], false).unwrap_or_else(|_| format!("<token {id}>"))
+pub(crate) fn token_text(tokenizer: &Tokenizer, id: u32) -> String {
+    String::from_utf8_lossy(&tokenizer.token_bytes(id)).into_owned()
 }
 
 /// JSON has no infinity: a probability of zero shows as a very small one, as OpenAI's -9999.
@@ -116,18 +117,18 @@ fn finite(logprob: f32) -> f32 {
 
 /// Log-probabilities of `tokens` in the endpoint's shape; `offset` is where their text begins, in characters, and is
 /// advanced.
-pub(crate) fn logprobs(endpoint: Endpoint, text: &dyn TextModel, tokens: &[Token], offset: &mut usize) -> Logprobs {
+pub(crate) fn logprobs(endpoint: Endpoint, tokenizer: &Tokenizer, tokens: &[Token], offset: &mut usize) -> Logprobs {
     let known = tokens.iter().filter_map(|token| token.logprobs.as_ref().map(|logprobs| (token.id, logprobs)));
     match endpoint {
         Endpoint::Chat => {
-            Logprobs::Chat { content: known.map(|(id, logprobs)| chat_logprob(text, id, logprobs)).collect() }
+            Logprobs::Chat { content: known.map(|(id, logprobs)| chat_logprob(tokenizer, id, logprobs)).collect() }
         }
         Endpoint::Completions => {
             let (mut strings, mut chosen, mut top, mut offsets) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
             for (id, logprobs) in known {
-                let token = token_text(text, id);
+                let token = token_text(tokenizer, id);
                 let mut alternatives: BTreeMap<_, _> =
-                    logprobs.top.iter().map(|(id, logprob)| (token_text(text, *id), finite(*logprob))).collect();
+                    logprobs.top.iter().map(|(id, logprob)| (token_text(tokenizer, *id), finite(*logprob))).collect();
                 // vLLM and OpenAI always list the chosen token too.
                 alternatives.insert(token.clone(), finite(logprobs.chosen));
                 offsets.push(*offset);
@@ -141,10 +142,10 @@ pub(crate) fn logprobs(endpoint: Endpoint, text: &dyn TextModel, tokens: &[Token
     }
 }
 
-fn chat_logprob(text: &dyn TextModel, id: u32, logprobs: &TokenLogprobs) -> ChatLogprob {
+fn chat_logprob(tokenizer: &Tokenizer, id: u32, logprobs: &TokenLogprobs) -> ChatLogprob {
     ChatLogprob {
-        chosen: Alternative::new(text, id, logprobs.chosen),
-        top_logprobs: logprobs.top.iter().map(|(id, logprob)| Alternative::new(text, *id, *logprob)).collect(),
+        chosen: Alternative::new(tokenizer, id, logprobs.chosen),
+        top_logprobs: logprobs.top.iter().map(|(id, logprob)| Alternative::new(tokenizer, *id, *logprob)).collect(),
     }
 }
 

@@ -1,28 +1,29 @@
-//! Test doubles of [`Engine`] and [`TextModel`]: an engine that plays a script and a tokenizer whose tokens are
-//! bytes. Built only for tests (of this crate, and of the binary through the `scripted` feature).
+//! A test double of [`Engine`] that plays a script, with a tokenizer whose tokens are bytes. Built only for tests (of this crate, and of the binary through the `scripted` feature).
 
-use crate::{
-    CancelGuard, ChatMessage, Engine, EngineInfo, Generation, GenerationDefaults, Limits, ServerState, StreamDecoder,
-    TextError, TextModel,
-};
+use crate::{CancelGuard, Engine, EngineInfo, Generation, GenerationDefaults, Limits, ServerState};
+use lagoon_text::{ChatTemplate, Tokenizer, TokenizerConfig};
 use lagoon_types::{FinishReason, GenerateRequest, RequestError, TokenEvent, TokenLogprobs};
 use metrics_exporter_prometheus::PrometheusHandle;
+use serde_json::{Map, Value, json};
 use std::{
     fmt,
+    path::Path,
     sync::{
         Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
-use tokio::sync::{Notify, mpsc};
+use tokio::sync::mpsc;
 
-/// Begin and end of sequence of [`ByteText`].
+/// Begin and end of sequence of [`byte_tokenizer`].
 pub const BOS: u32 = 256;
 pub const EOS: u32 = 257;
 const VOCAB: u32 = 258;
 /// Events that wait for a slow reader.
 const EVENTS_MAX: usize = 4;
+/// Longest wait for something to happen to a request.
+const WAIT_MAX: Duration = Duration::from_secs(30);
 
 /// One step of a script.
 #[derive(Clone, Debug)]
@@ -65,7 +66,6 @@ pub struct ScriptedEngine {
 struct Counts {
     submitted: AtomicUsize,
     cancelled: AtomicUsize,
-    changed: Notify,
 }
 
 impl fmt::Debug for ScriptedEngine {
@@ -105,24 +105,26 @@ impl ScriptedEngine {
     }
 
     /// Waits until `count` requests were submitted.
+    ///
+    /// # Panics
+    /// When that takes too long.
     pub async fn wait_submitted(&self, count: usize) {
         self.wait(|counts| counts.submitted.load(Ordering::SeqCst) >= count).await;
     }
 
     /// Waits until `count` requests were cancelled.
+    ///
+    /// # Panics
+    /// When that takes too long.
     pub async fn wait_cancelled(&self, count: usize) {
         self.wait(|counts| counts.cancelled.load(Ordering::SeqCst) >= count).await;
     }
 
     async fn wait(&self, done: impl Fn(&Counts) -> bool) {
-        loop {
-            let changed = self.counts.changed.notified();
-            if done(&self.counts) {
-                return;
-            }
-            let waited = tokio::time::timeout(Duration::from_millis(50), changed).await;
-            // The timeout only bounds the race between the check and the notification.
-            drop(waited);
+        let deadline = Instant::now() + WAIT_MAX;
+        while !done(&self.counts) {
+            assert!(Instant::now() < deadline, "waited {WAIT_MAX:?} in vain; so far: {:?}", self.counts);
+            tokio::time::sleep(Duration::from_millis(2)).await;
         }
     }
 }
@@ -135,11 +137,9 @@ impl Engine for ScriptedEngine {
         let player = tokio::spawn(play(steps, request, sender));
         let counts = Arc::clone(&self.counts);
         counts.submitted.fetch_add(1, Ordering::SeqCst);
-        counts.changed.notify_waiters();
         let guard = CancelGuard::new(move || {
             player.abort();
             counts.cancelled.fetch_add(1, Ordering::SeqCst);
-            counts.changed.notify_waiters();
         });
         Ok(Generation { events, guard })
     }
@@ -182,66 +182,54 @@ fn token(id: u32, request: &GenerateRequest) -> TokenEvent {
     TokenEvent::Token { id, logprobs, logits: request.return_logits.then(|| vec![1.0, -2.5]) }
 }
 
-/// A tokenizer whose tokens are the bytes of UTF-8, and a plain chat template.
-#[derive(Debug)]
-pub struct ByteText;
+const TEMPLATE: &str = "{% for m in messages %}{% if m.content == 'refuse me' %}\
+    {{ raise_exception('not this') }}{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}\
+    {% if add_generation_prompt %}assistant:{% endif %}";
 
-impl TextModel for ByteText {
-    fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, TextError> {
-        let begin = special.then_some(BOS);
-        Ok(begin.into_iter().chain(text.bytes().map(u32::from)).collect())
-    }
-
-    fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String, TextError> {
-        let mut decoder = self.decoder(skip_special);
-        let text: Result<String, _> = ids.iter().map(|id| decoder.push(*id)).collect();
-        Ok(text? + &decoder.finish())
-    }
-
-    fn render_chat(&self, messages: &[ChatMessage], open_answer: bool) -> Result<String, TextError> {
-        if messages.iter().any(|message| message.content == "refuse me") {
-            return Err(TextError("the template refuses this".to_owned()));
-        }
-        let mut prompt: String = messages.iter().map(|m| format!("{}: {}\n", m.role, m.content)).collect();
-        if open_answer {
-            prompt.push_str("assistant:");
-        }
-        Ok(prompt)
-    }
-
-    fn decoder(&self, skip_special: bool) -> Box<dyn StreamDecoder> {
-        Box::new(ByteDecoder { held: Vec::new(), skip_special })
-    }
+/// A byte-level tokenizer without merges: a token is a byte, and [`BOS`] and [`EOS`] follow.
+///
+/// # Panics
+/// When `lagoon_text` refuses it, which a test would like to know.
+#[must_use]
+pub fn byte_tokenizer() -> Tokenizer {
+    let vocabulary: Map<String, Value> =
+        (0..=255u8).zip(byte_letters()).map(|(byte, letter)| (letter.to_string(), json!(byte))).collect();
+    let special = |id: u32, content: &str| {
+        json!({"id": id, "content": content, "special": true, "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false})
+    };
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+    let file = json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
+        "added_tokens": [special(BOS, "<bos>"), special(EOS, "<eos>")],
+        "pre_tokenizer": byte_level, "decoder": byte_level,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<bos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<bos>": {"id": "<bos>", "ids": [BOS], "tokens": ["<bos>"]}},
+        },
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocabulary, "merges": []},
+    });
+    let config = TokenizerConfig {
+        special: vec![("bos_token", "<bos>".to_owned()), ("eos_token", "<eos>".to_owned())],
+        ..TokenizerConfig::default()
+    };
+    Tokenizer::parse(Path::new("scripted"), file.to_string().as_bytes(), &config).expect("the tokenizer is valid")
 }
 
-struct ByteDecoder {
-    held: Vec<u8>,
-    skip_special: bool,
-}
-
-impl StreamDecoder for ByteDecoder {
-    fn push(&mut self, id: u32) -> Result<String, TextError> {
-        match (id, u8::try_from(id)) {
-            (BOS | EOS, _) if self.skip_special => return Ok(String::new()),
-            (BOS, _) => return Ok("<bos>".to_owned()),
-            (EOS, _) => return Ok("<eos>".to_owned()),
-            (_, Ok(byte)) => self.held.push(byte),
-            _ => return Err(TextError(format!("token {id} is not in the vocabulary"))),
+/// The letter that byte-level BPE writes for each byte: printable ones as they are, the others from U+0100 on.
+fn byte_letters() -> impl Iterator<Item = char> {
+    let printable = |byte: &u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
+    let mut other = 0x100;
+    (0..=255u8).map(move |byte| {
+        if printable(&byte) {
+            return char::from(byte);
         }
-        match std::str::from_utf8(&self.held) {
-            Ok(text) => {
-                let text = text.to_owned();
-                self.held.clear();
-                Ok(text)
-            }
-            Err(error) if error.error_len().is_none() => Ok(String::new()),
-            Err(_) => Ok(self.finish()),
-        }
-    }
-
-    fn finish(&mut self) -> String {
-        String::from_utf8_lossy(&std::mem::take(&mut self.held)).into_owned()
-    }
+        other += 1;
+        char::from_u32(other - 1).expect("these are letters")
+    })
 }
 
 /// The process's recorder: one for all tests.
@@ -251,10 +239,16 @@ pub fn recorder() -> PrometheusHandle {
 }
 
 /// A server's state around `engine`, with logits exposed and no key.
+///
+/// # Panics
+/// When `lagoon_text` refuses the template.
 pub fn state(engine: Arc<dyn Engine>) -> ServerState {
+    let template = ChatTemplate::new(Path::new("scripted"), TEMPLATE, &TokenizerConfig::default());
+    let template = template.expect("the template is valid");
     ServerState {
         engine,
-        text: Arc::new(ByteText),
+        tokenizer: Arc::new(byte_tokenizer()),
+        template: Some(Arc::new(template)),
         defaults: GenerationDefaults { eos_ids: vec![EOS], ..GenerationDefaults::default() },
         api_key: None,
         limits: Limits::default(),

@@ -5,12 +5,12 @@ use crate::{
     error::ApiError,
     limits::Limits,
     params::{GenerationDefaults, Rules},
-    text::{TextError, TextModel},
 };
 use axum::{
     body::{Body, Bytes, to_bytes},
     http::StatusCode,
 };
+use lagoon_text::{ChatMessage, ChatTemplate, Tokenizer};
 use metrics_exporter_prometheus::PrometheusHandle;
 use std::{
     fmt,
@@ -23,7 +23,9 @@ use tokio::time::timeout;
 #[derive(Clone)]
 pub struct ServerState {
     pub engine: Arc<dyn Engine>,
-    pub text: Arc<dyn TextModel>,
+    pub tokenizer: Arc<Tokenizer>,
+    /// `None` where the model has no template: chat is refused then.
+    pub template: Option<Arc<ChatTemplate>>,
     pub defaults: GenerationDefaults,
     /// When set, every route but `/health` asks for `Authorization: Bearer KEY`.
     pub api_key: Option<String>,
@@ -78,16 +80,26 @@ impl ServerState {
         }
     }
 
+    /// The prompt for `messages`.
+    pub(crate) fn render_chat(&self, messages: &[ChatMessage], open_answer: bool) -> Result<String, ApiError> {
+        let Some(template) = &self.template else {
+            return Err(ApiError::field("messages", "no_chat_template", ChatTemplate::MISSING));
+        };
+        let rendered = template.render(messages, open_answer, SystemTime::now());
+        rendered.map_err(|error| ApiError::field("messages", "invalid_value", error.to_string()))
+    }
+
     /// Tokens of `text`, computed off the runtime's threads: long prompts take a while.
     pub(crate) async fn encode(&self, text: String, special: bool) -> Result<Vec<u32>, ApiError> {
-        let model = Arc::clone(&self.text);
-        blocking(move || model.encode(&text, special)).await
+        let tokenizer = Arc::clone(&self.tokenizer);
+        let encoded = blocking(move || tokenizer.encode(&text, special)).await?;
+        encoded.map_err(|error| ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_value"), error.to_string()))
     }
 
     /// Text of `ids`.
     pub(crate) async fn decode(&self, ids: Vec<u32>, skip_special: bool) -> Result<String, ApiError> {
-        let model = Arc::clone(&self.text);
-        blocking(move || model.decode(&ids, skip_special)).await
+        let tokenizer = Arc::clone(&self.tokenizer);
+        blocking(move || tokenizer.decode(&ids, skip_special)).await
     }
 }
 
@@ -99,12 +111,9 @@ pub(crate) fn model_not_found(model: &str, served: &str) -> ApiError {
     }
 }
 
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, TextError> + Send + 'static,
-) -> Result<T, ApiError> {
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, ApiError> {
     let done = tokio::task::spawn_blocking(work).await;
-    let result = done.map_err(|error| ApiError::internal(format!("the tokenizer panicked: {error}")))?;
-    result.map_err(|TextError(message)| ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_value"), message))
+    done.map_err(|error| ApiError::internal(format!("the tokenizer panicked: {error}")))
 }
 
 fn is_length_limit(error: &axum::Error) -> bool {

@@ -45,18 +45,14 @@ pub(crate) async fn tokenize(State(state): State<Arc<ServerState>>, body: Body) 
                 ("chat_template_kwargs", Neutral::Empty),
                 ("tools", Neutral::Empty),
             ])?;
-            let rendered = state.text.render_chat(&messages, open_answer);
-            rendered.map_err(|error| ApiError::field("messages", "invalid_value", error.to_string()))?
+            state.render_chat(&messages, open_answer)?
         }
     };
     fields.finish()?;
     let tokens = state.encode(text, special).await?;
-    let mut token_strs = None;
-    if strings {
-        let decode = |id: &u32| state.text.decode(&[*id], false);
-        let strings = tokens.iter().map(decode).collect::<Result<_, _>>();
-        token_strs = Some(strings.map_err(|error| ApiError::internal(error.to_string()))?);
-    }
+    // The vocabulary's own spelling, as vLLM has it.
+    let spell = |id: &u32| state.tokenizer.token(*id).unwrap_or_default();
+    let token_strs = strings.then(|| tokens.iter().map(spell).collect());
     Ok(Json(Tokenized { count: tokens.len(), max_model_len: info.max_model_tokens, tokens, token_strs }))
 }
 

@@ -127,7 +127,7 @@ async fn content_parts_and_the_developer_role_become_text() {
     ]);
     assert_eq!(client.post("/v1/chat/completions", json!({"messages": messages})).await.status, 200);
     let prompt: Vec<u8> = engine.requests()[0].prompt.iter().map(|id| u8::try_from(*id).unwrap()).collect();
-    assert_eq!(prompt, b"system: be brief\nassistant: x\nuser: ab\nassistant:");
+    assert_eq!(prompt, b"system: be brief\nassistant: x\nuser: a\nb\nassistant:");
 }
 
 #[tokio::test]
@@ -173,4 +173,13 @@ async fn metrics_have_these_names() {
     assert!(reply.text.contains("lagoon_http_requests_total{route=\"/v1/completions\",status=\"200\"}"));
     assert!(reply.text.contains("lagoon_http_requests_total{route=\"other\",status=\"404\"}"));
     assert!(reply.text.contains("lagoon_sequences_total{outcome=\"stop\"}"));
+}
+
+#[tokio::test]
+async fn a_model_without_a_template_refuses_chat_only() {
+    let mut server = state(ScriptedEngine::saying("ok"));
+    server.template = None;
+    let client = Client::new(server).await;
+    insta::assert_snapshot!(client.post("/v1/chat/completions", chat(json!({}))).await.stable());
+    assert_eq!(client.post("/v1/completions", json!({"prompt": "a"})).await.status, 200);
 }
