@@ -50,10 +50,11 @@ impl Extents {
         taken
     }
 
-    /// Start of the shortest extent of at least `n` blocks, else the start and length of the longest there is.
+    /// The shortest extent of at least `n` blocks, else the longest there is, the first of equals: its start, and how
+    /// many of the `n` it holds.
     pub(crate) fn best(&self, n: u32) -> Option<(u32, u32)> {
-        let fitting = self.by_len.range((n, 0)..).next();
-        fitting.or_else(|| self.by_len.last()).map(|&(len, start)| (start, len.min(n)))
+        let &(longest, _) = self.by_len.last()?;
+        self.by_len.range((n.min(longest), 0)..).next().map(|&(len, start)| (start, len.min(n)))
     }
 
     /// Gives a block back and joins it with its neighbours.

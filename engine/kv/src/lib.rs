@@ -15,6 +15,8 @@ pub mod account;
 mod extents;
 pub mod hash;
 pub mod identity;
+#[cfg(test)]
+mod model_tests;
 pub mod pool;
 pub mod seq;
 

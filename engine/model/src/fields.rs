@@ -67,6 +67,12 @@ impl Fields {
         }
     }
 
+    /// The first field that holds an object.
+    #[must_use]
+    pub fn nested(&self) -> Option<&str> {
+        self.map.iter().find(|(_, value)| value.is_object()).map(|(field, _)| field.as_str())
+    }
+
     /// A whole number in `1..=max`.
     pub fn count(&self, field: &str, max: u64) -> Result<Option<u64>, ModelError> {
         let Some(value) = self.get(field) else { return Ok(None) };

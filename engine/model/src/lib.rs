@@ -10,10 +10,12 @@
 
 pub mod checkpoint;
 pub mod config;
+mod download;
 mod error;
 pub mod fields;
 pub mod generation;
 pub mod hash;
+pub mod hub;
 mod mapped;
 pub mod rope;
 pub mod weights;
@@ -23,5 +25,6 @@ pub use config::{Family, ModelConfig};
 pub use error::ModelError;
 pub use generation::GenerationConfig;
 pub use hash::model_hash;
+pub use hub::{DownloadProgress, Hub, HubName, resolve_model};
 pub use rope::{Rope, RopeScaling};
 pub use weights::{Layer, LlamaWeights, LoadedTensor};

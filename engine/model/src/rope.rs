@@ -11,7 +11,7 @@
 
 use crate::ModelError;
 use crate::config::ModelConfig;
-use crate::fields::Fields;
+use crate::fields::{Fields, narrow};
 use lagoon_types::limits::SEQUENCE_TOKENS_MAX;
 use std::f32::consts::TAU;
 
@@ -33,31 +33,34 @@ pub enum RopeScaling {
 const THETA_DEFAULT: f64 = 10_000.0;
 
 impl RopeScaling {
-    /// Theta and scaling from either spelling; where both are present they must agree on theta.
+    /// Theta and scaling from either spelling; where a file has both, they must agree.
     pub(crate) fn from_fields(fields: &Fields) -> Result<(f64, Self), ModelError> {
-        let top_theta = fields.positive("rope_theta")?;
-        let (theta, object) = match fields.object("rope_parameters")? {
-            Some(parameters) => {
-                let theta = parameters.positive("rope_theta")?;
-                if let (Some(a), Some(b)) = (theta, top_theta)
-                    && a != b
-                {
-                    return Err(fields.invalid("rope_theta", &format!("rope_parameters.rope_theta is {a}")));
-                }
-                (theta.or(top_theta), Some(parameters))
+        let old = fields.object("rope_scaling")?.map(|object| Self::parse(&object)).transpose()?;
+        let mut theta = fields.positive("rope_theta")?;
+        let mut scaling = old;
+        if let Some(parameters) = fields.object("rope_parameters")? {
+            let inner = parameters.positive("rope_theta")?;
+            if theta.is_some() && inner.is_some() && theta != inner {
+                return Err(fields.invalid("rope_theta", "rope_parameters has another one"));
             }
-            None => (top_theta, fields.object("rope_scaling")?),
-        };
-        let scaling = object.map_or(Ok(Self::None), |object| Self::parse(&object, fields))?;
-        Ok((theta.unwrap_or(THETA_DEFAULT), scaling))
+            let new = Self::parse(&parameters)?;
+            if old.is_some_and(|old| old != new) {
+                return Err(fields.invalid("rope_scaling", "rope_parameters says something else"));
+            }
+            (theta, scaling) = (inner.or(theta), Some(new));
+        }
+        Ok((theta.unwrap_or(THETA_DEFAULT), scaling.unwrap_or(Self::None)))
     }
 
-    fn parse(object: &Fields, config: &Fields) -> Result<Self, ModelError> {
+    fn parse(object: &Fields) -> Result<Self, ModelError> {
         let field = if object.contains("rope_type") { "rope_type" } else { "type" };
+        if let Some(nested) = object.nested() {
+            return Err(object.unsupported(nested, "positions that differ from layer to layer are not implemented"));
+        }
         if object.positive("partial_rotary_factor")?.is_some_and(|factor| factor != 1.0) {
             return Err(object.unsupported("partial_rotary_factor", "only 1 is implemented"));
         }
-        let number = |name| object.required_positive(name).map(|x| x as f32);
+        let number = |name| object.required_positive(name).map(narrow);
         match object.text(field)? {
             Some("default") => Ok(Self::None),
             // An object with theta alone has the default type.
@@ -68,11 +71,7 @@ impl RopeScaling {
                 if high_freq_factor <= low_freq_factor {
                     return Err(object.invalid("high_freq_factor", "it must be above low_freq_factor"));
                 }
-                let field = "original_max_position_embeddings";
-                let original = match object.count(field, u64::from(u32::MAX))? {
-                    Some(n) => n,
-                    None => config.count(field, u64::from(u32::MAX))?.ok_or_else(|| object.missing(field))?,
-                };
+                let original = object.required_count("original_max_position_embeddings", u64::from(u32::MAX))?;
                 let original_positions = u32::try_from(original).expect("it is at most a u32");
                 Ok(Self::Llama3 { factor: number("factor")?, low_freq_factor, high_freq_factor, original_positions })
             }

@@ -1,4 +1,5 @@
 //! Configurations: both spellings, defaults, and what is refused and how.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 use lagoon_model::{Checkpoint, Family, GenerationConfig, ModelConfig, ModelError, Rope, RopeScaling};
 use lagoon_types::DType;
@@ -46,6 +47,12 @@ fn both_spellings_are_the_same() {
     let plain = with(json!({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})).unwrap();
     assert_eq!(plain, with(json!({"rope_theta": 1e6, "rope_scaling": null})).unwrap());
     assert!(message(json!({"rope_theta": 2e4, "rope_parameters": {"rope_theta": 1e4}})).contains("`rope_theta`"));
+    let both = |factor: f64| {
+        let linear = |factor: f64| json!({"rope_type": "linear", "factor": factor});
+        with(json!({"rope_scaling": linear(2.0), "rope_parameters": linear(factor)}))
+    };
+    assert_eq!(both(2.0).unwrap().rope_scaling, RopeScaling::Linear { factor: 2.0 });
+    assert!(both(3.0).unwrap_err().to_string().contains("`rope_scaling`"));
 }
 
 #[test]
@@ -105,6 +112,7 @@ fn what_is_not_supported_is_refused_by_name() {
         (json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}}), "`rope_scaling.type` is \"dynamic\""),
         (json!({"rope_parameters": {"rope_type": "longrope"}}), "`rope_parameters.rope_type` is \"longrope\""),
         (json!({"partial_rotary_factor": 0.5}), "`partial_rotary_factor` is 0.5"),
+        (json!({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}), "`rope_parameters.full_attention` is {"),
     ];
     for (change, expected) in cases {
         let error = with(change).unwrap_err();

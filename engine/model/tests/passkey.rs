@@ -1,4 +1,5 @@
 //! The bundled model opens, and its identity does not depend on where it lies.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 use lagoon_model::{Checkpoint, Family, GenerationConfig, ModelConfig, RopeScaling, model_hash};
 use lagoon_types::{AttentionGeometry, DType};

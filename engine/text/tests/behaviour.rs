@@ -1,4 +1,5 @@
 //! Stop strings, templates and the handling of bad files.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 use lagoon_text::{ChatError, ChatMessage, ChatTemplate, Content, EncodeError, StopError, StopStrings, TextError};
 use lagoon_text::{Tokenizer, TokenizerConfig};

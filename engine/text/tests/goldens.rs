@@ -1,4 +1,5 @@
 //! Tokenizers and templates against what transformers wrote (tests/goldens/*/text.json), and streaming against both.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 use lagoon_text::{ChatMessage, ChatTemplate, IncrementalDetokenizer, Tokenizer};
 use proptest::prelude::*;

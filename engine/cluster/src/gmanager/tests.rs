@@ -1,1 +1,236 @@
-//! Tests of the gManager.
+//! Registration, the ledger, and whom the gManager recommends.
+
+use super::*;
+use lagoon_protocol::{Debt, Link, Role};
+
+fn shape() -> PoolShape {
+    PoolShape {
+        model_hash: vec![7; 32],
+        layers: 4,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 64,
+        kv_dtype: DType::F16.code().into(),
+        block_tokens: 32,
+        window: 0,
+    }
+}
+
+/// A process; its address follows from its incarnation.
+fn register(incarnation: u64) -> Register {
+    Register {
+        version_min: VERSION_MIN,
+        version_max: VERSION_MAX,
+        name: format!("n{incarnation}"),
+        quic_addr: format!("10.0.0.{incarnation}:7000"),
+        http_addr: String::new(),
+        role: Role::Instance.into(),
+        incarnation,
+        shape: Some(shape()),
+        blocks_total: 100,
+        backend: "cpu".to_owned(),
+        instance: 0,
+    }
+}
+
+fn heartbeat(instance: u32, seq: u64, lendable: u32) -> Heartbeat {
+    Heartbeat {
+        instance,
+        incarnation: instance.into(),
+        seq,
+        blocks_total: 100,
+        blocks_free: lendable,
+        blocks_lendable: lendable,
+        ..Heartbeat::default()
+    }
+}
+
+/// Instances 1, 2, … with these lendable blocks.
+fn pool(lendable: &[u32]) -> GManager {
+    let mut gm = GManager::default();
+    for (i, blocks) in (1u32..).zip(lendable) {
+        assert_eq!(gm.on_register(&register(i.into()), 0).unwrap().instance, i);
+        assert!(gm.on_heartbeat(&heartbeat(i, 1, *blocks), 0).known);
+    }
+    gm
+}
+
+fn ask(gm: &mut GManager, debtor: u32, blocks: u32, exclude: &[u32]) -> Vec<u32> {
+    let advice = gm.on_borrow_query(&BorrowQuery { query: 5, debtor, blocks, exclude: exclude.to_vec() }, 0);
+    assert_eq!(advice.query, 5);
+    advice.candidates.iter().map(|c| c.instance).collect()
+}
+
+fn reason(result: Result<Registered, Rejected>) -> String {
+    result.unwrap_err().reason
+}
+
+#[test]
+fn a_mismatch_is_rejected_with_both_values() {
+    let mut gm = pool(&[1]);
+    let with = |f: fn(&mut Register)| {
+        let mut r = register(9);
+        f(&mut r);
+        r
+    };
+    let mut rejects = |f, expected: &str| {
+        let text = reason(gm.on_register(&with(f), 0));
+        assert!(text.contains(expected), "{text:?} should say {expected:?}");
+    };
+    rejects(
+        |r| r.shape.as_mut().unwrap().model_hash = vec![8; 32],
+        "the instance's model hash is 0808080808080808, the pool's is 0707070707070707",
+    );
+    rejects(|r| r.shape.as_mut().unwrap().kv_dtype = 3, "the instance's KV element type is bf16, the pool's is f16");
+    rejects(|r| r.shape.as_mut().unwrap().block_tokens = 64, "the instance's block_tokens is 64, the pool's is 32");
+    rejects(|r| r.shape.as_mut().unwrap().window = 5, "the instance's window is 5, the pool's is 0");
+    rejects(|r| r.version_min = VERSION_MAX + 1, "protocol versions 2 to 1 of the instance and 1 to 1 of the gManager");
+    rejects(|r| r.shape = None, "no pool shape");
+    rejects(|r| r.shape.as_mut().unwrap().model_hash = vec![8; 31], "32 bytes, not 31");
+    rejects(|r| r.shape.as_mut().unwrap().kv_heads = 0, "kv_heads 0");
+    rejects(|r| r.shape.as_mut().unwrap().kv_dtype = 99, "99 is no element type");
+    rejects(|r| r.quic_addr = "0.0.0.0:7000".to_owned(), "\"0.0.0.0:7000\" is not an ip:port that peers can reach");
+    assert_eq!(gm.status(0).len(), 1);
+}
+
+#[test]
+fn an_empty_pool_takes_another_shape() {
+    let mut gm = pool(&[1, 1]);
+    let mut other = register(9);
+    other.shape.as_mut().unwrap().layers = 5;
+    assert!(gm.on_register(&other, 0).is_err());
+    gm.on_deregister(InstanceId(1));
+    assert!(gm.on_register(&other, 0).is_err());
+    assert_eq!(gm.tick(limits::INSTANCE_FORGET_MS), [InstanceId(2)]);
+    assert!(gm.on_register(&other, 0).is_ok());
+    assert_eq!(gm.shape().unwrap().layers, 5);
+}
+
+#[test]
+fn a_process_keeps_its_number() {
+    let mut gm = pool(&[1, 1]);
+    assert_eq!(gm.on_register(&register(2), 5).unwrap().instance, 2);
+    // A new process at an old address is another instance.
+    let restarted = Register { incarnation: 22, ..register(2) };
+    assert_eq!(gm.on_register(&restarted, 6).unwrap().instance, 3);
+    assert_eq!(gm.status(6).iter().map(|s| s.instance).collect::<Vec<_>>(), [1, 3]);
+    assert!(!gm.on_heartbeat(&heartbeat(2, 9, 1), 6).known);
+    // A gManager that knows nothing grants the number that it gave before, unless another has it.
+    let mut gm = GManager::default();
+    assert_eq!(gm.on_register(&Register { instance: 7, ..register(2) }, 0).unwrap().instance, 7);
+    assert_eq!(gm.on_register(&Register { instance: 7, ..register(3) }, 0).unwrap().instance, 8);
+    assert_eq!(gm.on_register(&Register { instance: u32::MAX, ..register(4) }, 0).unwrap().instance, 9);
+}
+
+#[test]
+fn the_pool_has_a_largest_size() {
+    let mut gm = GManager::default();
+    for i in 0..limits::INSTANCES_MAX {
+        let quic_addr = format!("10.1.{}.{}:1", i / 256, i % 256);
+        gm.on_register(&Register { incarnation: 1000 + i as u64, quic_addr, ..register(1) }, 0).unwrap();
+    }
+    assert!(reason(gm.on_register(&register(1), 0)).contains("1024"));
+}
+
+#[test]
+fn stale_heartbeats_change_nothing() {
+    let mut gm = pool(&[0, 10]);
+    assert!(gm.on_heartbeat(&heartbeat(2, 1, 50), 0).known);
+    assert_eq!(gm.on_borrow_query(&BorrowQuery { debtor: 1, ..Default::default() }, 0).pool_blocks_lendable, 10);
+    gm.on_heartbeat(&heartbeat(2, 2, 50), 0);
+    assert_eq!(gm.on_borrow_query(&BorrowQuery { debtor: 1, ..Default::default() }, 0).pool_blocks_lendable, 50);
+    let other = Heartbeat { incarnation: 99, seq: 9, ..heartbeat(2, 9, 1) };
+    let ack = gm.on_heartbeat(&other, 0);
+    assert_eq!((ack.known, ack.pool_blocks_total), (false, 200));
+}
+
+#[test]
+fn the_most_available_come_first_and_the_unfit_not_at_all() {
+    let mut gm = pool(&[90, 10, 30, 0, 20, 5]);
+    assert_eq!(ask(&mut gm, 1, 0, &[]), [3, 5, 2]);
+    assert_eq!(ask(&mut gm, 1, 0, &[3, 2]), [5, 6]);
+    assert_eq!(ask(&mut gm, 3, 0, &[]), [1, 5, 2]);
+    // Silent instances are skipped, and their blocks are not counted.
+    let now_ms = limits::HEARTBEAT_STALE_MS;
+    gm.on_heartbeat(&heartbeat(2, 2, 10), now_ms);
+    let advice = gm.on_borrow_query(&BorrowQuery { query: 1, debtor: 1, blocks: 1, exclude: vec![] }, now_ms);
+    assert_eq!(advice.candidates.iter().map(|c| c.instance).collect::<Vec<_>>(), [2]);
+    assert_eq!((advice.pool_blocks_total, advice.pool_blocks_lendable), (100, 10));
+    let alive: Vec<_> = gm.status(now_ms).iter().map(|s| s.alive).collect();
+    assert_eq!(alive, [false, true, false, false, false, false]);
+}
+
+#[test]
+fn near_creditors_come_before_large_ones() {
+    let mut gm = pool(&[0, 10, 90, 50]);
+    // 2 is near by its own measurement, 3 far by the debtor's; 4 is unmeasured.
+    let link = |peer, rtt_us| vec![Link { peer, rtt_us }];
+    gm.on_heartbeat(&Heartbeat { links: link(3, 20_000), ..heartbeat(1, 2, 0) }, 0);
+    gm.on_heartbeat(&Heartbeat { links: link(1, 60), ..heartbeat(2, 2, 10) }, 0);
+    assert_eq!(ask(&mut gm, 1, 0, &[]), [2, 4, 3]);
+    // Noise within a power of two decides nothing.
+    gm.on_heartbeat(&Heartbeat { links: link(1, 70), ..heartbeat(3, 3, 90) }, 0);
+    gm.on_heartbeat(&Heartbeat { links: link(1, 120), ..heartbeat(2, 3, 10) }, 0);
+    assert_eq!(ask(&mut gm, 1, 0, &[]), [3, 2, 4]);
+}
+
+#[test]
+fn competing_debtors_are_spread() {
+    let mut gm = pool(&[0, 0, 0, 30, 30, 30]);
+    let firsts: Vec<_> = (1..=3).map(|debtor| ask(&mut gm, debtor, 20, &[])[0]).collect();
+    assert_eq!(firsts, [4, 5, 6]);
+    // All are booked out, yet who says so is the creditor.
+    assert_eq!(ask(&mut gm, 1, 30, &[]).len(), 3);
+    assert_eq!(ask(&mut gm, 1, 30, &[]).len(), 3);
+    // A heartbeat starts anew.
+    gm.on_heartbeat(&heartbeat(6, 2, 25), 0);
+    assert_eq!(ask(&mut gm, 1, 1, &[])[0], 6);
+}
+
+#[test]
+fn a_refusal_pauses_until_the_next_heartbeat() {
+    let mut gm = pool(&[0, 30, 20]);
+    gm.on_refusal(&Refusal { creditor: 2, blocks_lendable: 3 });
+    assert_eq!(ask(&mut gm, 1, 5, &[]), [3]);
+    assert_eq!(gm.on_borrow_query(&BorrowQuery { debtor: 1, ..Default::default() }, 0).pool_blocks_lendable, 23);
+    gm.on_heartbeat(&heartbeat(2, 1, 30), 0);
+    assert_eq!(ask(&mut gm, 1, 5, &[]), [3], "that heartbeat is the old one");
+    gm.on_heartbeat(&heartbeat(2, 2, 30), 0);
+    assert_eq!(ask(&mut gm, 1, 5, &[]), [2, 3]);
+}
+
+#[test]
+fn kv_nodes_lend_too() {
+    let mut gm = pool(&[0]);
+    let kv = Register { role: Role::Kv.into(), ..register(2) };
+    gm.on_register(&kv, 0).unwrap();
+    assert_eq!(ask(&mut gm, 1, 5, &[]), [0; 0], "nothing is known of it before its first heartbeat");
+    gm.on_heartbeat(&heartbeat(2, 1, 30), 0);
+    assert_eq!(ask(&mut gm, 1, 5, &[]), [2]);
+}
+
+#[test]
+fn the_ledger_is_what_creditors_say() {
+    let mut gm = pool(&[0, 0]);
+    let lent = vec![Debt { debtor: 2, blocks: 7 }, Debt { debtor: 9, blocks: 1 }];
+    gm.on_heartbeat(&Heartbeat { lent, ..heartbeat(1, 2, 0) }, 0);
+    let row = |debtor, blocks| LedgerRow { creditor: InstanceId(1), debtor: InstanceId(debtor), blocks };
+    assert_eq!(gm.ledger(), [row(2, 7), row(9, 1)]);
+}
+
+#[test]
+fn nobody_speaks_in_anothers_name() {
+    let mut gm = pool(&[0, 30]);
+    let mut say = |from: Option<u32>, body: ControlBody| gm.on_control(from.map(InstanceId), &body, 0);
+    let query = || ControlBody::BorrowQuery(BorrowQuery { query: 1, debtor: 1, blocks: 1, exclude: vec![] });
+    assert!(matches!(say(Some(1), query()), Some(ControlBody::BorrowAdvice(_))));
+    assert_eq!(say(Some(2), query()), None);
+    assert_eq!(say(None, query()), None);
+    assert_eq!(say(Some(1), ControlBody::Heartbeat(heartbeat(2, 5, 0))), None);
+    assert_eq!(say(Some(1), ControlBody::Deregister(lagoon_protocol::Deregister { instance: 2 })), None);
+    assert_eq!(say(None, ControlBody::Refusal(Refusal { creditor: 2, blocks_lendable: 0 })), None);
+    let status = say(None, ControlBody::StatusQuery(lagoon_protocol::StatusQuery { query: 3 }));
+    let Some(ControlBody::StatusReply(status)) = status else { panic!("{status:?}") };
+    assert_eq!((status.query, status.instances.len()), (3, 2));
+    assert!(matches!(say(Some(1), query()), Some(ControlBody::BorrowAdvice(a)) if a.candidates.len() == 1));
+}

@@ -1,1 +1,255 @@
-//! Tests of the rManager.
+//! The creditor call by call: what it lends, writes, seals, refuses and frees.
+
+mod negotiation;
+
+use super::*;
+use lagoon_kv::BlockState;
+use lagoon_protocol::{LeaseRelease, LeaseReleased, LeaseRenew, LeaseRenewed};
+use lagoon_types::DType;
+
+const ME: InstanceId = InstanceId(1);
+const A: InstanceId = InstanceId(2);
+const B: InstanceId = InstanceId(3);
+const C: InstanceId = InstanceId(4);
+const SHAPE: KvShape = KvShape { layers: 2, kv_heads: 1, head_dim: 1, dtype: DType::F16 };
+const TTL: u64 = limits::LEASE_TTL_MS;
+
+fn config() -> RManagerConfig {
+    RManagerConfig {
+        blocks_total: 20,
+        block_tokens: 4,
+        shape: SHAPE,
+        lend_blocks_max: 12,
+        lend_reserve_blocks: 5,
+        lease_ttl_ms: TTL,
+        incarnation: 77,
+    }
+}
+
+fn manager() -> RManager {
+    let mut rm = RManager::new(config()).unwrap();
+    rm.set_instance(ME);
+    rm
+}
+
+fn request(request: u64, blocks: u32, blocks_min: u32) -> LeaseRequest {
+    LeaseRequest { request, seq: 1, blocks, blocks_min }
+}
+
+/// Lends `blocks` to `A`.
+fn lend(rm: &mut RManager, id: u64, blocks: u32) -> (LeaseId, Epoch) {
+    let grant = rm.on_lease_request(A, &request(id, blocks, blocks), 0).unwrap();
+    assert_eq!(grant.blocks, blocks);
+    (LeaseId(grant.lease), Epoch(grant.epoch))
+}
+
+fn release(rm: &mut RManager, from: InstanceId, lease: LeaseId, epoch: Epoch, entries: u32) {
+    let m = LeaseRelease { lease: lease.0, epoch: epoch.0, entries };
+    let answer = rm.on_peer_control(from, ControlBody::LeaseRelease(m), 0);
+    let released = LeaseReleased { lease: lease.0, entries };
+    assert_eq!(answer, Some(ControlBody::LeaseReleased(released)), "releases are always acknowledged");
+}
+
+/// Writes tokens at the end of a layer, as the instance does; bytes are all `fill`.
+fn write(rm: &mut RManager, (lease, epoch): (LeaseId, Epoch), layer: u32, tokens: u32, fill: u8) -> Vec<WritePiece> {
+    let offset = rm.written(A, lease, epoch, layer).unwrap();
+    let pieces = rm.begin_write(A, lease, epoch, layer, offset, tokens).unwrap();
+    rm.commit_write(lease, layer, &vec![fill; tokens as usize * SHAPE.layer_token_bytes()]);
+    pieces
+}
+
+#[test]
+fn configurations_that_cannot_work_are_named() {
+    let with = |f: fn(&mut RManagerConfig)| {
+        let mut c = config();
+        f(&mut c);
+        RManager::new(c).unwrap_err()
+    };
+    assert_eq!(with(|c| c.block_tokens = 0), ConfigError::BlockTokens(0));
+    assert_eq!(with(|c| c.lease_ttl_ms = 1), ConfigError::LeaseTtl(1));
+    assert!(matches!(with(|c| c.shape.layers = 0), ConfigError::EmptyShape(_)));
+    assert!(matches!(with(|c| c.blocks_total = u32::MAX), ConfigError::TooManySlots { .. }));
+}
+
+#[test]
+fn lending_stops_at_the_cap_and_at_the_reserve() {
+    let mut rm = manager();
+    assert_eq!(rm.lendable(), 12);
+    lend(&mut rm, 1, 10);
+    assert_eq!(rm.lendable(), 2, "the cap is 12");
+    // Growth may use the reserve, lending may not.
+    assert!(rm.allocate(SeqId(1), 6, None).is_some());
+    assert_eq!((rm.available(), rm.lendable()), (4, 0));
+    let refuse = rm.on_lease_request(A, &request(2, 1, 1), 0).unwrap_err();
+    assert_eq!((refuse.request, refuse.blocks_lendable), (2, 0));
+    assert!(rm.allocate(SeqId(1), 4, None).is_some());
+    assert!(rm.allocate(SeqId(1), 1, None).is_none());
+}
+
+#[test]
+fn grants_are_between_the_least_and_the_most_wanted() {
+    let mut rm = manager();
+    assert!(rm.on_lease_request(A, &request(1, 20, 13), 0).is_err());
+    assert_eq!(rm.on_lease_request(A, &request(2, 20, 12), 0).unwrap().blocks, 12);
+    assert!(rm.on_lease_request(A, &request(3, 0, 0), 0).is_err());
+    assert!(rm.on_lease_request(A, &request(4, 1, 2), 0).is_err());
+    assert!(rm.on_lease_request(ME, &request(5, 1, 1), 0).is_err(), "nobody borrows from itself");
+}
+
+#[test]
+fn a_repeated_request_lends_once() {
+    let mut rm = manager();
+    let grant = rm.on_lease_request(A, &request(1, 4, 4), 0).unwrap();
+    assert_eq!(rm.on_lease_request(A, &request(1, 4, 4), 5).unwrap(), grant);
+    assert_ne!(rm.on_lease_request(B, &request(1, 4, 4), 5).unwrap().lease, grant.lease);
+    assert_eq!(rm.counts().lent, 8);
+}
+
+#[test]
+fn every_access_is_checked_for_owner_epoch_and_range() {
+    let mut rm = manager();
+    let (lease, epoch) = lend(&mut rm, 1, 3);
+    let run = |offset, len| LeaseRun { lease, epoch, offset, len, first_pos: 100 };
+    let mut out = Vec::new();
+    rm.resolve(A, &run(2, 7), &mut out).unwrap();
+    assert_eq!(out, [KvRun { base: 2, len: 7, first_pos: 100 }]);
+    let refused = |from, run: LeaseRun| {
+        let mut out = Vec::new();
+        let code = rm.resolve(from, &run, &mut out).unwrap_err();
+        assert_eq!(out, []);
+        code
+    };
+    let stale = Epoch(epoch.0 - 1);
+    assert_eq!(refused(B, run(0, 1)), RefuseCode::UnknownLease);
+    assert_eq!(refused(A, LeaseRun { lease: LeaseId(1), ..run(0, 1) }), RefuseCode::UnknownLease);
+    assert_eq!(refused(A, LeaseRun { epoch: stale, ..run(0, 1) }), RefuseCode::StaleEpoch);
+    for (offset, len) in [(0, 13), (12, 1), (0, 0), (u32::MAX, 2), (1, u32::MAX)] {
+        assert_eq!(refused(A, run(offset, len)), RefuseCode::OutOfRange);
+    }
+    assert_eq!(refused(A, LeaseRun { first_pos: u32::MAX, ..run(0, 1) }), RefuseCode::OutOfRange);
+    assert_eq!(rm.begin_write(A, lease, stale, 0, 0, 1), Err(RefuseCode::StaleEpoch));
+    assert_eq!(rm.begin_write(B, lease, epoch, 0, 0, 1), Err(RefuseCode::UnknownLease));
+    assert_eq!(rm.begin_write(A, lease, epoch, 2, 0, 1), Err(RefuseCode::Malformed));
+    assert_eq!(rm.begin_write(A, lease, epoch, 0, 0, 13), Err(RefuseCode::OutOfRange));
+    assert_eq!(rm.seal(A, lease, stale, 0, &[0; 32]), Err(RefuseCode::StaleEpoch));
+    // A release by another instance, or of another epoch, frees nothing.
+    release(&mut rm, B, lease, epoch, 3);
+    release(&mut rm, A, lease, stale, 3);
+    assert_eq!(rm.counts().lent, 3);
+}
+
+#[test]
+fn layers_are_written_in_order_and_only_once() {
+    let mut rm = manager();
+    let lease = lend(&mut rm, 1, 3);
+    assert_eq!(write(&mut rm, lease, 0, 6, 1), [WritePiece { token0: 0, slot0: 0, tokens: 6 }]);
+    let again = rm.begin_write(A, lease.0, lease.1, 0, 0, 6);
+    assert_eq!(again, Err(RefuseCode::OutOfRange), "a repeated write may hold other bytes");
+    assert_eq!(rm.begin_write(A, lease.0, lease.1, 0, 7, 1), Err(RefuseCode::OutOfRange));
+    assert_eq!(rm.begin_write(A, lease.0, lease.1, 1, 6, 1), Err(RefuseCode::OutOfRange));
+    write(&mut rm, lease, 1, 2, 1);
+    assert_eq!(rm.written(A, lease.0, lease.1, 0), Ok(6));
+    assert_eq!(rm.written(A, lease.0, lease.1, 1), Ok(2));
+}
+
+#[test]
+fn pieces_follow_the_physical_blocks() {
+    let mut rm = manager();
+    let own = rm.allocate(SeqId(1), 20, None).unwrap();
+    let odd: Vec<_> = own.iter().copied().filter(|b| b.0 % 2 == 1 || b.0 == 6).collect();
+    rm.free(SeqId(1), &odd);
+    // The longest extent (5, 6, 7) comes first, then the first of the equal ones.
+    let (lease, epoch) = lend(&mut rm, 1, 5);
+    let piece = |token0, slot0, tokens| WritePiece { token0, slot0, tokens };
+    assert_eq!(write(&mut rm, (lease, epoch), 0, 13, 0), [piece(0, 20, 12), piece(12, 4, 1)]);
+    assert_eq!(write(&mut rm, (lease, epoch), 0, 7, 0), [piece(0, 5, 3), piece(3, 12, 4)]);
+    let mut runs = Vec::new();
+    rm.resolve(A, &LeaseRun { lease, epoch, offset: 10, len: 8, first_pos: 50 }, &mut runs).unwrap();
+    let run = |base, len, first_pos| KvRun { base, len, first_pos };
+    assert_eq!(runs, [run(30, 2, 50), run(4, 4, 52), run(12, 2, 56)]);
+    rm.pool().check();
+}
+
+#[test]
+fn a_block_is_sealed_by_the_hash_of_its_content() {
+    let mut rm = manager();
+    let (lease, epoch) = lend(&mut rm, 1, 2);
+    let mut debtor = LeaseHasher::new(2, 4, SHAPE.layer_token_bytes());
+    let mut whole = Vec::new();
+    for layer in 0..2 {
+        write(&mut rm, (lease, epoch), layer, 5, 9);
+        debtor.write(layer as usize, &[9; 20], &mut whole);
+    }
+    let (entry, hash) = whole[0];
+    let block = PhysBlock(0);
+    assert_eq!((whole.len(), entry), (1, 0));
+    assert_eq!(rm.seal(A, lease, epoch, 0, &[1; 32]), Err(RefuseCode::HashMismatch));
+    assert_eq!(rm.pool().state(block), BlockState::Filling);
+    assert_eq!(rm.seal(A, lease, epoch, 1, &hash), Err(RefuseCode::OutOfRange), "it is not whole");
+    assert_eq!(rm.seal(A, lease, epoch, 0, &hash), Ok(()));
+    assert_eq!(rm.seal(A, lease, epoch, 0, &hash), Ok(()));
+    assert_eq!(rm.seal(A, lease, epoch, 0, &[1; 32]), Err(RefuseCode::HashMismatch));
+    assert_eq!(rm.pool().state(block), BlockState::Sealed);
+}
+
+#[test]
+fn leading_entries_are_freed_once_and_writes_may_come_after() {
+    let mut rm = manager();
+    let (lease, epoch) = lend(&mut rm, 1, 4);
+    write(&mut rm, (lease, epoch), 0, 6, 0);
+    release(&mut rm, A, lease, epoch, 2);
+    release(&mut rm, A, lease, epoch, 2);
+    release(&mut rm, A, lease, epoch, 1);
+    assert_eq!(rm.counts().lent, 2);
+    let run = |offset| LeaseRun { lease, epoch, offset, len: 1, first_pos: 0 };
+    assert_eq!(rm.resolve(A, &run(7), &mut Vec::new()), Err(RefuseCode::OutOfRange));
+    // Layer 1 was on its way when entries 0 and 1 (tokens 0..8) were freed.
+    assert_eq!(write(&mut rm, (lease, epoch), 1, 10, 0), [WritePiece { token0: 8, slot0: 8, tokens: 2 }]);
+    assert_eq!(write(&mut rm, (lease, epoch), 0, 4, 0), [WritePiece { token0: 2, slot0: 8, tokens: 2 }]);
+    assert_eq!(rm.seal(A, lease, epoch, 1, &[0; 32]), Ok(()), "a freed entry needs no seal");
+    assert_eq!(rm.resolve(A, &run(8), &mut Vec::new()), Ok(()));
+    release(&mut rm, A, lease, epoch, 9);
+    assert_eq!(rm.counts().free, 20);
+    release(&mut rm, A, lease, epoch, 4);
+}
+
+#[test]
+fn leases_end_when_nobody_renews_them() {
+    let mut rm = manager();
+    let (old, _) = lend(&mut rm, 1, 2);
+    let (kept, _) = lend(&mut rm, 2, 2);
+    let renew = LeaseRenew { leases: vec![kept.0, 12345] };
+    let answer = rm.on_peer_control(A, ControlBody::LeaseRenew(renew.clone()), 1000);
+    assert_eq!(answer, Some(ControlBody::LeaseRenewed(LeaseRenewed { unknown: vec![12345] })));
+    let other = rm.on_peer_control(B, ControlBody::LeaseRenew(renew), TTL);
+    let unknown = vec![kept.0, 12345];
+    assert_eq!(other, Some(ControlBody::LeaseRenewed(LeaseRenewed { unknown })), "it is not B's to renew");
+    assert_eq!(rm.next_wake_ms(), Some(TTL + 1));
+    assert_eq!(rm.tick(TTL), []);
+    assert_eq!(rm.tick(TTL + 1), [LeaseEnded { debtor: A, lease: old }]);
+    assert_eq!(rm.tick(TTL + 1001), [LeaseEnded { debtor: A, lease: kept }]);
+    assert_eq!(rm.counts().free, 20);
+}
+
+#[test]
+fn another_process_under_the_same_number_ends_its_leases() {
+    let mut rm = manager();
+    assert_eq!(rm.on_peer_hello(A, 500, 0), []);
+    let (lease, _) = lend(&mut rm, 1, 2);
+    assert_eq!(rm.on_peer_hello(A, 500, 0), []);
+    assert_eq!(rm.on_peer_hello(A, 501, 0), [LeaseEnded { debtor: A, lease }]);
+    assert_eq!(rm.counts().free, 20);
+}
+
+#[test]
+fn ids_of_two_processes_do_not_meet() {
+    let lease = |incarnation| {
+        let mut rm = RManager::new(RManagerConfig { incarnation, ..config() }).unwrap();
+        let (lease, epoch) = lend(&mut rm, 1, 1);
+        (lease, epoch)
+    };
+    let (a, b) = (lease(1), lease(2));
+    assert_eq!(a, lease(1));
+    assert_ne!(a.0, b.0);
+    assert_ne!(a.1, b.1);
+}

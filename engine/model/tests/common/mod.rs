@@ -1,4 +1,5 @@
 //! Small checkpoints, and a device that remembers what it was given.
+#![allow(dead_code, reason = "not every test that includes this module uses all of it")]
 
 use lagoon_backend::{AttnBatch, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
 use lagoon_model::{Checkpoint, ModelConfig, ModelError};
@@ -69,7 +70,6 @@ pub(crate) fn write(dir: &Path, file: &str, tensors: &Tensors) {
     std::fs::write(dir.join(file), safetensors::serialize(views, None).unwrap()).unwrap();
 }
 
-#[allow(dead_code, reason = "not every test that includes this module shards")]
 pub(crate) fn write_sharded(dir: &Path, tensors: &Tensors, shards: usize) {
     let mut map = serde_json::Map::new();
     for shard in 0..shards {
@@ -87,7 +87,6 @@ pub(crate) fn open(dir: &Path) -> Result<(ModelConfig, Checkpoint), ModelError> 
 }
 
 /// Keeps weights as they were given; computes nothing, since loading does not.
-#[allow(dead_code, reason = "not every test that includes this module loads")]
 pub(crate) struct RecordingDevice;
 
 #[rustfmt::skip]

@@ -1,0 +1,303 @@
+//! Downloading a model's files to the cache.
+//!
+//! The library that speaks the hub's protocol has no time-out for reading, so it works on a thread of its own and this
+//! one watches: when nothing is reported for [`Hub::stall`], the download is given up. The abandoned thread ends with
+//! the file that it was reading; what it got is kept, and a later download resumes there. All files are of one commit,
+//! looked up at the beginning.
+
+use crate::hub::{DownloadProgress, Hub, HubName, shards};
+use crate::{ModelError, fields::Fields};
+use hf_hub::api::sync::{Api, ApiBuilder, ApiError, ApiRepo};
+use hf_hub::{Cache, Repo, RepoType};
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::time::{Duration, Instant};
+
+/// Attempts at one file, each resuming the one before.
+const ATTEMPTS: u32 = 4;
+/// Time before the second attempt; it doubles with each.
+const RETRY: Duration = Duration::from_millis(250);
+/// Waits for another process that downloads the same file; the library waits some seconds each time.
+const LOCK_WAITS: u32 = 120;
+/// Least time between two reports of the same file.
+const REPORT: Duration = Duration::from_millis(100);
+/// Reports that wait to be shown.
+const REPORTS: usize = 64;
+
+/// Files besides the weights, and whether a model must have them.
+const FILES: [(&str, bool); 5] = [
+    ("config.json", true),
+    ("tokenizer.json", true),
+    ("tokenizer_config.json", false),
+    ("generation_config.json", false),
+    ("chat_template.jinja", false),
+];
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+/// Downloads `name` and returns its directory.
+pub(crate) fn download(
+    hub: &Hub,
+    name: &HubName,
+    progress: &mut dyn FnMut(&DownloadProgress),
+) -> Result<PathBuf, ModelError> {
+    let (sender, receiver) = sync_channel(REPORTS);
+    let job = Job { hub: hub.clone(), name: name.clone() };
+    let worker = std::thread::Builder::new().name("lagoon-download".to_owned());
+    let spawned = worker.spawn(move || {
+        let result = job.run(&sender);
+        // Nobody listens if the download was given up.
+        let _ = sender.send(Report::Finished(result));
+    });
+    let problem = match spawned {
+        Ok(_handle) => match watch(&receiver, hub.stall, progress) {
+            Ok(result) => return result,
+            Err(problem) => problem,
+        },
+        Err(error) => error.to_string(),
+    };
+    Err(Job { hub: hub.clone(), name: name.clone() }.error("the files", problem, HINT_NETWORK))
+}
+
+const HINT_NETWORK: &str = "check the network and proxy; HF_ENDPOINT names another hub; a directory that holds the model \
+                            needs none";
+const HINT_NAME: &str = "check the spelling and the revision; gated and private models need HF_TOKEN, and acceptance on \
+                         the model's page";
+
+enum Report {
+    Progress(DownloadProgress),
+    /// Something happens that has no bytes, such as waiting for another process.
+    Alive,
+    Finished(Result<PathBuf, ModelError>),
+}
+
+/// Passes reports on until the end, or says why it gave up.
+fn watch(
+    reports: &Receiver<Report>,
+    stall: Duration,
+    progress: &mut dyn FnMut(&DownloadProgress),
+) -> Result<Result<PathBuf, ModelError>, String> {
+    loop {
+        match reports.recv_timeout(stall) {
+            Ok(Report::Progress(report)) => progress(&report),
+            Ok(Report::Alive) => {}
+            Ok(Report::Finished(result)) => return Ok(result),
+            Err(RecvTimeoutError::Timeout) => return Err(format!("nothing arrived for {} s", stall.as_secs_f32())),
+            Err(RecvTimeoutError::Disconnected) => return Err("the download failed in an unexpected way".to_owned()),
+        }
+    }
+}
+
+struct Job {
+    hub: Hub,
+    name: HubName,
+}
+
+impl Job {
+    fn run(&self, reports: &SyncSender<Report>) -> Result<PathBuf, ModelError> {
+        let api = self.api()?;
+        let listed = Repo::with_revision(self.name.repo.clone(), RepoType::Model, self.name.revision.clone());
+        let info = self.retry("the list of files", reports, || api.repo(listed.clone()).info())?;
+        if info.sha.is_empty() || !info.sha.chars().all(|c| c.is_ascii_hexdigit()) {
+            return Err(self.error("the list of files", format!("{:?} is not a commit", info.sha), HINT_NETWORK));
+        }
+        let there: Vec<&str> = info.siblings.iter().map(|sibling| sibling.rfilename.as_str()).collect();
+        let mut files = Vec::new();
+        for (file, required) in FILES {
+            if there.contains(&file) {
+                files.push(file.to_owned());
+            } else if required {
+                let hint = "the model may be stored in another format than transformers'";
+                return Err(self.error(file, "the model has no such file".to_owned(), hint));
+            }
+        }
+        let commit = Repo::with_revision(self.name.repo.clone(), RepoType::Model, info.sha.clone());
+        let fetch = Fetch { job: self, repo: api.repo(commit.clone()), commit, reports };
+        files.extend(fetch.weights(&there)?);
+        let mut snapshot = None;
+        for (done, file) in files.iter().enumerate() {
+            let path = fetch.file(file, done, files.len())?;
+            snapshot = path.parent().map(PathBuf::from);
+        }
+        let cache = Cache::new(self.hub.cache.clone());
+        cache
+            .repo(listed)
+            .create_ref(&info.sha)
+            .map_err(|source| ModelError::Io { path: self.hub.cache.clone(), source })?;
+        snapshot.ok_or_else(|| self.error("the files", "there are none".to_owned(), HINT_NAME))
+    }
+
+    fn api(&self) -> Result<Api, ModelError> {
+        ApiBuilder::from_cache(Cache::new(self.hub.cache.clone()))
+            .with_endpoint(self.hub.endpoint.clone())
+            .with_token(self.hub.token.clone())
+            .with_user_agent("lagoon", env!("CARGO_PKG_VERSION"))
+            .with_progress(false)
+            .build()
+            .map_err(|error| self.explain("the files", &error))
+    }
+
+    /// Repeats what may work the next time.
+    fn retry<T>(
+        &self,
+        file: &str,
+        reports: &SyncSender<Report>,
+        mut attempt: impl FnMut() -> Result<T, ApiError>,
+    ) -> Result<T, ModelError> {
+        let (mut attempts, mut lock_waits) = (0, 0);
+        loop {
+            match attempt() {
+                Ok(value) => return Ok(value),
+                Err(ApiError::LockAcquisition(_)) if lock_waits < LOCK_WAITS => lock_waits += 1,
+                Err(error) => {
+                    attempts += 1;
+                    if attempts == ATTEMPTS || !is_transient(&error) {
+                        return Err(self.explain(file, &error));
+                    }
+                    tracing::warn!(file, %error, "download interrupted, trying again");
+                    std::thread::sleep(RETRY * 2u32.pow(attempts - 1));
+                }
+            }
+            if reports.send(Report::Alive).is_err() {
+                return Err(self.error(file, "the download was given up".to_owned(), HINT_NETWORK));
+            }
+        }
+    }
+
+    fn explain(&self, file: &str, error: &ApiError) -> ModelError {
+        let (problem, hint) = match error {
+            ApiError::RequestError(request) => match request.as_ref() {
+                ureq::Error::Status(404, _) => ("the hub has no such model, revision or file".to_owned(), HINT_NAME),
+                ureq::Error::Status(status @ (401 | 403), _) => {
+                    (format!("the hub refuses access, or has no such model (status {status})"), HINT_NAME)
+                }
+                ureq::Error::Status(status, response) => {
+                    (format!("the hub answered with status {status} {}", response.status_text()), HINT_NETWORK)
+                }
+                ureq::Error::Transport(transport) => (transport.to_string(), HINT_NETWORK),
+            },
+            ApiError::MissingHeader(_) | ApiError::InvalidHeader(_) => {
+                (format!("the server does not answer as a hub does: {error}"), HINT_NETWORK)
+            }
+            ApiError::IoError(io) => (io.to_string(), "check the network and the free space of the cache"),
+            other => (other.to_string(), "delete the model from the cache and try again"),
+        };
+        self.error(file, problem, hint)
+    }
+
+    fn error(&self, file: &str, problem: String, hint: &str) -> ModelError {
+        ModelError::Hub {
+            name: self.name.repo.clone(),
+            endpoint: self.hub.endpoint.clone(),
+            file: file.to_owned(),
+            problem,
+            hint: hint.to_owned(),
+        }
+    }
+}
+
+fn is_transient(error: &ApiError) -> bool {
+    match error {
+        ApiError::RequestError(request) => match request.as_ref() {
+            ureq::Error::Status(status, _) => *status >= 500 || *status == 429,
+            ureq::Error::Transport(transport) => transport.kind() == ureq::ErrorKind::Io,
+        },
+        ApiError::IoError(_) => true,
+        _ => false,
+    }
+}
+
+/// Downloads files of one commit.
+struct Fetch<'a> {
+    job: &'a Job,
+    repo: ApiRepo,
+    commit: Repo,
+    reports: &'a SyncSender<Report>,
+}
+
+impl Fetch<'_> {
+    /// The files of the weights; the index, if there is one, is fetched to know them.
+    fn weights(&self, there: &[&str]) -> Result<Vec<String>, ModelError> {
+        if !there.contains(&INDEX) {
+            if there.contains(&SINGLE) {
+                return Ok(vec![SINGLE.to_owned()]);
+            }
+            let hint = "Lagoon reads safetensors only; look for another version of the model that has them";
+            return Err(self.job.error(SINGLE, "the model has no safetensors".to_owned(), hint));
+        }
+        let path = self.file(INDEX, 0, 1)?;
+        let index = Fields::read(&path)?;
+        let bytes = std::fs::read(&path).map_err(|source| ModelError::Io { path: path.clone(), source })?;
+        let mut files = shards(&bytes).map_err(|problem| index.invalid("weight_map", &problem))?;
+        if let Some(absent) = files.iter().find(|file| !there.contains(&file.as_str())) {
+            return Err(self.job.error(
+                absent,
+                "the index names it, but the model has no such file".to_owned(),
+                HINT_NAME,
+            ));
+        }
+        // With the index first, a snapshot that has the index is whole only when its shards are there.
+        files.insert(0, INDEX.to_owned());
+        Ok(files)
+    }
+
+    fn file(&self, file: &str, files_done: usize, files: usize) -> Result<PathBuf, ModelError> {
+        self.job.retry(file, self.reports, || self.attempt(file, files_done, files))
+    }
+
+    fn attempt(&self, file: &str, files_done: usize, files: usize) -> Result<PathBuf, ApiError> {
+        let cached = Cache::new(self.job.hub.cache.clone());
+        if let Some(path) = cached.repo(self.commit.clone()).get(file) {
+            return Ok(path);
+        }
+        let mut total = 0;
+        let meter = Meter {
+            reports: self.reports,
+            report: DownloadProgress { file: file.to_owned(), done_bytes: 0, total_bytes: 0, files_done, files },
+            total: &mut total,
+            last: None,
+        };
+        let path = self.repo.download_with_progress(file, meter)?;
+        let length = std::fs::metadata(&path)?.len();
+        if length != total {
+            // A resumed part did not fit the rest. Begin again without it.
+            if let Ok(blob) = std::fs::canonicalize(&path) {
+                std::fs::remove_file(blob)?;
+            }
+            std::fs::remove_file(&path).ok();
+            let problem = format!("{file} has {length} bytes instead of {total}");
+            return Err(ApiError::IoError(std::io::Error::other(problem)));
+        }
+        Ok(path)
+    }
+}
+
+/// Reports the progress of one file.
+struct Meter<'a> {
+    reports: &'a SyncSender<Report>,
+    report: DownloadProgress,
+    total: &'a mut u64,
+    last: Option<Instant>,
+}
+
+impl hf_hub::api::Progress for Meter<'_> {
+    fn init(&mut self, size: usize, _file: &str) {
+        *self.total = size as u64;
+        self.report.total_bytes = size as u64;
+        self.report.done_bytes = 0;
+    }
+
+    fn update(&mut self, size: usize) {
+        self.report.done_bytes += size as u64;
+        if self.last.is_none_or(|last| last.elapsed() >= REPORT) {
+            self.last = Some(Instant::now());
+            // Nobody listens if the download was given up.
+            let _ = self.reports.send(Report::Progress(self.report.clone()));
+        }
+    }
+
+    fn finish(&mut self) {
+        self.report.files_done += 1;
+        let _ = self.reports.send(Report::Progress(self.report.clone()));
+    }
+}

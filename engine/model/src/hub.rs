@@ -1,0 +1,183 @@
+//! Finding a model by what the user calls it: a directory, or a name on the Hugging Face hub.
+//!
+//! Downloaded models lie in the cache that other Hugging Face tools use, in its layout, and a model that is there whole
+//! is used as it is, without asking the hub: all instances of a cluster then run the same files, and a machine without
+//! a network works. To follow a branch that moved, name the new commit (`org/name@commit`) or delete the cached one.
+
+use crate::ModelError;
+use crate::download::download;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// A download that brings no byte for this long is given up.
+const STALL: Duration = Duration::from_secs(60);
+/// Longest organisation or model name, in bytes.
+const NAME_BYTES_MAX: usize = 96;
+
+/// A model on the hub: `org/name`, or `org/name@revision` with a branch, tag or commit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HubName {
+    /// `org/name`.
+    pub repo: String,
+    /// `main` unless given.
+    pub revision: String,
+}
+
+impl HubName {
+    /// Parses a name; `None` if it cannot be one.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
+        let (repo, revision) = text.split_once('@').unwrap_or((text, "main"));
+        let (org, name) = repo.split_once('/')?;
+        let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+        let part = |part: &str| {
+            !part.is_empty() && part.len() <= NAME_BYTES_MAX && part.chars().all(plain) && !part.starts_with('.')
+        };
+        let valid = part(org) && part(name) && revision.split('/').all(part);
+        valid.then(|| Self { repo: repo.to_owned(), revision: revision.to_owned() })
+    }
+}
+
+/// Where models are downloaded from and kept.
+#[derive(Clone, Debug)]
+pub struct Hub {
+    /// Without a slash at the end.
+    pub endpoint: String,
+    /// The directory that holds `models--org--name`.
+    pub cache: PathBuf,
+    /// Do not use the network.
+    pub offline: bool,
+    /// For gated and private models.
+    pub token: Option<String>,
+    /// A download that brings no byte for this long is given up.
+    pub stall: Duration,
+}
+
+/// How far a download has come.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DownloadProgress {
+    pub file: String,
+    pub done_bytes: u64,
+    /// Of this file.
+    pub total_bytes: u64,
+    /// Files that are complete, and how many there are.
+    pub files_done: usize,
+    pub files: usize,
+}
+
+impl Hub {
+    /// As the environment says: `HF_ENDPOINT`, `HF_HUB_OFFLINE`, the cache in `HF_HUB_CACHE` or `HF_HOME` (by default
+    /// `~/.cache/huggingface`), the token in `HF_TOKEN` or where `huggingface-cli login` puts it.
+    pub fn from_env() -> Result<Self, ModelError> {
+        Self::from_vars(&|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
+    }
+
+    /// As [`Hub::from_env`], with the variables from `var`.
+    pub fn from_vars(var: &dyn Fn(&str) -> Option<String>) -> Result<Self, ModelError> {
+        let home = var("HF_HOME").map(PathBuf::from).or_else(|| {
+            let user = || Some(PathBuf::from(var("HOME").or_else(|| var("USERPROFILE"))?).join(".cache"));
+            Some(var("XDG_CACHE_HOME").map(PathBuf::from).or_else(user)?.join("huggingface"))
+        });
+        let cache = var("HF_HUB_CACHE").map(PathBuf::from).or_else(|| Some(home.as_ref()?.join("hub")));
+        let cache = cache.ok_or_else(|| ModelError::NotAModel {
+            name: "a hub name".to_owned(),
+            problem: "there is no place for downloads: none of HF_HUB_CACHE, HF_HOME and HOME is set".to_owned(),
+            hint: "set HF_HOME, or pass a directory that holds the model".to_owned(),
+        })?;
+        let stored = || home.and_then(|home| std::fs::read_to_string(home.join("token")).ok());
+        let token = var("HF_TOKEN").or_else(stored).map(|token| token.trim().to_owned());
+        let offline = var("HF_HUB_OFFLINE").is_some_and(|value| {
+            let truths = ["1", "on", "yes", "true"];
+            truths.iter().any(|truth| value.eq_ignore_ascii_case(truth))
+        });
+        let endpoint = var("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".to_owned());
+        Ok(Self {
+            endpoint: endpoint.trim_end_matches('/').to_owned(),
+            cache,
+            offline,
+            token: token.filter(|token| !token.is_empty()),
+            stall: STALL,
+        })
+    }
+
+    /// The directory of a model that is in the cache whole.
+    #[must_use]
+    pub fn cached(&self, name: &HubName) -> Option<PathBuf> {
+        let repo = self.cache.join(format!("models--{}", name.repo.replace('/', "--")));
+        let commit = match std::fs::read_to_string(repo.join("refs").join(&name.revision)) {
+            Ok(commit) => commit.trim().to_owned(),
+            Err(_absent) => name.revision.clone(),
+        };
+        let snapshot = repo.join("snapshots").join(commit);
+        is_whole(&snapshot).then_some(snapshot)
+    }
+
+    /// The directory of a model: the cached one, else after downloading it. Files are `config.json`, the tokenizer's,
+    /// `generation_config.json`, a chat template and the safetensors.
+    pub fn get(&self, name: &HubName, progress: &mut dyn FnMut(&DownloadProgress)) -> Result<PathBuf, ModelError> {
+        if let Some(dir) = self.cached(name) {
+            return Ok(dir);
+        }
+        if self.offline {
+            return Err(ModelError::Hub {
+                name: name.repo.clone(),
+                endpoint: self.endpoint.clone(),
+                file: "the files".to_owned(),
+                problem: format!("HF_HUB_OFFLINE is set and the model is not in {}", self.cache.display()),
+                hint: "unset HF_HUB_OFFLINE once to download it, or pass a directory that holds the model".to_owned(),
+            });
+        }
+        download(self, name, progress)
+    }
+}
+
+/// Whether a snapshot has all that serving needs. Weights are downloaded last, so a download that broke off is not.
+fn is_whole(snapshot: &Path) -> bool {
+    let has = |file: &str| snapshot.join(file).exists();
+    let weights = match std::fs::read(snapshot.join("model.safetensors.index.json")) {
+        Ok(index) => shards(&index).is_ok_and(|shards| shards.iter().all(|shard| has(shard))),
+        Err(_absent) => has("model.safetensors"),
+    };
+    weights && has("config.json") && has("tokenizer.json")
+}
+
+/// The files that an index names, each once, ascending. They are plain file names.
+pub(crate) fn shards(index: &[u8]) -> Result<Vec<String>, String> {
+    let index: serde_json::Value = serde_json::from_slice(index).map_err(|e| e.to_string())?;
+    let map = index["weight_map"].as_object().ok_or("it has no weight_map")?;
+    let mut files = map
+        .values()
+        .map(|file| match file.as_str() {
+            Some(name) if Path::new(name).file_name().is_some_and(|base| base == name) => Ok(name.to_owned()),
+            _ => Err(format!("{file} is not a plain file name")),
+        })
+        .collect::<Result<Vec<_>, _>>()?;
+    files.sort_unstable();
+    files.dedup();
+    Ok(files)
+}
+
+/// The directory of the model that the user named: an existing directory, or a hub name.
+pub fn resolve_model(
+    name: &str,
+    hub: &Hub,
+    progress: &mut dyn FnMut(&DownloadProgress),
+) -> Result<PathBuf, ModelError> {
+    let path = Path::new(name);
+    let refuse = |problem: &str, hint: &str| {
+        Err(ModelError::NotAModel { name: name.to_owned(), problem: problem.to_owned(), hint: hint.to_owned() })
+    };
+    if path.is_dir() {
+        return Ok(path.to_owned());
+    }
+    if path.exists() {
+        return refuse("it is a file", "pass the directory that holds config.json and the safetensors");
+    }
+    match HubName::parse(name) {
+        Some(name) => hub.get(&name, progress),
+        None => refuse(
+            "there is no such directory, and it is not a hub name",
+            "pass a directory that holds config.json and the safetensors, or org/name or org/name@revision",
+        ),
+    }
+}
