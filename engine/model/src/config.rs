@@ -131,7 +131,10 @@ impl ModelConfig {
     /// Generation defaults of this model without a `generation_config.json`.
     #[must_use]
     pub fn generation_defaults(&self) -> GenerationConfig {
-        GenerationConfig { bos_id: self.bos_id, eos_ids: self.eos_ids.clone(), ..GenerationConfig::default() }
+        let mut eos_ids = self.eos_ids.clone();
+        eos_ids.sort_unstable();
+        eos_ids.dedup();
+        GenerationConfig { bos_id: self.bos_id, eos_ids, ..GenerationConfig::default() }
     }
 }
 

@@ -3,6 +3,7 @@
 
 use lagoon_model::{Checkpoint, Family, GenerationConfig, ModelConfig, RopeScaling, model_hash};
 use lagoon_types::{AttentionGeometry, DType};
+use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
 
 fn passkey() -> &'static Path {
@@ -57,4 +58,35 @@ fn the_identity_is_the_same_elsewhere_and_differs_with_content() {
     let json = std::fs::read_to_string(passkey().join("config.json")).unwrap();
     let other = ModelConfig::parse(Path::new("config.json"), &json.replace("1e-05", "1e-06")).unwrap();
     assert_ne!(original, model_hash(&other, &checkpoint, None));
+}
+
+#[test]
+fn the_content_of_large_files_is_sampled_as_documented() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.safetensors");
+    let elements: u64 = 70 << 20;
+    let header = format!(r#"{{"a":{{"dtype":"F16","shape":[{elements}],"data_offsets":[0,{}]}}}}"#, 2 * elements);
+    let data_start = 8 + header.len() as u64;
+    let config = ModelConfig::open(passkey()).unwrap();
+    // A sparse file of 140 MiB of zeros but for one byte at `at` in its data.
+    let hash = |at: u64| {
+        let _ = std::fs::remove_file(&path);
+        let mut file = std::fs::File::create(&path).unwrap();
+        file.write_all(&(header.len() as u64).to_le_bytes()).unwrap();
+        file.write_all(header.as_bytes()).unwrap();
+        file.set_len(data_start + 2 * elements).unwrap();
+        file.seek(SeekFrom::Start(data_start + at)).unwrap();
+        file.write_all(&[1]).unwrap();
+        model_hash(&config, &Checkpoint::open(dir.path()).unwrap(), None)
+    };
+    let (mib, kib) = (1u64 << 20, 1u64 << 10);
+    // Between samples: not seen.
+    let unseen = hash(64 * kib);
+    assert_eq!(unseen, hash(32 * mib));
+    assert_eq!(unseen, hash(2 * elements - 64 * kib - 1));
+    for seen in
+        [0, 64 * kib - 1, 64 * mib, 64 * mib + 64 * kib - 1, 128 * mib, 2 * elements - 64 * kib, 2 * elements - 1]
+    {
+        assert_ne!(unseen, hash(seen), "{seen}");
+    }
 }
