@@ -37,6 +37,13 @@ impl<E: Element> Dots<E> {
             let mut sums = [[S::splat(0.0); N]; R];
             let mut i = 0;
             while i + S::LANES <= self.k {
+                // The next weight rows at the same place: they follow in memory, but rows are too short for the
+                // processor to notice each as a stream.
+                if R == 1 && i.is_multiple_of(64 / size_of::<E>()) {
+                    for j in 0..N {
+                        S::prefetch(w.wrapping_add((j + N) * self.k + i).cast());
+                    }
+                }
                 let mut weights = [S::splat(0.0); N];
                 for (j, weight) in weights.iter_mut().enumerate() {
                     *weight = E::load::<S>(w.add(j * self.k + i));

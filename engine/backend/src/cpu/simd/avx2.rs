@@ -35,6 +35,36 @@ unsafe fn part(p: *const u16, n: usize) -> [u16; 8] {
     out
 }
 
+// The helpers below are functions and not closures, which would be compiled without the features.
+
+/// Four rows, each half of which is a transposed square.
+#[inline(always)]
+unsafe fn transposed_halves(from: *const f32, stride: usize) -> [__m256; 4] {
+    // SAFETY: the features are there, and four rows are valid.
+    unsafe {
+        let (a, b) = (_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(stride)));
+        let (c, d) = (_mm256_loadu_ps(from.add(2 * stride)), _mm256_loadu_ps(from.add(3 * stride)));
+        let (ab_low, ab_high) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+        let (cd_low, cd_high) = (_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+        [
+            _mm256_shuffle_ps::<0b01_00_01_00>(ab_low, cd_low),
+            _mm256_shuffle_ps::<0b11_10_11_10>(ab_low, cd_low),
+            _mm256_shuffle_ps::<0b01_00_01_00>(ab_high, cd_high),
+            _mm256_shuffle_ps::<0b11_10_11_10>(ab_high, cd_high),
+        ]
+    }
+}
+
+/// Of four consecutive vectors, the sums within each half: element `i` of a half belongs to vector `i`.
+#[inline(always)]
+unsafe fn halves(p: *const f32) -> __m256 {
+    // SAFETY: the features are there, and four vectors are valid.
+    unsafe {
+        let ab = _mm256_hadd_ps(_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8)));
+        _mm256_hadd_ps(ab, _mm256_hadd_ps(_mm256_loadu_ps(p.add(16)), _mm256_loadu_ps(p.add(24))))
+    }
+}
+
 // SAFETY (of all blocks below): the features are there and pointers are valid, by the trait's contract.
 impl Simd for Avx2 {
     type V = __m256;
@@ -160,10 +190,7 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn sums(p: *const f32) -> __m256 {
         unsafe {
-            let at = |i: usize| _mm256_loadu_ps(p.add(i * 8));
-            let four = |i| _mm256_hadd_ps(_mm256_hadd_ps(at(i), at(i + 1)), _mm256_hadd_ps(at(i + 2), at(i + 3)));
-            // Each half of `four(i)` holds partial sums of vectors i to i + 3.
-            let (a, b) = (four(0), four(4));
+            let (a, b) = (halves(p), halves(p.add(32)));
             _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b))
         }
     }
@@ -171,21 +198,12 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
         unsafe {
-            let mut rows = [_mm256_setzero_ps(); 8];
-            for four in 0..2 {
-                let at = |i: usize| _mm256_loadu_ps(from.add((four * 4 + i) * from_stride));
-                let (a, b, c, d) = (at(0), at(1), at(2), at(3));
-                let (ab_low, ab_high) = (_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
-                let (cd_low, cd_high) = (_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
-                rows[four * 4] = _mm256_shuffle_ps::<0b01_00_01_00>(ab_low, cd_low);
-                rows[four * 4 + 1] = _mm256_shuffle_ps::<0b11_10_11_10>(ab_low, cd_low);
-                rows[four * 4 + 2] = _mm256_shuffle_ps::<0b01_00_01_00>(ab_high, cd_high);
-                rows[four * 4 + 3] = _mm256_shuffle_ps::<0b11_10_11_10>(ab_high, cd_high);
-            }
+            let a = transposed_halves(from, from_stride);
+            let b = transposed_halves(from.add(4 * from_stride), from_stride);
             for i in 0..4 {
-                let (a, b) = (rows[i], rows[4 + i]);
-                _mm256_storeu_ps(to.add(i * to_stride), _mm256_permute2f128_ps::<0x20>(a, b));
-                _mm256_storeu_ps(to.add((4 + i) * to_stride), _mm256_permute2f128_ps::<0x31>(a, b));
+                let to = to.add(i * to_stride);
+                _mm256_storeu_ps(to, _mm256_permute2f128_ps::<0x20>(a[i], b[i]));
+                _mm256_storeu_ps(to.add(4 * to_stride), _mm256_permute2f128_ps::<0x31>(a[i], b[i]));
             }
         }
     }

@@ -29,6 +29,59 @@ unsafe fn widen_bf16(v: __m256i) -> __m512 {
     unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(v))) }
 }
 
+// The helpers below are functions and not closures, which would be compiled without the features.
+
+/// Quarters 0 and 2 of `a`, then of `b`.
+#[inline(always)]
+unsafe fn even_quarters(a: __m512, b: __m512) -> __m512 {
+    // SAFETY: the features are there.
+    unsafe { _mm512_shuffle_f32x4::<0b10_00_10_00>(a, b) }
+}
+
+/// Quarters 1 and 3 of `a`, then of `b`.
+#[inline(always)]
+unsafe fn odd_quarters(a: __m512, b: __m512) -> __m512 {
+    // SAFETY: the features are there.
+    unsafe { _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b) }
+}
+
+/// Adds neighbouring quarters of `a`, then of `b`.
+#[inline(always)]
+unsafe fn halves(a: __m512, b: __m512) -> __m512 {
+    // SAFETY: the features are there.
+    unsafe { _mm512_add_ps(even_quarters(a, b), odd_quarters(a, b)) }
+}
+
+/// Four rows, each quarter of which is a transposed square.
+#[inline(always)]
+unsafe fn transposed_quarters(from: *const f32, stride: usize) -> [__m512; 4] {
+    // SAFETY: the features are there, and four rows are valid.
+    unsafe {
+        let (a, b) = (_mm512_loadu_ps(from), _mm512_loadu_ps(from.add(stride)));
+        let (c, d) = (_mm512_loadu_ps(from.add(2 * stride)), _mm512_loadu_ps(from.add(3 * stride)));
+        let ab_low = _mm512_castps_pd(_mm512_unpacklo_ps(a, b));
+        let ab_high = _mm512_castps_pd(_mm512_unpackhi_ps(a, b));
+        let cd_low = _mm512_castps_pd(_mm512_unpacklo_ps(c, d));
+        let cd_high = _mm512_castps_pd(_mm512_unpackhi_ps(c, d));
+        [
+            _mm512_castpd_ps(_mm512_unpacklo_pd(ab_low, cd_low)),
+            _mm512_castpd_ps(_mm512_unpackhi_pd(ab_low, cd_low)),
+            _mm512_castpd_ps(_mm512_unpacklo_pd(ab_high, cd_high)),
+            _mm512_castpd_ps(_mm512_unpackhi_pd(ab_high, cd_high)),
+        ]
+    }
+}
+
+/// Of four consecutive vectors, the sums within each quarter: element `i` of a quarter belongs to vector `i`.
+#[inline(always)]
+unsafe fn quarters(p: *const f32) -> __m512 {
+    // SAFETY: the features are there, and four vectors are valid.
+    unsafe {
+        let [a, b, c, d] = transposed_quarters(p, 16);
+        _mm512_add_ps(_mm512_add_ps(a, b), _mm512_add_ps(c, d))
+    }
+}
+
 // SAFETY (of all blocks below): the features are there and pointers are valid, by the trait's contract.
 impl Simd for Avx512 {
     type V = __m512;
@@ -142,22 +195,11 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     unsafe fn sums(p: *const f32) -> __m512 {
-        // Pairs of vectors are interleaved and added, four times: 1, 2, 4, then 8 lanes apart. Vectors are taken so
-        // that the sums come out in order: the last two steps interleave quarters.
+        // Pairs of vectors are interleaved and added four times; the last two steps bring quarters together so that
+        // the sums come out in order.
         unsafe {
-            let at = |i: usize| _mm512_loadu_ps(p.add(i * 16));
-            let pair = |a, b| _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-            let quad = |a: __m512, b: __m512| {
-                let (a, b) = (_mm512_castps_pd(a), _mm512_castps_pd(b));
-                let (low, high) = (_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
-                _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high))
-            };
-            let four = |i: usize| quad(pair(at(i), at(i + 1)), pair(at(i + 2), at(i + 3)));
-            // Each quarter of `four(i)` holds partial sums of vectors i to i + 3.
-            let halves = |a, b| {
-                _mm512_add_ps(_mm512_shuffle_f32x4::<0b10_00_10_00>(a, b), _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b))
-            };
-            halves(halves(four(0), four(4)), halves(four(8), four(12)))
+            let low = halves(quarters(p), quarters(p.add(64)));
+            halves(low, halves(quarters(p.add(128)), quarters(p.add(192))))
         }
     }
 
@@ -165,31 +207,19 @@ impl Simd for Avx512 {
     unsafe fn transpose(from: *const f32, from_stride: usize, to: *mut f32, to_stride: usize) {
         unsafe {
             // Quarters of four rows are transposed in place, then quarters change places.
-            let mut rows = [_mm512_setzero_ps(); 16];
-            for four in 0..4 {
-                let at = |i: usize| _mm512_loadu_ps(from.add((four * 4 + i) * from_stride));
-                let (a, b, c, d) = (at(0), at(1), at(2), at(3));
-                let (ab_low, ab_high) = (_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-                let (cd_low, cd_high) = (_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-                let low = |x, y| _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(x), _mm512_castps_pd(y)));
-                let high = |x, y| _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(x), _mm512_castps_pd(y)));
-                rows[four * 4] = low(ab_low, cd_low);
-                rows[four * 4 + 1] = high(ab_low, cd_low);
-                rows[four * 4 + 2] = low(ab_high, cd_high);
-                rows[four * 4 + 3] = high(ab_high, cd_high);
-            }
+            let a = transposed_quarters(from, from_stride);
+            let b = transposed_quarters(from.add(4 * from_stride), from_stride);
+            let c = transposed_quarters(from.add(8 * from_stride), from_stride);
+            let d = transposed_quarters(from.add(12 * from_stride), from_stride);
             for i in 0..4 {
-                let (a, b, c, d) = (rows[i], rows[4 + i], rows[8 + i], rows[12 + i]);
-                let (ab_even, ab_odd) =
-                    (_mm512_shuffle_f32x4::<0b10_00_10_00>(a, b), _mm512_shuffle_f32x4::<0b11_01_11_01>(a, b));
-                let (cd_even, cd_odd) =
-                    (_mm512_shuffle_f32x4::<0b10_00_10_00>(c, d), _mm512_shuffle_f32x4::<0b11_01_11_01>(c, d));
+                let (ab_even, ab_odd) = (even_quarters(a[i], b[i]), odd_quarters(a[i], b[i]));
+                let (cd_even, cd_odd) = (even_quarters(c[i], d[i]), odd_quarters(c[i], d[i]));
                 // Column 4 q + i gathers quarter q of each row group.
-                let column = |q: usize| to.add((4 * q + i) * to_stride);
-                _mm512_storeu_ps(column(0), _mm512_shuffle_f32x4::<0b10_00_10_00>(ab_even, cd_even));
-                _mm512_storeu_ps(column(1), _mm512_shuffle_f32x4::<0b10_00_10_00>(ab_odd, cd_odd));
-                _mm512_storeu_ps(column(2), _mm512_shuffle_f32x4::<0b11_01_11_01>(ab_even, cd_even));
-                _mm512_storeu_ps(column(3), _mm512_shuffle_f32x4::<0b11_01_11_01>(ab_odd, cd_odd));
+                let to = to.add(i * to_stride);
+                _mm512_storeu_ps(to, even_quarters(ab_even, cd_even));
+                _mm512_storeu_ps(to.add(4 * to_stride), even_quarters(ab_odd, cd_odd));
+                _mm512_storeu_ps(to.add(8 * to_stride), odd_quarters(ab_even, cd_even));
+                _mm512_storeu_ps(to.add(12 * to_stride), odd_quarters(ab_odd, cd_odd));
             }
         }
     }
