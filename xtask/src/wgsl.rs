@@ -1,34 +1,26 @@
 //! `cargo xtask wgsl`: every shader through `tint`, a second compiler beside naga, where it is installed.
 //!
-//! naga refuses the line `enable subgroups;` but takes the operations; tint requires the line. The sources are kept without
-//! it, and it is put in front of those that use a subgroup operation here.
+//! The files of shaders/wgsl are put together with their includes and constants by lagoon-shaders, whose example `dump_wgsl`
+//! writes every permutation. naga refuses the line `enable subgroups;` but takes the operations; tint requires the line. The
+//! sources are kept without it, and it is put in front of those that use a subgroup operation here.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 
 use crate::workspace;
 
-const DIR: &str = "shaders/wgsl";
-/// Directory with sources that others include: no shaders by themselves.
-const SHARED: &str = "shaders/wgsl/shared/";
-
-/// Validate the shaders. Where tint or the shaders are missing, say so.
+/// Validate the shaders. Where tint is missing, say so.
 pub(crate) fn run(root: &Path) -> Result<bool> {
-    let version = Command::new("tint").arg("--help").stdin(Stdio::null()).output();
-    if version.is_err() {
+    if Command::new("tint").arg("--help").stdin(Stdio::null()).output().is_err() {
         println!("tint is not installed: no shader was checked with it (naga checks all of them in the tests)");
         println!("hint: build Dawn's `tint` and put it in PATH");
         return Ok(true);
     }
-    if !root.join(DIR).is_dir() {
-        println!("{DIR} does not exist: there is no shader to check");
-        return Ok(true);
-    }
     let scratch = std::env::temp_dir().join(format!("lagoon-tint-{}", std::process::id()));
     std::fs::create_dir_all(&scratch).context("create a temporary directory")?;
-    let result = check_all(root, &scratch);
+    let result = dump(root, &scratch).and_then(|()| check_all(&scratch));
     // What is left in the temporary directory does no harm.
     let _ = std::fs::remove_dir_all(&scratch);
     let (good, bad) = result?;
@@ -36,19 +28,31 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
     Ok(bad == 0)
 }
 
-fn check_all(root: &Path, scratch: &Path) -> Result<(usize, usize)> {
+fn dump(root: &Path, out: &Path) -> Result<()> {
+    let example = ["--package", "lagoon-shaders", "--example", "dump_wgsl"];
+    let status = Command::new("cargo")
+        .args(["run", "--locked", "--quiet", "--release"])
+        .args(example)
+        .arg("--")
+        .arg(out)
+        .current_dir(root)
+        .stdin(Stdio::null())
+        .status()
+        .context("run the example dump_wgsl")?;
+    ensure!(status.success(), "the example dump_wgsl failed: {status}");
+    Ok(())
+}
+
+/// How many shaders are valid, and how many are not.
+fn check_all(dir: &Path) -> Result<(usize, usize)> {
     let (mut good, mut bad) = (0, 0);
-    for path in workspace::files(&root.join(DIR), "wgsl")? {
-        let name = workspace::relative(root, &path);
-        if name.starts_with(SHARED) {
-            continue;
-        }
+    for path in workspace::files(dir, "wgsl")? {
+        let name = workspace::relative(dir, &path);
         let text = std::fs::read_to_string(&path).with_context(|| format!("read {name}"))?;
-        let copy = scratch.join("shader.wgsl");
-        std::fs::write(&copy, for_tint(&text)).context("write a temporary file")?;
+        std::fs::write(&path, for_tint(&text)).with_context(|| format!("write {name}"))?;
         let output = Command::new("tint")
             .args(["--format", "wgsl", "-o", "/dev/null"])
-            .arg(&copy)
+            .arg(&path)
             .stdin(Stdio::null())
             .output()
             .context("run tint")?;
@@ -59,6 +63,7 @@ fn check_all(root: &Path, scratch: &Path) -> Result<(usize, usize)> {
             println!("{name}:\n{}", String::from_utf8_lossy(&output.stderr));
         }
     }
+    ensure!(good + bad > 0, "the example dump_wgsl wrote no shader");
     Ok((good, bad))
 }
 
