@@ -112,17 +112,18 @@ impl Shared {
         }
         drop(source);
         peer.link(class).attach(key, wires.send);
-        self.spawn_writer(peer, class, key);
+        self.spawn_writer(peer, class, key, wires.connection.clone());
         let reader = Reader { class, session: session.number, alive, recv: wires.recv, rest: wires.rest };
         self.spawn_reader(peer, key, wires.connection, reader);
     }
 
-    fn spawn_writer(self: &Arc<Self>, peer: &Arc<Peer>, class: Class, key: u64) {
+    fn spawn_writer(self: &Arc<Self>, peer: &Arc<Peer>, class: Class, key: u64, connection: Connection) {
         let (shared, peer) = (Arc::clone(self), Arc::clone(peer));
         self.runtime.spawn(async move {
             let result = poll_fn(|cx| peer.link(class).poll_writer(key, cx)).await;
             if let Err(error) = result {
-                shared.lost(&peer, class, key, format!("writing {class} frames: {error}")).await;
+                let reason = cause(&connection, format!("writing {class} frames: {error}"));
+                shared.lost(&peer, class, key, reason).await;
             }
         });
     }
@@ -137,7 +138,7 @@ impl Shared {
                     connection.close(VarInt::from_u32(close::BAD_FRAME), reason.as_bytes());
                     reason
                 }
-                Stop::Closed(reason) => reason,
+                Stop::Closed(reason) => cause(&connection, reason),
                 Stop::Finished => {
                     // The peer is leaving in order: its other classes may still be on their way, and it closes the
                     // connections when they have arrived.
@@ -187,6 +188,11 @@ impl Shared {
         tracing::debug!(peer = %peer.addr, reason, "a session is over");
         self.events.tell(Event::Down { peer: peer.id, session: session.number, reason }).await;
     }
+}
+
+/// A stream's error says only that the connection is gone; the connection knows why.
+fn cause(connection: &Connection, otherwise: String) -> String {
+    connection.close_reason().map_or(otherwise, |error| error.to_string())
 }
 
 /// Why a reader stopped.
