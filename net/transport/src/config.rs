@@ -62,15 +62,19 @@ impl Default for TransportConfig {
             window_bytes: 32 << 20,
             initial_window_bytes: 1 << 20,
             socket_buffer_bytes: 8 << 20,
-            mtu_max: 8_952,
-            mtu_loopback: 16_336,
+            mtu_max: MTU_MAX,
+            mtu_loopback: MTU_MAX,
             peers_max: limits::INSTANCES_MAX * 4,
         }
     }
 }
 
-/// Smallest datagram that QUIC allows.
+/// Smallest datagram that QUIC allows, in bytes.
 const MTU_MIN: u16 = 1_200;
+/// Largest datagram, in bytes. quinn hands the kernel batches of up to ten, and a batch over 65,507 bytes is dropped
+/// by the kernel as a whole, silently.
+const MTU_MAX: u16 = 6_500;
+const _: () = assert!(MTU_MAX as u32 * 10 <= 65_507);
 /// First guess of a round trip: a lost first datagram is repeated after about three of these.
 const INITIAL_RTT: Duration = Duration::from_millis(30);
 
@@ -79,8 +83,8 @@ impl TransportConfig {
         if self.keep_alive.saturating_mul(3) > self.idle_timeout {
             return Err(BindError::Config("idle_timeout must be at least three times keep_alive"));
         }
-        if self.mtu_max < MTU_MIN || self.mtu_loopback < MTU_MIN {
-            return Err(BindError::Config("datagrams cannot be smaller than 1200 bytes"));
+        if ![self.mtu_max, self.mtu_loopback].iter().all(|mtu| (MTU_MIN..=MTU_MAX).contains(mtu)) {
+            return Err(BindError::Config("datagrams have 1200 to 6500 bytes"));
         }
         if self.queue_frames_max == 0 || self.inbox_frames_max == 0 || self.inbox_bytes_max < 1024 {
             return Err(BindError::Config("queues must hold at least one frame"));
@@ -96,7 +100,7 @@ impl TransportConfig {
         let largest = self.mtu_max.max(self.mtu_loopback);
         config
             .max_udp_payload_size(largest)
-            .map_err(|_out_of_bounds| BindError::Config("mtu_max and mtu_loopback must be at most 65527"))?;
+            .map_err(|_out_of_bounds| BindError::Config("mtu_max and mtu_loopback are out of range"))?;
         Ok(config)
     }
 

@@ -1,4 +1,5 @@
 //! Strangers, broken peers, lost and restarted processes.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 #[path = "support/raw.rs"]
 mod raw;

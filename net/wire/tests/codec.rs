@@ -1,4 +1,5 @@
 //! Properties of the codec: round trips, damage, caps.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 mod support;
 
@@ -262,4 +263,19 @@ fn a_refusals_text_is_cut_between_characters() {
         panic!("not a refusal")
     };
     assert_eq!(detail, "ä".repeat(limits::DETAIL_BYTES_MAX / 2));
+}
+
+#[test]
+fn a_preface_survives_a_round_trip_and_is_capped() {
+    let encoded = lagoon_wire::encode_preface(&support::preface()).unwrap().to_vec();
+    for cut in 0..encoded.len() {
+        let mut part = Bytes::copy_from_slice(&encoded[..cut]);
+        assert_eq!(FrameReader::new().next_preface(&mut part), Ok(None));
+    }
+    assert_eq!(FrameReader::new().next_preface(&mut encoded.into()), Ok(Some(support::preface())));
+    let long = lagoon_wire::Preface { listen_addr: "x".repeat(limits::PREFACE_BYTES_MAX), ..support::preface() };
+    assert!(matches!(lagoon_wire::encode_preface(&long), Err(WireError::TooLarge { .. })));
+    // A frame is no preface.
+    let frame = encode(&PartialsFrame::StepCancel { step: StepId(1) }.into()).unwrap().to_vec();
+    assert!(matches!(FrameReader::new().next_preface(&mut frame.into()), Err(WireError::Class { got: 2, .. })));
 }

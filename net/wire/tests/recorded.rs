@@ -1,4 +1,5 @@
 //! Frames of released versions, as they were recorded then, still decode to what they meant.
+#![allow(clippy::unwrap_used, reason = "tests")]
 
 mod support;
 
