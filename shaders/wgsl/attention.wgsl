@@ -42,7 +42,7 @@ const ITEMS = 16u;
 const KEYS = 32u;
 // Quads of a head that are staged at once.
 const CHUNK = 16u;
-const THREADS = 128u;
+const THREADS = 64u;
 // Stands for minus infinity, which does not survive every driver.
 const NEG_MAX = -1.0e30;
 const WHOLE = 0xffffffffu;
@@ -51,7 +51,9 @@ var<workgroup> q_tile: array<vec4<f32>, ITEMS * HEAD_QUADS>;
 // One column of padding keeps the loads free of bank conflicts.
 var<workgroup> kv_tile: array<vec4<f32>, KEYS * (CHUNK + 1u)>;
 var<workgroup> scores: array<f32, ITEMS * (KEYS + 1u)>;
-var<workgroup> lanes: array<f32, ITEMS * 9u>;
+// One value of each of the four lanes of an item, and one of the item.
+var<workgroup> lanes: array<f32, ITEMS * 5u>;
+var<workgroup> factors: array<f32, ITEMS>;
 
 struct Work {
     row0: u32,
@@ -102,7 +104,12 @@ fn load_keys(slot0: u32, count: u32, head: u32, chunk: u32, tid: u32) {
     }
 }
 
-@compute @workgroup_size(128)
+fn seen(key_pos: u32, item: u32, work: Work) -> bool {
+    let query_pos = work.pos0 + item / params.group;
+    return key_pos <= query_pos && (params.window == 0u || key_pos + params.window > query_pos);
+}
+
+@compute @workgroup_size(64)
 fn partial(
     @builtin(workgroup_id) wid: vec3<u32>,
     @builtin(num_workgroups) wcount: vec3<u32>,
@@ -114,18 +121,21 @@ fn partial(
     }
     let work = load_work(index / params.kv_heads);
     let kv_head = index % params.kv_heads;
-    let items = work.rows * params.group;
+    let items = work.rows * params.group - work.item0;
     let chunks = (params.head_quads + CHUNK - 1u) / CHUNK;
     load_queries(work, kv_head, tid);
 
-    // For the scores an invocation owns one key and four items; afterwards it is one of eight lanes of one item.
-    let key = tid % KEYS;
-    let item4 = (tid / KEYS) * 4u;
-    let own = tid / 8u;
-    let lane = tid % 8u;
+    // An invocation makes the scores of four items and the keys `key` and `key + 16`; then it is one of four lanes of
+    // one item for the softmax; then it weighs two quads of the values of each chunk for two items.
+    let key = tid % 16u;
+    let item4 = (tid / 16u) * 4u;
+    let own = tid / 4u;
+    let lane = tid % 4u;
+    let pair = (tid / 8u) * 2u;
+    let quad = tid % 8u;
     var top = NEG_MAX;
     var sum = 0.0;
-    var acc: array<vec4<f32>, HEAD_QUADS / 8u>;
+    var acc: array<vec4<f32>, HEAD_QUADS / 4u>;
 
     var span = work.span;
     var skip = work.skip;
@@ -137,43 +147,52 @@ fn partial(
         for (var k0 = 0u; k0 < len; k0 += KEYS) {
             let count = min(KEYS, len - k0);
             // Scores of this tile.
-            var dots = vec4<f32>();
+            var dots0 = vec4<f32>();
+            var dots1 = vec4<f32>();
             for (var c = 0u; c < chunks; c++) {
                 workgroupBarrier();
                 load_keys(base + k0, count, kv_head, c, tid);
                 workgroupBarrier();
-                if work.item0 + item4 < items {
+                if item4 < items {
                     for (var d = 0u; d < CHUNK; d++) {
-                        let k = kv_tile[key * (CHUNK + 1u) + d];
+                        let k_a = kv_tile[key * (CHUNK + 1u) + d];
+                        let k_b = kv_tile[(key + 16u) * (CHUNK + 1u) + d];
                         let at = item4 * HEAD_QUADS + c * CHUNK + d;
-                        dots += vec4<f32>(dot(q_tile[at], k), dot(q_tile[at + HEAD_QUADS], k),
-                            dot(q_tile[at + 2u * HEAD_QUADS], k), dot(q_tile[at + 3u * HEAD_QUADS], k));
+                        let q_a = q_tile[at];
+                        let q_b = q_tile[at + HEAD_QUADS];
+                        let q_c = q_tile[at + 2u * HEAD_QUADS];
+                        let q_d = q_tile[at + 3u * HEAD_QUADS];
+                        dots0 += vec4<f32>(dot(q_a, k_a), dot(q_b, k_a), dot(q_c, k_a), dot(q_d, k_a));
+                        dots1 += vec4<f32>(dot(q_a, k_b), dot(q_b, k_b), dot(q_c, k_b), dot(q_d, k_b));
                     }
                 }
             }
-            let key_pos = pos + k0 + key;
             for (var i = 0u; i < 4u; i++) {
-                let query_pos = work.pos0 + (work.item0 + item4 + i) / params.group;
-                let seen = key < count && key_pos <= query_pos
-                    && (params.window == 0u || key_pos + params.window > query_pos);
-                scores[(item4 + i) * (KEYS + 1u) + key] = select(NEG_MAX, dots[i] * params.scale, seen);
+                let item = work.item0 + item4 + i;
+                let at = (item4 + i) * (KEYS + 1u) + key;
+                let key_pos = pos + k0 + key;
+                let seen0 = key < count && seen(key_pos, item, work);
+                let seen1 = key + 16u < count && seen(key_pos + 16u, item, work);
+                scores[at] = select(NEG_MAX, dots0[i] * params.scale, seen0);
+                scores[at + 16u] = select(NEG_MAX, dots1[i] * params.scale, seen1);
             }
             workgroupBarrier();
-            // New maximum of the item over its eight lanes.
+            // New maximum of the item over its four lanes.
             let scores0 = own * (KEYS + 1u) + lane;
             var high = top;
-            for (var i = 0u; i < KEYS; i += 8u) {
+            for (var i = 0u; i < KEYS; i += 4u) {
                 high = max(high, scores[scores0 + i]);
             }
-            lanes[own * 9u + lane] = high;
+            lanes[own * 5u + lane] = high;
             workgroupBarrier();
-            for (var i = 0u; i < 8u; i++) {
-                high = max(high, lanes[own * 9u + i]);
+            for (var i = 0u; i < 4u; i++) {
+                high = max(high, lanes[own * 5u + i]);
             }
             let decay = exp(top - high);
+            factors[own] = decay;
             top = high;
             sum *= decay;
-            for (var i = 0u; i < KEYS; i += 8u) {
+            for (var i = 0u; i < KEYS; i += 4u) {
                 let s = scores[scores0 + i];
                 let p = select(exp(s - high), 0.0, s <= NEG_MAX);
                 scores[scores0 + i] = p;
@@ -185,16 +204,27 @@ fn partial(
                     workgroupBarrier();
                     load_keys(base + k0, count, params.kv_heads + kv_head, c, tid);
                     workgroupBarrier();
-                    if work.item0 + own < items {
-                        var a = acc[c * 2u] * decay;
-                        var b = acc[c * 2u + 1u] * decay;
-                        for (var j = 0u; j < KEYS; j++) {
-                            let p = scores[own * (KEYS + 1u) + j];
-                            a += p * kv_tile[j * (CHUNK + 1u) + lane];
-                            b += p * kv_tile[j * (CHUNK + 1u) + lane + 8u];
+                    if pair < items {
+                        let decay0 = factors[pair];
+                        let decay1 = factors[pair + 1u];
+                        var a0 = acc[c * 4u] * decay0;
+                        var b0 = acc[c * 4u + 1u] * decay0;
+                        var a1 = acc[c * 4u + 2u] * decay1;
+                        var b1 = acc[c * 4u + 3u] * decay1;
+                        for (var j = 0u; j < count; j++) {
+                            let p0 = scores[pair * (KEYS + 1u) + j];
+                            let p1 = scores[(pair + 1u) * (KEYS + 1u) + j];
+                            let v_a = kv_tile[j * (CHUNK + 1u) + quad];
+                            let v_b = kv_tile[j * (CHUNK + 1u) + quad + 8u];
+                            a0 += p0 * v_a;
+                            b0 += p0 * v_b;
+                            a1 += p1 * v_a;
+                            b1 += p1 * v_b;
                         }
-                        acc[c * 2u] = a;
-                        acc[c * 2u + 1u] = b;
+                        acc[c * 4u] = a0;
+                        acc[c * 4u + 1u] = b0;
+                        acc[c * 4u + 2u] = a1;
+                        acc[c * 4u + 3u] = b1;
                     }
                 }
             }
@@ -205,33 +235,36 @@ fn partial(
     }
 
     workgroupBarrier();
-    lanes[own * 9u + lane] = sum;
+    lanes[own * 5u + lane] = sum;
     workgroupBarrier();
     sum = 0.0;
-    for (var i = 0u; i < 8u; i++) {
-        sum += lanes[own * 9u + i];
-    }
-    if work.item0 + own >= items {
-        return;
+    for (var i = 0u; i < 4u; i++) {
+        sum += lanes[own * 5u + i];
     }
     // An item that sees nothing of this span weighs nothing in `reduce`; its own output is meaningless by contract.
-    let factor = select(0.0, 1.0 / max(sum, 1.0e-30), sum > 0.0);
-    let log_sum = select(NEG_MAX, top + log(max(sum, 1.0e-30)), sum > 0.0);
-    let item = work.item0 + own;
-    if work.part == WHOLE {
-        for (var i = 0u; i < HEAD_QUADS / 8u; i++) {
-            store(work.row0, item, kv_head, i * 8u + lane, acc[i] * factor);
+    if lane == 0u {
+        let log_sum = select(NEG_MAX, top + log(max(sum, 1.0e-30)), sum > 0.0);
+        factors[own] = select(0.0, 1.0 / max(sum, 1.0e-30), sum > 0.0);
+        if own < items {
+            if work.part == WHOLE {
+                store_lse(work.row0, work.item0 + own, kv_head, log_sum);
+            } else {
+                scratch[scratch_at(work.part, kv_head, own) + HEAD_QUADS] = vec4<f32>(log_sum);
+            }
         }
-        if lane == 0u {
-            store_lse(work.row0, item, kv_head, log_sum);
-        }
-    } else {
-        let at = scratch_at(work.part, kv_head, own);
-        for (var i = 0u; i < HEAD_QUADS / 8u; i++) {
-            scratch[at + i * 8u + lane] = acc[i] * factor;
-        }
-        if lane == 0u {
-            scratch[at + HEAD_QUADS] = vec4<f32>(log_sum);
+    }
+    workgroupBarrier();
+    for (var i = 0u; i < HEAD_QUADS / 4u; i++) {
+        // In the order of `acc`: for each chunk two quads of the first item, then of the second.
+        let item = pair + (i / 2u) % 2u;
+        let at = (i / 4u) * CHUNK + (i % 2u) * 8u + quad;
+        if item < items {
+            let value = acc[i] * factors[item];
+            if work.part == WHOLE {
+                store(work.row0, work.item0 + item, kv_head, at, value);
+            } else {
+                scratch[scratch_at(work.part, kv_head, item) + at] = value;
+            }
         }
     }
 }
