@@ -114,7 +114,7 @@ pub(crate) const BINDINGS_MAX: usize = 6;
 /// Workgroup memory that the kernels need, in bytes.
 pub(crate) const WORKGROUP_BYTES: u32 = 32 << 10;
 /// Invocations of a workgroup that the kernels need.
-pub(crate) const WORKGROUP_INVOCATIONS: u32 = 256;
+pub(crate) const WORKGROUP_INVOCATIONS: u32 = 128;
 
 impl Kernel {
     /// Every permutation.

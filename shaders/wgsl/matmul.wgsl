@@ -1,5 +1,5 @@
 // out[r] (=|+=) x[r] . weight^T. Two entry points: `matvec` for few rows (each weight is read once per ROWS rows),
-// `tiled` for many (64 x 64 outputs a workgroup, 4 x 4 an invocation). Rows of x and of the weight are padded with
+// `tiled` for many (64 x 64 outputs a workgroup, 8 x 8 an invocation). Rows of x and of the weight are padded with
 // zeros to whole quads. A weight larger than a binding lies in several shards of rows; a dispatch serves one.
 //#include dtype
 //#include grid
@@ -103,7 +103,36 @@ fn w_quad(row: u32, k: u32) -> vec4<f32> {
     return vec4<f32>();
 }
 
-@compute @workgroup_size(256)
+// Loads the 4 x 4 block of x at quad `k` of the rows from m0 + 4 group, transposed.
+fn load_x(m0: u32, group: u32, k0: u32, k: u32) {
+    let row = m0 + group * 4u;
+    let q = k0 + k;
+    let t = transpose(mat4x4<f32>(x_quad(row, q), x_quad(row + 1u, q), x_quad(row + 2u, q), x_quad(row + 3u, q)));
+    let at = k * 64u + (group ^ k);
+    x_tile[at] = t[0];
+    x_tile[at + 16u] = t[1];
+    x_tile[at + 32u] = t[2];
+    x_tile[at + 48u] = t[3];
+}
+
+// As load_x, of the weight.
+fn load_w(n0: u32, group: u32, k0: u32, k: u32) {
+    let row = n0 + group * 4u;
+    let q = k0 + k;
+    let t = transpose(mat4x4<f32>(w_quad(row, q), w_quad(row + 1u, q), w_quad(row + 2u, q), w_quad(row + 3u, q)));
+    let at = k * 64u + (group ^ k);
+    w_tile[at] = t[0];
+    w_tile[at + 16u] = t[1];
+    w_tile[at + 32u] = t[2];
+    w_tile[at + 48u] = t[3];
+}
+
+// Row i is a[i] b.
+fn outer(a: vec4<f32>, b: vec4<f32>) -> mat4x4<f32> {
+    return mat4x4<f32>(a.x * b, a.y * b, a.z * b, a.w * b);
+}
+
+@compute @workgroup_size(64)
 fn tiled(
     @builtin(workgroup_id) wid: vec3<u32>,
     @builtin(num_workgroups) wcount: vec3<u32>,
@@ -114,60 +143,51 @@ fn tiled(
     if n0 >= params.n {
         return;
     }
-    // The first half of the workgroup loads x, the second the weight: each invocation a 4 x 4 block, transposed.
-    let part = tid % 128u;
-    let load_k = part % 8u;
-    let load_row = part / 8u;
-    let store_at = load_k * 4u * 16u + (load_row ^ load_k);
-    // Outputs of this invocation: rows 4 ty.., columns 4 tx...
-    let tx = tid % 16u;
-    let ty = tid / 16u;
-    var c0 = vec4<f32>();
-    var c1 = vec4<f32>();
-    var c2 = vec4<f32>();
-    var c3 = vec4<f32>();
+    // Of eight: an invocation loads four blocks, at this quad and in these groups of rows and 8 further.
+    let low = tid % 8u;
+    let high = tid / 8u;
+    // Its outputs: rows 4 high.. and 4 high + 32.., columns 4 low.. and 4 low + 32...
+    var c00 = mat4x4<f32>();
+    var c01 = mat4x4<f32>();
+    var c10 = mat4x4<f32>();
+    var c11 = mat4x4<f32>();
     for (var k0 = 0u; k0 < params.quads; k0 += DEPTH / 4u) {
-        let k = k0 + load_k;
-        if tid < 128u {
-            let row = m0 + load_row * 4u;
-            let t = transpose(mat4x4<f32>(x_quad(row, k), x_quad(row + 1u, k), x_quad(row + 2u, k), x_quad(row + 3u, k)));
-            x_tile[store_at] = t[0];
-            x_tile[store_at + 16u] = t[1];
-            x_tile[store_at + 32u] = t[2];
-            x_tile[store_at + 48u] = t[3];
-        } else {
-            let row = n0 + load_row * 4u;
-            let t = transpose(mat4x4<f32>(w_quad(row, k), w_quad(row + 1u, k), w_quad(row + 2u, k), w_quad(row + 3u, k)));
-            w_tile[store_at] = t[0];
-            w_tile[store_at + 16u] = t[1];
-            w_tile[store_at + 32u] = t[2];
-            w_tile[store_at + 48u] = t[3];
-        }
+        load_x(m0, high, k0, low);
+        load_x(m0, high + 8u, k0, low);
+        load_w(n0, high, k0, low);
+        load_w(n0, high + 8u, k0, low);
         workgroupBarrier();
         for (var d = 0u; d < DEPTH; d++) {
-            let a = x_tile[d * 16u + (ty ^ (d / 4u))];
-            let b = w_tile[d * 16u + (tx ^ (d / 4u))];
-            c0 = fma(vec4<f32>(a.x), b, c0);
-            c1 = fma(vec4<f32>(a.y), b, c1);
-            c2 = fma(vec4<f32>(a.z), b, c2);
-            c3 = fma(vec4<f32>(a.w), b, c3);
+            let at_a = d * 16u + (high ^ (d / 4u));
+            let at_b = d * 16u + (low ^ (d / 4u));
+            let a0 = x_tile[at_a];
+            let a1 = x_tile[at_a + 8u];
+            let b0 = w_tile[at_b];
+            let b1 = w_tile[at_b + 8u];
+            c00 += outer(a0, b0);
+            c01 += outer(a0, b1);
+            c10 += outer(a1, b0);
+            c11 += outer(a1, b1);
         }
         workgroupBarrier();
     }
-    // Shards start at multiples of four columns; weight rows beyond the end gave zeros, which is what padding holds.
-    if n0 + tx * 4u < params.n {
-        let row = m0 + ty * 4u;
-        let col = (params.out_col0 + n0) / 4u + tx;
-        store(row, col, c0);
-        store(row + 1u, col, c1);
-        store(row + 2u, col, c2);
-        store(row + 3u, col, c3);
-    }
+    let row = m0 + high * 4u;
+    let col = n0 + low * 4u;
+    store(row, col, c00);
+    store(row, col + 32u, c01);
+    store(row + 32u, col, c10);
+    store(row + 32u, col + 32u, c11);
 }
 
-fn store(row: u32, col: u32, value: vec4<f32>) {
-    if row < params.rows {
-        let at = row * (params.out_stride / 4u) + col;
-        out_quads[at] = select(value, out_quads[at] + value, params.add == 1u);
+// Stores 4 x 4 outputs. Shards start at multiples of four columns; weight rows beyond the end gave zeros, which is what
+// padding holds.
+fn store(row0: u32, col: u32, block: mat4x4<f32>) {
+    if col >= params.n {
+        return;
+    }
+    var rows = block;
+    for (var i = 0u; i < 4u && row0 + i < params.rows; i++) {
+        let at = (row0 + i) * (params.out_stride / 4u) + (params.out_col0 + col) / 4u;
+        out_quads[at] = select(rows[i], out_quads[at] + rows[i], params.add == 1u);
     }
 }
