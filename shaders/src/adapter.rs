@@ -7,6 +7,9 @@ use crate::kernel::{BINDINGS_MAX, WORKGROUP_BYTES, WORKGROUP_INVOCATIONS};
 use lagoon_backend::DeviceError;
 use wgpu::{Adapter, Backends, DeviceType, Features, Instance, InstanceDescriptor, Limits};
 
+/// Share of the memory budget that the driver reports (Vulkan, DX12) beyond which buffers are refused.
+const MEMORY_PERCENT_MAX: u8 = 95;
+
 /// Which adapter to open.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum AdapterChoice {
@@ -48,6 +51,8 @@ pub fn list_adapters() -> Vec<AdapterSummary> {
 fn adapters() -> Vec<Adapter> {
     let mut descriptor = InstanceDescriptor::new_without_display_handle();
     descriptor.backends = Backends::VULKAN | Backends::METAL | Backends::DX12;
+    // An error while a buffer is made, rather than a lost device once it is used.
+    descriptor.memory_budget_thresholds.for_resource_creation = Some(MEMORY_PERCENT_MAX);
     let instance = Instance::new(descriptor);
     let mut found = pollster::block_on(instance.enumerate_adapters(Backends::all()));
     found.sort_by_key(|adapter| match adapter.get_info().device_type {

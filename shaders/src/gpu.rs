@@ -25,8 +25,9 @@ const BATCH_DISPATCHES: usize = 128;
 const ARENA_BYTES: u64 = 4 << 20;
 /// Bytes read back at once.
 const READ_BYTES: u64 = 16 << 20;
-/// A device that is silent for this long is lost.
-const WAIT: Duration = Duration::from_secs(120);
+/// A device that is silent for this long is lost; software on a loaded machine gets more time.
+const WAIT: Duration = Duration::from_secs(60);
+const WAIT_SOFTWARE: Duration = Duration::from_secs(900);
 /// Workgroups in one dimension of a dispatch, at most (the least that every adapter has).
 const GROUPS_MAX: u32 = 65_535;
 
@@ -311,10 +312,13 @@ impl Gpu {
     }
 
     fn wait(&self, index: wgpu::SubmissionIndex) -> Result<(), DeviceError> {
-        let poll = wgpu::PollType::Wait { submission_index: Some(index), timeout: Some(WAIT) };
+        let timeout = if self.summary.software { WAIT_SOFTWARE } else { WAIT };
+        let poll = wgpu::PollType::Wait { submission_index: Some(index), timeout: Some(timeout) };
         let waited = self.device.poll(poll);
         self.fault()?;
-        waited.map(|_| ()).map_err(|error| DeviceError::Lost(format!("no answer within {} s: {error}", WAIT.as_secs())))
+        waited
+            .map(|_| ())
+            .map_err(|error| DeviceError::Lost(format!("no answer within {} s: {error}", timeout.as_secs())))
     }
 
     /// Reads `bytes` (whole words, at whole words) after everything that is recorded, in pieces, in order.

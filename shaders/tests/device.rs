@@ -5,7 +5,7 @@ use bytes::Bytes;
 use half::{bf16, f16};
 use lagoon_backend::conformance;
 use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, Mode, WeightSource};
-use lagoon_shaders::{AdapterChoice, Options, WgpuDevice};
+use lagoon_shaders::{AdapterChoice, Options, WgpuDevice, list_adapters};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
 
 fn open(options: Options) -> Result<WgpuDevice, String> {
@@ -225,4 +225,21 @@ fn what_cannot_be_done_is_an_error() {
 fn an_absent_adapter_is_named() {
     let error = WgpuDevice::open(&AdapterChoice::Named("no such adapter".to_owned())).unwrap_err();
     assert!(matches!(&error, DeviceError::Unsupported(text) if text.contains("\"no such adapter\"")), "{error}");
+}
+
+#[test]
+fn adapters_are_listed_and_software_is_never_the_default() {
+    let adapters = list_adapters();
+    assert!(adapters.is_sorted_by_key(|adapter| adapter.software), "software comes last");
+    for adapter in &adapters {
+        assert!(!adapter.name.is_empty() && !adapter.backend.is_empty());
+        assert!(adapter.binding_bytes_max >= 128 << 20 || adapter.unusable.is_some(), "{adapter:?}");
+    }
+    match WgpuDevice::open(&AdapterChoice::Gpu) {
+        Ok(device) => assert!(!device.info().software),
+        Err(error) => {
+            assert!(adapters.iter().all(|adapter| adapter.software || adapter.unusable.is_some()), "{error}");
+            assert!(adapters.iter().all(|adapter| error.to_string().contains(&adapter.name)), "{error}");
+        }
+    }
 }
