@@ -1,0 +1,416 @@
+//! `lagoon bench`: a load generator for OpenAI-compatible servers.
+//!
+//! Every request has its own prompt of an exact length, made from the seed out of the server's own tokens, and asks
+//! for an exact number of output tokens (`ignore_eos`). Closed loop (`--concurrency`): a new request starts when one
+//! ends. Open loop (`--rate`): requests start at random times with that mean rate, whether or not others have ended.
+
+use crate::api_client::{ApiClient, ClientError};
+use anyhow::{Context, bail, ensure};
+use futures::{StreamExt, stream};
+use hdrhistogram::Histogram;
+use indicatif::{ProgressBar, ProgressStyle};
+use rand::{Rng, SeedableRng, rngs::StdRng};
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::{
+    collections::BTreeMap,
+    io::{self, Write},
+    time::{Duration, Instant},
+};
+
+/// Requests that are open at once with `--rate`.
+const OPEN_MAX: usize = 4096;
+/// Longest latency that is told apart, in microseconds: an hour.
+const LATENCY_US_MAX: u64 = 3_600_000_000;
+/// Prompts are drawn from the tokens of this text, so that they look like language to the tokenizer and the model.
+const TEXT: &str = "In the morning the water of the lagoon lay still and the boats had not yet gone out. A heron stood in \
+    the shallows and waited, as it did every day, for the tide to turn. Behind the dunes one could hear the sea, and \
+    from the village came the smell of bread. Nobody knew how old the harbour was: some said three hundred years, \
+    others that fishermen had always lived there. The children counted 12 masts, then 27, then lost count and began \
+    again. What does a place remember of those who leave it? Perhaps nothing; perhaps only the wind keeps a list.";
+
+/// Measure an OpenAI-compatible server under load.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct BenchArgs {
+    /// The server's root.
+    #[arg(long, env = "LAGOON_URL", default_value = "http://127.0.0.1:8000")]
+    url: String,
+    /// The server's key.
+    #[arg(long, env = "LAGOON_API_KEY", hide_env_values = true)]
+    api_key: Option<String>,
+    /// Which model; by default the first one that the server lists.
+    #[arg(long)]
+    model: Option<String>,
+    /// Requests in all.
+    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    requests: u32,
+    /// Requests that are open at once (closed loop).
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=4096), conflicts_with = "rate")]
+    concurrency: u32,
+    /// Requests per second on average, with exponential gaps (open loop).
+    #[arg(long, value_parser = positive)]
+    rate: Option<f64>,
+    /// Tokens of each prompt.
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=2_000_000))]
+    prompt_tokens: u32,
+    /// Tokens that each request generates.
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    max_tokens: u32,
+    /// Sampling temperature.
+    #[arg(long, default_value_t = 0.0)]
+    temperature: f32,
+    /// Prompts and gaps follow from the seed.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Longest time of one request, in seconds.
+    #[arg(long, default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    timeout_s: u64,
+    /// Print one JSON object on stdout.
+    #[arg(long)]
+    json: bool,
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(rate) if rate > 0.0 && rate.is_finite() => Ok(rate),
+        _ => Err("must be a number greater than 0".to_owned()),
+    }
+}
+
+/// Runs `lagoon bench`.
+///
+/// # Errors
+/// When the server cannot be reached, or no request succeeded.
+pub(crate) async fn run(args: BenchArgs) -> anyhow::Result<()> {
+    let report = measure(&args).await?;
+    let mut out = io::stdout();
+    if args.json {
+        writeln!(out, "{}", serde_json::to_string(&report)?)?;
+    } else {
+        write!(out, "{}", report.table())?;
+    }
+    ensure!(report.ok > 0, "no request succeeded: {}", report.last_error.as_deref().unwrap_or("none was made"));
+    Ok(())
+}
+
+/// What a run showed. Times are in milliseconds.
+#[derive(Clone, Debug, Serialize)]
+struct Report {
+    url: String,
+    model: String,
+    requests: u32,
+    ok: u64,
+    /// By kind: `http_429`, `connect`, `midway`, `broken`, `timeout`, `length` (fewer or more tokens than asked for).
+    errors: BTreeMap<String, u64>,
+    last_error: Option<String>,
+    concurrency: Option<u32>,
+    rate: Option<f64>,
+    seed: u64,
+    duration_s: f64,
+    prompt_tokens: u64,
+    completion_tokens: u64,
+    requests_per_s: f64,
+    output_tokens_per_s: f64,
+    total_tokens_per_s: f64,
+    /// Time to the first token.
+    ttft_ms: Summary,
+    /// Time between tokens.
+    tbt_ms: Summary,
+    /// From sending a request to the end of its answer.
+    e2e_ms: Summary,
+}
+
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+struct Summary {
+    count: u64,
+    mean: f64,
+    p50: f64,
+    p90: f64,
+    p99: f64,
+    max: f64,
+}
+
+#[allow(clippy::cast_precision_loss, reason = "microseconds under 2^52 are exact in f64")]
+fn milliseconds(us: u64) -> f64 {
+    us as f64 / 1e3
+}
+
+impl Summary {
+    fn of(histogram: &Histogram<u64>) -> Self {
+        Self {
+            count: histogram.len(),
+            mean: histogram.mean() / 1e3,
+            p50: milliseconds(histogram.value_at_quantile(0.5)),
+            p90: milliseconds(histogram.value_at_quantile(0.9)),
+            p99: milliseconds(histogram.value_at_quantile(0.99)),
+            max: milliseconds(histogram.max()),
+        }
+    }
+}
+
+/// What is measured while requests run.
+struct Tally {
+    ok: u64,
+    errors: BTreeMap<String, u64>,
+    last_error: Option<String>,
+    prompt_tokens: u64,
+    completion_tokens: u64,
+    ttft: Histogram<u64>,
+    tbt: Histogram<u64>,
+    e2e: Histogram<u64>,
+}
+
+impl Tally {
+    fn new() -> Self {
+        let histogram = || Histogram::new_with_bounds(1, LATENCY_US_MAX, 3).expect("the bounds are valid");
+        Self {
+            ok: 0,
+            errors: BTreeMap::new(),
+            last_error: None,
+            prompt_tokens: 0,
+            completion_tokens: 0,
+            ttft: histogram(),
+            tbt: histogram(),
+            e2e: histogram(),
+        }
+    }
+
+    fn add(&mut self, outcome: Result<Sample, Failure>) {
+        match outcome {
+            Ok(sample) => {
+                self.ok += 1;
+                self.prompt_tokens += sample.prompt_tokens;
+                self.completion_tokens += sample.completion_tokens;
+                self.ttft.saturating_record(microseconds(sample.ttft));
+                self.e2e.saturating_record(microseconds(sample.e2e));
+                for (gap, tokens) in sample.gaps {
+                    self.tbt.saturating_record_n(microseconds(gap), tokens);
+                }
+            }
+            Err(failure) => {
+                *self.errors.entry(failure.kind).or_default() += 1;
+                self.last_error = Some(failure.message);
+            }
+        }
+    }
+}
+
+fn microseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX).max(1)
+}
+
+/// One successful request.
+struct Sample {
+    ttft: Duration,
+    /// Time per token of each later chunk, and its tokens.
+    gaps: Vec<(Duration, u64)>,
+    e2e: Duration,
+    prompt_tokens: u64,
+    completion_tokens: u64,
+}
+
+struct Failure {
+    kind: String,
+    message: String,
+}
+
+impl From<ClientError> for Failure {
+    fn from(error: ClientError) -> Self {
+        Self { kind: error.kind(), message: error.to_string() }
+    }
+}
+
+async fn measure(args: &BenchArgs) -> anyhow::Result<Report> {
+    let client = ApiClient::new(&args.url, args.api_key.clone())?;
+    let model = match &args.model {
+        Some(model) => model.clone(),
+        None => client.first_model().await?,
+    };
+    let pool = token_pool(&client, &model).await?;
+    let bar = progress(args.requests);
+    let mut tally = Tally::new();
+    let starts = start_times(args);
+    let open = if args.rate.is_some() { OPEN_MAX } else { usize::try_from(args.concurrency)? };
+    let begun = Instant::now();
+    let runs = (0..args.requests).zip(starts).map(|(index, start)| {
+        let (client, request) = (&client, request(args, &model, &pool, index));
+        async move {
+            tokio::time::sleep_until((begun + start).into()).await;
+            let limit = Duration::from_secs(args.timeout_s);
+            let timed_out = || Failure { kind: "timeout".to_owned(), message: format!("no end within {limit:?}") };
+            match tokio::time::timeout(limit, one(client, &request, args.max_tokens)).await {
+                Ok(outcome) => outcome,
+                Err(_elapsed) => Err(timed_out()),
+            }
+        }
+    });
+    let mut outcomes = stream::iter(runs).buffer_unordered(open);
+    while let Some(outcome) = outcomes.next().await {
+        tally.add(outcome);
+        bar.inc(1);
+        bar.set_message(format!("{} tokens, {} failed", tally.completion_tokens, tally.errors.values().sum::<u64>()));
+    }
+    let elapsed = begun.elapsed();
+    bar.finish_and_clear();
+    Ok(report(args, &model, tally, elapsed))
+}
+
+/// Tokens that prompts are drawn from: the server's own ids of [`TEXT`].
+async fn token_pool(client: &ApiClient, model: &str) -> anyhow::Result<Vec<u64>> {
+    let body = json!({ "model": model, "prompt": TEXT, "add_special_tokens": false });
+    let reply = client.post("/tokenize", &body).await.context(
+        "ask the server for tokens\nhint: prompts of exact length need POST /tokenize, which Lagoon and vLLM have",
+    )?;
+    let ids: Vec<u64> = reply["tokens"].as_array().into_iter().flatten().filter_map(Value::as_u64).collect();
+    if ids.is_empty() {
+        bail!("the server's /tokenize gave no tokens: {reply}");
+    }
+    Ok(ids)
+}
+
+fn request(args: &BenchArgs, model: &str, pool: &[u64], index: u32) -> Value {
+    let mut random =
+        StdRng::seed_from_u64(args.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(u64::from(index)));
+    let prompt: Vec<u64> = (0..args.prompt_tokens).map(|_| pool[random.random_range(0..pool.len())]).collect();
+    json!({
+        "model": model, "prompt": prompt, "max_tokens": args.max_tokens, "temperature": args.temperature,
+        "seed": index, "ignore_eos": true, "stream": true, "stream_options": { "include_usage": true },
+        // Makes every token visible, also one that adds no text yet.
+        "return_token_ids": true,
+    })
+}
+
+/// When each request starts, counted from the beginning.
+fn start_times(args: &BenchArgs) -> impl Iterator<Item = Duration> + use<> {
+    let mut random = StdRng::seed_from_u64(args.seed);
+    let rate = args.rate;
+    let mut at = 0.0;
+    std::iter::repeat_with(move || {
+        let start = Duration::from_secs_f64(at);
+        if let Some(rate) = rate {
+            // Exponential gaps; the uniform number is below 1, so the logarithm is finite.
+            at += -(1.0 - random.random::<f64>()).ln() / rate;
+        }
+        start
+    })
+}
+
+/// Makes one request and measures it.
+async fn one(client: &ApiClient, request: &Value, max_tokens: u32) -> Result<Sample, Failure> {
+    let sent = Instant::now();
+    let mut events = client.events("/v1/completions", request).await?;
+    let (mut first, mut last, mut gaps) = (None, sent, Vec::new());
+    let (mut seen, mut usage) = (0, None);
+    while let Some(event) = events.next().await? {
+        let now = Instant::now();
+        let choice = &event["choices"][0];
+        let tokens = match choice["token_ids"].as_array() {
+            Some(ids) => u64::try_from(ids.len()).unwrap_or(u64::MAX),
+            // A server without token ids: a chunk with text is presumed to be one token.
+            None => u64::from(choice["text"].as_str().is_some_and(|text| !text.is_empty())),
+        };
+        if tokens > 0 {
+            match first {
+                None => first = Some(now - sent),
+                Some(_) => gaps.push(((now - last) / u32::try_from(tokens).unwrap_or(u32::MAX), tokens)),
+            }
+            (last, seen) = (now, seen + tokens);
+        }
+        if event["usage"].is_object() {
+            usage = Some((event["usage"]["prompt_tokens"].as_u64(), event["usage"]["completion_tokens"].as_u64()));
+        }
+    }
+    let e2e = sent.elapsed();
+    let (prompt_tokens, completion_tokens) = usage.unwrap_or_default();
+    let completion_tokens = completion_tokens.unwrap_or(seen);
+    match first {
+        Some(ttft) if completion_tokens == u64::from(max_tokens) => {
+            Ok(Sample { ttft, gaps, e2e, prompt_tokens: prompt_tokens.unwrap_or(0), completion_tokens })
+        }
+        _ => {
+            let message = format!("the answer has {completion_tokens} tokens, not the {max_tokens} asked for");
+            Err(Failure { kind: "length".to_owned(), message })
+        }
+    }
+}
+
+fn progress(requests: u32) -> ProgressBar {
+    // Hidden by itself where stderr is no terminal.
+    let style = ProgressStyle::with_template("{bar:40} {pos}/{len} requests, {elapsed}, {msg}");
+    ProgressBar::new(u64::from(requests)).with_style(style.expect("the template is valid"))
+}
+
+#[allow(clippy::cast_precision_loss, reason = "counts under 2^52 are exact in f64")]
+fn report(args: &BenchArgs, model: &str, tally: Tally, elapsed: Duration) -> Report {
+    let duration_s = elapsed.as_secs_f64().max(f64::MIN_POSITIVE);
+    let per_s = |count: u64| count as f64 / duration_s;
+    Report {
+        url: args.url.clone(),
+        model: model.to_owned(),
+        requests: args.requests,
+        ok: tally.ok,
+        errors: tally.errors,
+        last_error: tally.last_error,
+        concurrency: args.rate.is_none().then_some(args.concurrency),
+        rate: args.rate,
+        seed: args.seed,
+        duration_s,
+        prompt_tokens: tally.prompt_tokens,
+        completion_tokens: tally.completion_tokens,
+        requests_per_s: per_s(tally.ok),
+        output_tokens_per_s: per_s(tally.completion_tokens),
+        total_tokens_per_s: per_s(tally.prompt_tokens + tally.completion_tokens),
+        ttft_ms: Summary::of(&tally.ttft),
+        tbt_ms: Summary::of(&tally.tbt),
+        e2e_ms: Summary::of(&tally.e2e),
+    }
+}
+
+impl Report {
+    /// For people.
+    fn table(&self) -> String {
+        let load = match (self.rate, self.concurrency) {
+            (Some(rate), _) => format!("{rate} requests/s"),
+            (None, concurrency) => format!("concurrency {}", concurrency.unwrap_or_default()),
+        };
+        let mut text = format!(
+            "{} at {}\n{} of {} requests succeeded in {:.2} s at {load}\n\
+             {} prompt tokens, {} generated\n\
+             throughput: {:.2} requests/s, {:.1} generated tokens/s, {:.1} tokens/s in all\n\n\
+             {:<24}{:>10}{:>10}{:>10}{:>10}{:>10}\n",
+            self.model,
+            self.url,
+            self.ok,
+            self.requests,
+            self.duration_s,
+            self.prompt_tokens,
+            self.completion_tokens,
+            self.requests_per_s,
+            self.output_tokens_per_s,
+            self.total_tokens_per_s,
+            "ms",
+            "mean",
+            "p50",
+            "p90",
+            "p99",
+            "max",
+        );
+        for (name, s) in
+            [("time to first token", self.ttft_ms), ("time between tokens", self.tbt_ms), ("end to end", self.e2e_ms)]
+        {
+            text +=
+                &format!("{name:<24}{:>10.2}{:>10.2}{:>10.2}{:>10.2}{:>10.2}\n", s.mean, s.p50, s.p90, s.p99, s.max);
+        }
+        for (kind, count) in &self.errors {
+            text += &format!("error {kind}: {count}\n");
+        }
+        if let Some(error) = &self.last_error {
+            text += &format!("the last one: {error}\n");
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+#[path = "bench_tests.rs"]
+mod tests;

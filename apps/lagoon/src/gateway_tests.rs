@@ -1,0 +1,220 @@
+//! The gateway before real servers with scripted engines.
+
+use super::*;
+use lagoon_http::scripted::{self, ScriptedEngine, Step};
+use serde_json::Value;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+const LONG: Duration = Duration::from_secs(10);
+
+fn backend(name: &str, url: &str, free_tokens: u64) -> Backend {
+    let http_addr = url.trim_start_matches("http://").parse().unwrap();
+    Backend { name: name.to_owned(), http_addr, free_tokens, running: 0, waiting: 0 }
+}
+
+async fn gateway(backends: Vec<Backend>) -> String {
+    let source: BackendSource = Arc::new(move || backends.clone());
+    let gateway = Gateway::new(source, scripted::recorder(), Some("sesame".to_owned())).unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(lagoon_http::serve(listener, gateway.router(), std::future::pending()));
+    url
+}
+
+/// An address where nothing listens.
+fn dead() -> String {
+    format!("http://{}", std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap())
+}
+
+async fn complete(url: &str, body: &Value) -> (u16, String, String) {
+    let response = reqwest::Client::new().post(format!("{url}/v1/completions")).json(body).send().await.unwrap();
+    let instance = response.headers().get("x-lagoon-instance").map(|value| value.to_str().unwrap().to_owned());
+    (response.status().as_u16(), instance.unwrap_or_default(), response.text().await.unwrap())
+}
+
+#[tokio::test]
+async fn every_instance_serves_and_answers_pass_unchanged() {
+    let (one, two) = (ScriptedEngine::saying("one"), ScriptedEngine::saying("two"));
+    let urls = [scripted::spawn(scripted::state(one)).await, scripted::spawn(scripted::state(two)).await];
+    let url = gateway(vec![backend("i1", &urls[0], 100), backend("i2", &urls[1], 100)]).await;
+    let mut seen = BTreeMap::<_, usize>::new();
+    for _ in 0..6 {
+        let (status, instance, text) = complete(&url, &json!({"prompt": "a"})).await;
+        assert_eq!(status, 200);
+        let text: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(text["choices"][0]["text"], if instance == "i1" { "one" } else { "two" });
+        *seen.entry(instance).or_default() += 1;
+    }
+    assert_eq!(seen, BTreeMap::from([("i1".to_owned(), 3), ("i2".to_owned(), 3)]));
+}
+
+#[tokio::test]
+async fn streams_and_errors_pass_unchanged() {
+    let server = scripted::spawn(scripted::state(ScriptedEngine::saying("abc"))).await;
+    let url = gateway(vec![backend("i1", &server, 1)]).await;
+    for body in [
+        json!({"prompt": "a", "stream": true, "stream_options": {"include_usage": true}}),
+        json!({"prompt": "a", "best_of": 3}),
+        json!({"prompt": "a", "model": "other"}),
+    ] {
+        let (direct_status, _, direct) = complete(&server, &body).await;
+        let (status, instance, text) = complete(&url, &body).await;
+        assert_eq!((status, instance.as_str()), (direct_status, "i1"));
+        let shape = |text: &str| text.lines().map(|line| line.split("\"model\"").last().unwrap().to_owned()).collect();
+        let (direct, text): (Vec<String>, Vec<String>) = (shape(&direct), shape(&text));
+        assert_eq!(text, direct);
+    }
+    for path in ["/v1/models", "/version", "/nowhere"] {
+        let direct = reqwest::get(format!("{server}{path}")).await.unwrap();
+        let through = reqwest::get(format!("{url}{path}")).await.unwrap();
+        assert_eq!(through.status(), direct.status());
+        assert_eq!(through.text().await.unwrap(), direct.text().await.unwrap());
+    }
+}
+
+#[tokio::test]
+async fn tokens_pass_as_they_come() {
+    let engine = ScriptedEngine::new(|_| Ok(vec![Step::Token(97), Step::Hang]));
+    let server = scripted::spawn(scripted::state(engine.clone())).await;
+    let url = gateway(vec![backend("i1", &server, 1)]).await;
+    let request = reqwest::Client::new().post(format!("{url}/v1/completions"));
+    let mut response = request.json(&json!({"prompt": "a", "stream": true})).send().await.unwrap();
+    let first = tokio::time::timeout(LONG, response.chunk()).await.expect("the first token does not wait for the rest");
+    assert!(first.unwrap().unwrap().starts_with(b"data: "));
+    // The client goes away, and so does the request behind the gateway.
+    drop(response);
+    engine.wait_cancelled(1).await;
+}
+
+#[tokio::test]
+async fn a_client_that_leaves_before_the_answer_cancels_it() {
+    let engine = ScriptedEngine::new(|_| Ok(vec![Step::Hang]));
+    let server = scripted::spawn(scripted::state(engine.clone())).await;
+    let url = gateway(vec![backend("i1", &server, 1)]).await;
+    let asking = tokio::spawn(async move { complete(&url, &json!({"prompt": "a"})).await });
+    engine.wait_submitted(1).await;
+    asking.abort();
+    engine.wait_cancelled(1).await;
+}
+
+#[tokio::test]
+async fn an_instance_that_cannot_be_reached_is_passed_over() {
+    let engine = ScriptedEngine::saying("ok");
+    let server = scripted::spawn(scripted::state(engine.clone())).await;
+    let url = gateway(vec![backend("gone", &dead(), 1_000_000), backend("i2", &server, 1)]).await;
+    // Larger than what a connection buffers, so that the body is still whole after the first attempt.
+    let prompt = "a".repeat(1 << 20);
+    let (status, instance, _) = complete(&url, &json!({"prompt": prompt})).await;
+    assert_eq!((status, instance.as_str()), (200, "i2"));
+    assert_eq!(engine.requests()[0].prompt.len(), (1 << 20) + 1);
+    assert_eq!(reqwest::get(format!("{url}/v1/models")).await.unwrap().status(), 200);
+}
+
+#[tokio::test]
+async fn no_instance_is_a_structured_503() {
+    for backends in [vec![], vec![backend("gone", &dead(), 1)]] {
+        let count = backends.len();
+        let url = gateway(backends).await;
+        let (status, _, text) = complete(&url, &json!({"prompt": "a"})).await;
+        let error: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!((status, &error["error"]["code"]), (503, &json!("unavailable")), "{text}");
+        let health = reqwest::get(format!("{url}/health")).await.unwrap();
+        assert_eq!(health.status(), if count == 0 { 503 } else { 200 });
+    }
+}
+
+/// A server that reads a request, answers with `reply` and closes the connection.
+async fn broken_server(reply: &'static str) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move {
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut request = [0; 4096];
+            let read = stream.read(&mut request).await.unwrap();
+            assert!(read > 0);
+            stream.write_all(reply.as_bytes()).await.unwrap();
+        }
+    });
+    url
+}
+
+#[tokio::test]
+async fn an_instance_that_is_lost_midway_ends_the_stream_with_an_error() {
+    let reply = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n\
+                 9\r\ndata: {}\n\r\n";
+    let url = gateway(vec![backend("i1", &broken_server(reply).await, 1)]).await;
+    let (status, instance, text) = complete(&url, &json!({"prompt": "a"})).await;
+    assert_eq!((status, instance.as_str()), (200, "i1"));
+    let (before, error) = text.split_once("\n\n\ndata: ").unwrap();
+    assert_eq!(before, "data: {}");
+    let error: Value = serde_json::from_str(error.trim()).unwrap();
+    assert_eq!(error["error"]["code"], "instance_lost");
+}
+
+#[tokio::test]
+async fn an_instance_that_is_lost_before_it_answers_is_not_tried_twice() {
+    let other = ScriptedEngine::saying("ok");
+    let server = scripted::spawn(scripted::state(other.clone())).await;
+    let url = gateway(vec![backend("i1", &broken_server("").await, 1_000_000), backend("i2", &server, 1)]).await;
+    let (status, _, text) = complete(&url, &json!({"prompt": "a"})).await;
+    let error: Value = serde_json::from_str(&text).unwrap();
+    assert_eq!((status, &error["error"]["code"]), (503, &json!("instance_lost")), "{text}");
+    assert!(other.requests().is_empty(), "the request may have been served already");
+}
+
+#[tokio::test]
+async fn keys_reach_instances_and_guard_metrics() {
+    let mut state = scripted::state(ScriptedEngine::saying("ok"));
+    state.api_key = Some("sesame".to_owned());
+    let server = scripted::spawn(state).await;
+    let url = gateway(vec![backend("i1", &server, 1)]).await;
+    let http = reqwest::Client::new();
+    for (path, key, status) in [
+        ("/v1/models", None, 401),
+        ("/v1/models", Some("sesame"), 200),
+        ("/health", None, 200),
+        ("/metrics", None, 401),
+        ("/metrics", Some("sesame"), 200),
+    ] {
+        let mut request = http.get(format!("{url}{path}"));
+        if let Some(key) = key {
+            request = request.bearer_auth(key);
+        }
+        assert_eq!(request.send().await.unwrap().status().as_u16(), status, "{path} {key:?}");
+    }
+    let metrics = http.get(format!("{url}/metrics")).bearer_auth("sesame").send().await.unwrap().text().await.unwrap();
+    assert!(metrics.contains("lagoon_gateway_requests_total{instance=\"i1\",status=\"200\"}"), "{metrics}");
+}
+
+#[test]
+fn the_freest_instance_is_first_and_bursts_spread() {
+    let at = |port: u16, free_tokens, running| Backend {
+        name: port.to_string(),
+        http_addr: SocketAddr::from(([127, 0, 0, 1], port)),
+        free_tokens,
+        running,
+        waiting: 0,
+    };
+    let mut dispatch = Dispatch::default();
+    let mut now = Instant::now();
+    let mut first = |backends: &[Backend], tokens, wait| {
+        now += wait;
+        dispatch.candidates(backends.to_vec(), tokens, now)[0].http_addr.port()
+    };
+    let long = CHARGE_LIFETIME * 2;
+    // Memory decides, whatever runs.
+    let unequal = [at(1, 500, 0), at(2, 1000, 9)];
+    assert_eq!(first(&unequal, 100, Duration::ZERO), 2);
+    // Until the next report, what was sent there counts.
+    assert_eq!([first(&unequal, 600, Duration::ZERO), first(&unequal, 100, Duration::ZERO)], [2, 1]);
+    assert_eq!(first(&unequal, 100, long), 2);
+    // At equal memory the fewest requests, then in turn.
+    let busy = [at(1, 500, 2), at(2, 500, 1), at(3, 500, 2)];
+    assert_eq!(first(&busy, 0, long), 2);
+    let equal = [at(1, 500, 0), at(2, 500, 0), at(3, 500, 0)];
+    let mut turns: Vec<_> = (0..6).map(|_| first(&equal, 100, long)).collect();
+    turns.sort_unstable();
+    assert_eq!(turns, [1, 1, 2, 2, 3, 3]);
+    assert!(Dispatch::default().candidates(Vec::new(), 1, now).is_empty());
+}
