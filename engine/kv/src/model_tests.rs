@@ -139,7 +139,7 @@ impl World {
                 let freed = self.seqs[seq].table.clear();
                 let places = std::mem::take(&mut self.seqs[seq].places);
                 self.give_back(seq, &freed, &places);
-                self.seqs[seq].table.leases().for_each(|l| panic!("{l:?} outlived its sequence"));
+                assert_eq!(self.seqs[seq].table.leases().next(), None, "a lease outlived its sequence");
             }
             Op::Segments { seq, from, len } => self.segments(seq, from, len),
         }
@@ -153,11 +153,9 @@ impl World {
         let written = model.table.written();
         let freed = model.table.free_behind_window(written, window);
         // A block is behind the window when its last position is not seen by the next query, at `written`.
-        let behind = |block: &usize| (*block as u32 + 1) * BLOCK + window < written + 2;
-        let gone: Vec<Place> = (0..model.places.len())
-            .filter(behind)
-            .map(|block| std::mem::replace(&mut model.places[block], Place::Gone))
-            .collect();
+        let behind = |block: u32| (block + 1) * BLOCK + window < written + 2;
+        let blocks = (0u32..).zip(&mut model.places).filter(|(block, _)| behind(*block));
+        let gone: Vec<Place> = blocks.map(|(_, place)| std::mem::replace(place, Place::Gone)).collect();
         self.give_back(seq, &freed, &gone);
     }
 
@@ -192,7 +190,8 @@ impl World {
 
     fn segments(&self, seq: usize, from: u32, len: u32) {
         let model = &self.seqs[seq];
-        let first = model.places.iter().take_while(|p| **p == Place::Gone).count() as u32 * BLOCK;
+        let first =
+            BLOCK * (0..).zip(&model.places).find(|(_, p)| **p != Place::Gone).map_or(model.table.blocks(), |p| p.0);
         let capacity = model.table.capacity_tokens();
         let from = from.max(first).min(capacity);
         let to = (from + len).min(capacity);

@@ -310,7 +310,7 @@ fn leases_are_renewed_and_lost_when_that_fails() {
         quic_addr: format!("addr-{A}"),
         body: ControlBody::LeaseRenew(LeaseRenew { leases: vec![7] }),
     };
-    assert_eq!(renew(&mut rm, limits::LEASE_RENEW_MS + 3), [message.clone()]);
+    assert_eq!(renew(&mut rm, limits::LEASE_RENEW_MS + 3), std::slice::from_ref(&message));
     let yes = ControlBody::LeaseRenewed(LeaseRenewed { unknown: vec![] });
     rm.on_peer_control(A, yes.clone(), 4000);
     // Lost an eighth of its time to live before the creditor may free it, counted from the sent renewal.
