@@ -10,10 +10,13 @@ const STEPS: u32 = 20_000;
 fn run(seed: u64, nodes: usize, faults: bool) -> BTreeMap<&'static str, u32> {
     use rand::Rng;
     let mut world = World::new(seed, nodes, faults);
-    for _ in 0..STEPS {
+    for step in 1..=STEPS {
         let ms = world.rng.random_range(1..12);
         world.pass(ms);
         world.act();
+        if faults && step % (STEPS / 4) == 0 {
+            blackout(&mut world);
+        }
     }
     // Quiet: releases and late grants settle before any lease could expire, unless a fault left some to do so.
     let settle_ms = if faults { 3 * limits::LEASE_TTL_MS } else { limits::LEASE_TTL_MS / 2 };
@@ -32,6 +35,16 @@ fn run(seed: u64, nodes: usize, faults: bool) -> BTreeMap<&'static str, u32> {
         assert_eq!(world.seen.get("lease lost"), None, "without faults no lease is lost");
     }
     world.seen
+}
+
+/// Nobody reaches anybody for longer than leases live, and nothing else happens: debtors must give their leases up
+/// before creditors free them, which is checked at every event.
+fn blackout(world: &mut World) {
+    let nodes = world.nodes.len();
+    for (a, b) in (0..nodes).flat_map(|a| (0..a).map(move |b| (a, b))) {
+        world.cut(a, b, 2 * limits::LEASE_TTL_MS);
+    }
+    (0..3 * limits::LEASE_TTL_MS / 50).for_each(|_| world.pass(50));
 }
 
 fn runs(seeds: std::ops::Range<u64>, nodes: usize, faults: bool) -> BTreeMap<&'static str, u32> {

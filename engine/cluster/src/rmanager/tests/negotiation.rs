@@ -325,6 +325,17 @@ fn leases_are_renewed_and_lost_when_that_fails() {
 }
 
 #[test]
+fn a_lease_lives_from_when_it_was_asked_for() {
+    let mut rm = manager();
+    borrowed(&mut rm, 7, 4);
+    rm.tick(TTL - TTL / 8 - 1);
+    assert!(outputs(&mut rm).iter().all(|o| !matches!(o, Output::LeaseLost { .. })));
+    // Asked for at 0, granted at 3: the creditor's clock may have started right after 0.
+    rm.tick(TTL - TTL / 8);
+    assert!(matches!(outputs(&mut rm)[0], Output::LeaseLost { .. }));
+}
+
+#[test]
 fn an_unknown_lease_is_lost_at_once() {
     let mut rm = manager();
     borrowed(&mut rm, 7, 4);
