@@ -308,6 +308,20 @@ async fn measure(args: &Args) -> Result<[Party; 3]> {
     Ok(parties)
 }
 
+/// The processor's name, where the system tells it.
+fn device() -> Option<String> {
+    let info = std::fs::read_to_string("/proc/cpuinfo").ok()?;
+    let line = info.lines().find(|line| line.starts_with("model name"))?;
+    line.split_once(':').map(|(_, name)| name.trim().to_owned())
+}
+
+/// The commit that was measured, where git knows it.
+fn commit() -> Option<String> {
+    let output = std::process::Command::new("git").args(["describe", "--always", "--dirty"]).output().ok()?;
+    let text = String::from_utf8(output.stdout).ok()?;
+    Some(text.trim().to_owned()).filter(|text| !text.is_empty())
+}
+
 fn report(args: &Args, parties: &[Party; 3]) {
     let [lagoon, quinn, tcp] = parties;
     if args.json {
@@ -321,7 +335,8 @@ fn report(args: &Args, parties: &[Party; 3]) {
             "tcp_gbit_s": t, "lagoon_over_quinn": l / q, "lagoon_over_tcp": l / t });
         let trips: Vec<_> = trips.collect();
         let threads = std::thread::available_parallelism().map_or(0, usize::from);
-        let object = serde_json::json!({ "bench": "transport", "rounds": args.rounds, "trips": args.trips,
+        let (device, commit) = (device(), commit());
+        let object = serde_json::json!({ "bench": "transport", "device": device, "commit": commit, "rounds": args.rounds, "trips": args.trips,
             "hardware_threads": threads, "round_trips": trips, "bulk": bulk });
         println!("{object:#}");
         return;
