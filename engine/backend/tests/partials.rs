@@ -1,5 +1,6 @@
 //! Properties of scale-reduce: merging any split of the keys, in any order, with empty parts and extreme scores, is
 //! attention over the whole. Held for the host's `Partial` and for a device's attention and merge.
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "tests")]
 
 use lagoon_backend::{AttnBatch, AttnRows, CpuDevice, Device, Partials};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape, Partial};

@@ -1,4 +1,5 @@
 //! Rotation and append.
+#![allow(clippy::cast_possible_truncation, reason = "angles become f32; exponents of f64 fit i32")]
 
 use super::data::{DTYPES, Data, read, tensor};
 use super::oracle::{self, Attention};

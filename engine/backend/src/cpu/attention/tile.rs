@@ -12,7 +12,9 @@ use lagoon_types::run::visible;
 use std::ops::Range;
 
 /// Tokens of a tile.
-const TOKENS: usize = 64;
+const TOKENS: usize = TILE_TOKENS as usize;
+/// The same, as run lengths are counted.
+const TILE_TOKENS: u32 = 64;
 /// Query rows (of all heads that share the KV head) whose scores are in flight.
 const BLOCK: usize = 24;
 /// The running maximum before any score.
@@ -38,7 +40,7 @@ pub(super) fn attend<E: Element>(call: &Call<'_>, task: &Task, kv_head: usize) {
         let mut tiles = Tiles { call, task, kv_head, group, dim, padded, q, sums, keys, values, scores, max, total };
         for segment in call.segments(&call.batch.seqs[task.seq], &task.span) {
             for skip in (0..segment.len).step_by(TOKENS) {
-                let len = segment.len.min(skip + TOKENS as u32) - skip;
+                let len = TILE_TOKENS.min(segment.len - skip);
                 tiles.tile::<E>(KvRun { base: segment.base + skip, len, first_pos: segment.first_pos + skip });
             }
         }

@@ -1,4 +1,8 @@
 //! Eight lanes with AVX2, FMA and F16C.
+//!
+//! Every block is unsafe for the two reasons that the contract of [`Simd`] names: the features, which the callers have
+//! by way of [`run`], and the pointers, which are valid for a vector or the part named.
+#![allow(clippy::undocumented_unsafe_blocks, reason = "one contract for all, stated above and in `Simd`")]
 
 use super::{Kernel, Simd};
 use std::arch::x86_64::*;
@@ -65,7 +69,6 @@ unsafe fn halves(p: *const f32) -> __m256 {
     }
 }
 
-// SAFETY (of all blocks below): the features are there and pointers are valid, by the trait's contract.
 impl Simd for Avx2 {
     type V = __m256;
     const LANES: usize = 8;

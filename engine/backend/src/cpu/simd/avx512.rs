@@ -1,4 +1,8 @@
 //! Sixteen lanes with AVX-512 F, BW, DQ and VL.
+//!
+//! Every block is unsafe for the two reasons that the contract of [`Simd`] names: the features, which the callers have
+//! by way of [`run`], and the pointers, which are valid for a vector or the part named.
+#![allow(clippy::undocumented_unsafe_blocks, reason = "one contract for all, stated above and in `Simd`")]
 
 use super::{Kernel, Simd};
 use std::arch::x86_64::*;
@@ -20,7 +24,8 @@ pub(super) unsafe fn run<K: Kernel>(kernel: K) -> K::Output {
 #[inline(always)]
 fn mask(n: usize) -> __mmask16 {
     debug_assert!(n < 16, "a part is shorter than a vector");
-    ((1u32 << n) - 1) as __mmask16
+    // Masks of up to 15 lanes.
+    0x7fff >> (15 - n)
 }
 
 #[inline(always)]
@@ -82,7 +87,6 @@ unsafe fn quarters(p: *const f32) -> __m512 {
     }
 }
 
-// SAFETY (of all blocks below): the features are there and pointers are valid, by the trait's contract.
 impl Simd for Avx512 {
     type V = __m512;
     const LANES: usize = 16;
