@@ -42,7 +42,7 @@ impl ApiError {
         let kind = match status.as_u16() {
             401 | 403 => "authentication_error",
             429 => "rate_limit_error",
-            503 | 504 | 502 => "service_unavailable",
+            502..=504 => "service_unavailable",
             500.. => "server_error",
             _ => "invalid_request_error",
         };
