@@ -335,7 +335,7 @@ impl World {
         self.count("down");
         self.nodes[node].rm.on_peer_down(instance, self.now_ms);
         // What was written on the way is lost, but some debtors only find out when they use it.
-        if node % 2 == 0 {
+        if node.is_multiple_of(2) {
             self.nodes[node].lose_creditor(instance, None, self.now_ms);
         }
         self.drain(node);
