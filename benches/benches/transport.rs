@@ -1,8 +1,9 @@
 //! Round trips and bulk rate of Lagoon's transport against a bare quinn echo and raw loopback TCP, interleaved in one
 //! run, as ratios: `cargo bench -p lagoon-benches --bench transport -- [--json] [--rounds N]`.
 //!
-//! Bare quinn is quinn as it comes (its default tunables), one bidirectional stream, the same certificates. All three
-//! run in one process on one runtime, so that absolute numbers depend on the machine and its load; ratios less so.
+//! Bare quinn is quinn as it comes (its default tunables), one bidirectional stream, the same certificates. Both sides
+//! run in one process, each on a runtime of its own with one thread, as two processes would; `--one-runtime` puts them
+//! on one. Absolute numbers depend on the machine and its load; ratios less so.
 #![allow(clippy::print_stdout, reason = "a benchmark prints its result")]
 
 use anyhow::{Context, Result, bail};
@@ -22,6 +23,7 @@ use std::{
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
+    runtime::Handle,
 };
 
 #[derive(Parser)]
@@ -38,6 +40,9 @@ struct Args {
     /// Bytes of one bulk transfer, in MiB.
     #[arg(long, default_value_t = 256)]
     bulk_mib: usize,
+    /// Both sides on one runtime of two threads: no thread has to be woken for a message.
+    #[arg(long)]
+    one_runtime: bool,
     /// Given by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
@@ -78,14 +83,18 @@ fn query(payload: Bytes) -> Frame {
 }
 
 impl Lagoon {
-    async fn start(ca: &ClusterCa, bulk_bytes: usize) -> Result<Self> {
+    async fn start(ca: &ClusterCa, bulk_bytes: usize, far: &Handle) -> Result<Self> {
         let bind = |name| anyhow::Ok(Node::bind(loopback(), &ca.identity(name)?, TransportConfig::default())?);
-        let (a, b) = (bind("a")?, bind("b")?);
+        let a = bind("a")?;
+        let b = {
+            let _far = far.enter();
+            bind("b")?
+        };
         let to_b = a.node.connect(b.node.local_addr(), &Class::ALL).context("a peer")?;
         let (done, received) = tokio::sync::mpsc::channel(1);
         let Bound { node, mut partials, mut bulk, events } = b;
         let echo = node.clone();
-        tokio::spawn(async move {
+        far.spawn(async move {
             let _events = events;
             while let Some(inbound) = partials.recv().await {
                 let PartialsFrame::Query { queries, .. } = inbound.frame else { bail!("not a query") };
@@ -94,7 +103,7 @@ impl Lagoon {
             }
             anyhow::Ok(())
         });
-        tokio::spawn(async move {
+        far.spawn(async move {
             let mut got = 0;
             while let Some(inbound) = bulk.recv().await {
                 let BulkFrame::Write { kv, .. } = inbound.frame else { bail!("not a write") };
@@ -180,7 +189,7 @@ impl<R: AsyncReadExt + Unpin, W: AsyncWriteExt + Unpin> Stream<R, W> {
 
 type Quinn = (Stream<quinn::RecvStream, quinn::SendStream>, quinn::Endpoint);
 
-async fn start_quinn(ca: &ClusterCa) -> Result<Quinn> {
+async fn start_quinn(ca: &ClusterCa, far: &Handle) -> Result<Quinn> {
     let provider = Arc::new(ring::default_provider());
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_slice(ca.cert_pem().as_bytes())?)?;
@@ -198,9 +207,12 @@ async fn start_quinn(ca: &ClusterCa) -> Result<Quinn> {
         .with_root_certificates(roots)
         .with_client_auth_cert(chain, key)?;
     let server = quinn::ServerConfig::with_crypto(Arc::new(QuicServerConfig::try_from(server)?));
-    let server = quinn::Endpoint::server(server, loopback())?;
+    let server = {
+        let _far = far.enter();
+        quinn::Endpoint::server(server, loopback())?
+    };
     let addr = server.local_addr()?;
-    tokio::spawn(async move {
+    far.spawn(async move {
         let connection = server.accept().await.context("a connection")?.await?;
         let (send, recv) = connection.accept_bi().await?;
         serve(recv, send).await
@@ -212,10 +224,10 @@ async fn start_quinn(ca: &ClusterCa) -> Result<Quinn> {
     Ok((Stream { recv, send, buffer: vec![0; CHUNK] }, endpoint))
 }
 
-async fn start_tcp() -> Result<Stream<tokio::net::tcp::OwnedReadHalf, tokio::net::tcp::OwnedWriteHalf>> {
-    let listener = TcpListener::bind(loopback()).await?;
+async fn start_tcp(far: &Handle) -> Result<Stream<tokio::net::tcp::OwnedReadHalf, tokio::net::tcp::OwnedWriteHalf>> {
+    let listener = far.spawn(TcpListener::bind(loopback())).await??;
     let addr = listener.local_addr()?;
-    tokio::spawn(async move {
+    far.spawn(async move {
         let (stream, _) = listener.accept().await?;
         stream.set_nodelay(true)?;
         let (recv, send) = stream.into_split();
@@ -264,12 +276,12 @@ macro_rules! time_trips {
     }};
 }
 
-async fn measure(args: &Args) -> Result<[Party; 3]> {
+async fn measure(args: &Args, far: &Handle) -> Result<[Party; 3]> {
     let ca = ClusterCa::generate("bench")?;
     let bulk_bytes = args.bulk_mib << 20;
-    let mut lagoon = Lagoon::start(&ca, bulk_bytes).await?;
-    let (mut quinn, _endpoint) = start_quinn(&ca).await?;
-    let mut tcp = start_tcp().await?;
+    let mut lagoon = Lagoon::start(&ca, bulk_bytes, far).await?;
+    let (mut quinn, _endpoint) = start_quinn(&ca, far).await?;
+    let mut tcp = start_tcp(far).await?;
     let mut parties: [Party; 3] = Default::default();
     // The first round warms up: connections, windows, MTU discovery.
     for round in 0..=args.rounds {
@@ -336,7 +348,7 @@ fn report(args: &Args, parties: &[Party; 3]) {
         let trips: Vec<_> = trips.collect();
         let threads = std::thread::available_parallelism().map_or(0, usize::from);
         let (device, commit) = (device(), commit());
-        let object = serde_json::json!({ "bench": "transport", "device": device, "commit": commit, "rounds": args.rounds, "trips": args.trips,
+        let object = serde_json::json!({ "bench": "transport", "one_runtime": args.one_runtime, "device": device, "commit": commit, "rounds": args.rounds, "trips": args.trips,
             "hardware_threads": threads, "round_trips": trips, "bulk": bulk });
         println!("{object:#}");
         return;
@@ -356,10 +368,15 @@ fn report(args: &Args, parties: &[Party; 3]) {
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let runtime = |threads| tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build();
+    let near = runtime(if args.one_runtime { 2 } else { 1 })?;
+    let apart = if args.one_runtime { None } else { Some(runtime(1)?) };
+    let far = apart.as_ref().unwrap_or(&near).handle().clone();
     // On a worker, as the programs' own tasks are, and not on the thread that drives the runtime from outside.
-    let parties =
-        runtime.block_on(async { tokio::spawn(async move { measure(&args).await.map(|p| (args, p)) }).await? })?;
-    report(&parties.0, &parties.1);
-    Ok(())
+    let task = near.spawn(async move {
+        let parties = measure(&args, &far).await?;
+        report(&args, &parties);
+        anyhow::Ok(())
+    });
+    near.block_on(task)?
 }
