@@ -208,8 +208,8 @@ impl Node {
         Some(self.shared().peer(peer)?.addr)
     }
 
-    /// Closes in order: no new frames, those that wait are sent and acknowledged within `deadline`, then every
-    /// connection is closed.
+    /// Closes in order: no new frames, those that wait for a connected peer are sent and acknowledged within `deadline`,
+    /// then every connection is closed. Frames for peers that are not connected are dropped.
     pub async fn close(&self, deadline: Duration) {
         let shared = self.shared();
         let peers = shared.all_peers();
