@@ -5,6 +5,7 @@
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "small sizes of tests")]
 #![allow(clippy::print_stderr, reason = "tests tell what they skip")]
 
+pub mod cluster;
 pub mod golden;
 pub mod single;
 
@@ -24,4 +25,12 @@ pub fn skip(name: &str, reason: &str) {
         let mut file = std::fs::OpenOptions::new().create(true).append(true).open(path).unwrap();
         writeln!(file, "{name}\t{reason}").unwrap();
     }
+}
+
+/// The software adapter, or why there is none.
+///
+/// # Errors
+/// What the backend says.
+pub fn wgpu() -> Result<lagoon_shaders::WgpuDevice, String> {
+    lagoon_shaders::WgpuDevice::open(&lagoon_shaders::AdapterChoice::Software).map_err(|error| error.to_string())
 }

@@ -2,24 +2,108 @@
 
 use lagoon_backend::Device;
 use lagoon_model::{Checkpoint, LlamaWeights, ModelConfig, Rope};
-use lagoon_runner::{Command, Executor, ExecutorConfig, Model, RemoteWork, Report, SampleSpec, SeqRows, StepWork};
+use lagoon_runner::{
+    Command, Executor, ExecutorConfig, Model, RemoteWork, Report, SampleOut, SampleSpec, SeqRows, StepWork,
+};
 use lagoon_types::{DType, KvRun, Lane, SamplingParams, SeqId, StepId};
 use std::path::Path;
 use std::sync::Arc;
 
 /// Rows of the largest step in tests.
-pub const STEP_ROWS: usize = 64;
+pub const STEP_ROWS: usize = 128;
 
-/// Loads a model directory; KV is stored in `kv_dtype`.
-pub fn executor<D: Device>(mut device: D, dir: &Path, slots: usize, kv_dtype: DType) -> (ModelConfig, Executor<D>) {
-    let config = ModelConfig::open(dir).unwrap();
-    let checkpoint = Checkpoint::open(dir).unwrap();
-    let weights = LlamaWeights::load(&mut device, &checkpoint, &config, None, &mut |_, _| {}).unwrap();
-    let model = Model { weights, rope: Rope::new(&config) };
-    let executor_config =
-        ExecutorConfig { slots, kv_dtype, step_rows: STEP_ROWS, step_seqs: STEP_ROWS, fetch_tokens: 48 };
-    let executor = Executor::new(device, &config, Some(model), executor_config).unwrap();
-    (config, executor)
+/// An executor and how much of one sequence it has seen.
+#[derive(Debug)]
+pub struct Session<D: Device> {
+    executor: Executor<D>,
+    steps: u64,
+    fed: usize,
+}
+
+impl<D: Device> Session<D> {
+    /// Loads a model directory; KV is stored in `kv_dtype`, or in the model's own type.
+    ///
+    /// # Panics
+    /// If that fails.
+    #[must_use]
+    pub fn open(mut device: D, dir: &Path, slots: usize, kv_dtype: Option<DType>) -> Self {
+        let config = ModelConfig::open(dir).unwrap();
+        let checkpoint = Checkpoint::open(dir).unwrap();
+        let kv_dtype = kv_dtype.or(checkpoint.dtype()).unwrap();
+        let weights = LlamaWeights::load(&mut device, &checkpoint, &config, None, &mut |_, _| {}).unwrap();
+        let model = Model { weights, rope: Rope::new(&config) };
+        let executor_config = ExecutorConfig { slots, kv_dtype, step_rows: STEP_ROWS, step_seqs: 1, fetch_tokens: 0 };
+        let executor = Executor::new(device, &config, Some(model), executor_config).unwrap();
+        Self { executor, steps: 0, fed: 0 }
+    }
+
+    /// Begins another sequence.
+    pub fn restart(&mut self) {
+        self.fed = 0;
+    }
+
+    /// Feeds the next tokens in one step; greedy, with the logits of the last position.
+    ///
+    /// # Panics
+    /// If the step fails.
+    pub fn feed(&mut self, tokens: &[u32]) -> SampleOut {
+        let (start, end) = (self.fed, self.fed + tokens.len());
+        self.steps += 1;
+        self.fed = end;
+        let seq = SeqRows {
+            seq: SeqId(1),
+            row0: 0,
+            rows: tokens.len() as u32,
+            pos0: start as u32,
+            run0: 0,
+            runs: 1,
+            sample: Some(greedy()),
+        };
+        let work = StepWork {
+            step: StepId(self.steps),
+            lane: Lane::Local,
+            tokens: tokens.to_vec(),
+            slots: (start as u32..end as u32).collect(),
+            seqs: vec![seq],
+            runs: vec![KvRun { base: 0, len: end as u32, first_pos: 0 }],
+            remote: RemoteWork::default(),
+        };
+        self.executor.push(Command::Step(Box::new(work)));
+        let mut done = None;
+        while done.is_none() {
+            assert!(self.executor.turn(&mut |report| match report {
+                Report::Done { samples, .. } => done = samples.into_iter().next(),
+                report => panic!("{report:?}"),
+            }));
+        }
+        done.unwrap()
+    }
+
+    /// Feeds a sequence from its start in `chunks`; position and logits of each chunk's last token.
+    ///
+    /// # Panics
+    /// If the chunks do not sum to the tokens.
+    pub fn logits(&mut self, tokens: &[u32], chunks: &[usize]) -> Vec<(usize, Vec<f32>)> {
+        assert_eq!(chunks.iter().sum::<usize>(), tokens.len());
+        self.restart();
+        let feed = |len: &usize| {
+            let sample = self.feed(&tokens[self.fed..self.fed + len]);
+            (self.fed - 1, sample.logits.unwrap())
+        };
+        chunks.iter().map(feed).collect()
+    }
+
+    /// The next `n` tokens by greedy choice.
+    pub fn continuation(&mut self, tokens: &[u32], n: usize) -> Vec<u32> {
+        self.restart();
+        let mut token = tokens.chunks(STEP_ROWS).map(|chunk| self.feed(chunk).token).last().unwrap();
+        let mut said = vec![token];
+        while said.len() < n {
+            token = self.feed(&[token]).token;
+            said.push(token);
+        }
+        said
+    }
 }
 
 /// Greedy sampling with logits.
@@ -30,42 +114,4 @@ pub fn greedy() -> SampleSpec {
         index: 0,
         return_logits: true,
     }
-}
-
-/// Feeds `tokens` in chunks and returns the logits of each chunk's last position.
-pub fn logits<D: Device>(executor: &mut Executor<D>, tokens: &[u32], chunks: &[usize]) -> Vec<(usize, Vec<f32>)> {
-    assert_eq!(chunks.iter().sum::<usize>(), tokens.len());
-    let mut result = Vec::new();
-    let mut start = 0;
-    for (step, len) in chunks.iter().enumerate() {
-        let end = start + len;
-        let work = StepWork {
-            step: StepId(step as u64),
-            lane: Lane::Local,
-            tokens: tokens[start..end].to_vec(),
-            slots: (start as u32..end as u32).collect(),
-            seqs: vec![SeqRows {
-                seq: SeqId(1),
-                row0: 0,
-                rows: *len as u32,
-                pos0: start as u32,
-                run0: 0,
-                runs: 1,
-                sample: Some(greedy()),
-            }],
-            runs: vec![KvRun { base: 0, len: end as u32, first_pos: 0 }],
-            remote: RemoteWork::default(),
-        };
-        executor.push(Command::Step(Box::new(work)));
-        let mut done = None;
-        while done.is_none() {
-            assert!(executor.turn(&mut |report| match report {
-                Report::Done { samples, .. } => done = samples.into_iter().next().unwrap().logits,
-                report => panic!("{report:?}"),
-            }));
-        }
-        result.push((end - 1, done.unwrap()));
-        start = end;
-    }
-    result
 }

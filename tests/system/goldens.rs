@@ -2,7 +2,7 @@
 
 use lagoon_backend::{Device, cpu::CpuDevice};
 use lagoon_tests::golden::{Golden, max_diff};
-use lagoon_tests::single;
+use lagoon_tests::single::{STEP_ROWS, Session};
 use lagoon_types::DType;
 
 const MODELS: [&str; 10] = [
@@ -18,28 +18,63 @@ const MODELS: [&str; 10] = [
     "yi",
 ];
 
-/// Logits with KV in f32 against the reference, for decoding (one token a step) and for two chunkings of prefill.
+/// Chunks of `STEP_ROWS` at most, the last `tail` tokens one by one.
+fn chunks(n: usize, tail: usize) -> Vec<usize> {
+    let mut chunks: Vec<usize> = vec![STEP_ROWS; (n - tail) / STEP_ROWS];
+    chunks.push((n - tail) % STEP_ROWS);
+    chunks.retain(|len| *len > 0);
+    chunks.extend(vec![1; tail]);
+    chunks
+}
+
+/// Logits against the reference, for decoding (one token a step) and for two chunkings of prefill, with KV in f32 and
+/// in the model's own type; then the tokens that greedy choice says.
 fn check<D: Device>(name: &str, device: impl Fn() -> D) {
     let golden = Golden::load(name);
     let tokens = &golden.description.tokens;
     let n = tokens.len();
-    let chunkings = [vec![1; n], vec![n], vec![n / 3, 1, n - n / 3 - 1]];
-    let mut compared = 0;
-    for chunks in chunkings {
-        let (_, mut executor) = single::executor(device(), &golden.dir, n, DType::F32);
-        for (pos, logits) in single::logits(&mut executor, tokens, &chunks) {
-            let Some(expected) = golden.at(pos) else { continue };
-            let diff = max_diff(&logits, expected);
-            assert!(diff <= 1e-3, "{name}: position {pos} of {chunks:?} differs by {diff}");
-            compared += 1;
+    let said = golden.description.greedy_continuation.len();
+    for (kv_dtype, tolerance) in
+        [(Some(DType::F32), golden.description.tolerance_f32), (None, golden.description.tolerance)]
+    {
+        let mut session = Session::open(device(), &golden.dir, n + said, kv_dtype);
+        let third = chunks(n / 3, 0);
+        let chunkings = [chunks(n, golden.rows), chunks(n, 0), [third, chunks(n - n / 3, 1)].concat()];
+        let (mut compared, mut largest) = (0, 0f32);
+        for chunks in chunkings {
+            for (pos, logits) in session.logits(tokens, &chunks) {
+                let Some(expected) = golden.at(pos) else { continue };
+                let diff = max_diff(&logits, expected);
+                assert!(diff <= tolerance, "{name}, {kv_dtype:?}: position {pos} of {chunks:?} differs by {diff}");
+                (compared, largest) = (compared + 1, largest.max(diff));
+            }
         }
+        assert!(compared > golden.rows, "{name}: only {compared} positions were compared");
+        println!("{name}, KV {kv_dtype:?}: {compared} positions within {largest:e} of {tolerance:e}");
+        let greedy = &golden.description.greedy_continuation;
+        assert_eq!(&session.continuation(tokens, said), greedy, "{name}, {kv_dtype:?}");
     }
-    assert!(compared > n, "{name}: only {compared} positions were compared");
 }
 
 #[test]
 fn cpu_matches_transformers() {
     for name in MODELS {
         check(name, CpuDevice::new);
+    }
+}
+
+#[test]
+fn cpu_matches_transformers_on_the_bundled_model() {
+    check("passkey", CpuDevice::new);
+}
+
+/// The software adapter is slow to compile kernels: the variants that differ in kernels or in masks.
+#[test]
+fn wgpu_matches_transformers() {
+    for name in ["llama3_old", "mistral_window", "bf16", "f16", "tied_sentencepiece"] {
+        if let Err(reason) = lagoon_tests::wgpu() {
+            return lagoon_tests::skip("wgpu_matches_transformers", &reason);
+        }
+        check(name, || lagoon_tests::wgpu().unwrap());
     }
 }

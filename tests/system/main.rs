@@ -1,4 +1,7 @@
 //! The system from outside: one test binary.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
+mod failures;
 mod goldens;
+mod pooled;
+mod random;

@@ -8,7 +8,9 @@ use crate::instance::Instance;
 use crate::sequence::{HeldLease, Hold, Sequence};
 use lagoon_cluster::{BorrowFailure, BorrowedLease, Output};
 use lagoon_kv::{Freed, LeaseHasher, RemoteEntries, RemoteGrant};
-use lagoon_types::limits::{ADMISSION_RETRY_MS, GROWTH_BLOCKS, RECOVERIES_MAX};
+use lagoon_types::limits::{
+    ADMISSION_DEADLINE_MS, ADMISSION_RETRY_MAX_MS, ADMISSION_RETRY_MS, GROWTH_BLOCKS, RECOVERIES_MAX,
+};
 use lagoon_types::{InstanceId, Lane, PhysBlock, RequestError, SeqId};
 
 impl Instance {
@@ -34,7 +36,9 @@ impl Instance {
             let Some(seq) = self.seqs.get(&head.seq) else { return };
             match seq.hold {
                 Hold::Borrowing(_) => return,
-                Hold::RetryAt(at) if at > self.now_ms => return,
+                Hold::RetryAt(at) if at > self.now_ms && seq.blocks.shortfall(seq.len() + 1) > self.rm.available() => {
+                    return;
+                }
                 Hold::None | Hold::RetryAt(_) => {}
             }
             if !self.place(head.seq) {
@@ -83,7 +87,7 @@ impl Instance {
         let Some(seq) = self.seqs.get_mut(&id) else { return false };
         match borrow {
             None => {
-                seq.hold = Hold::None;
+                (seq.hold, seq.misses) = (Hold::None, 0);
                 seq.blocks.push_local(&blocks);
                 true
             }
@@ -95,11 +99,15 @@ impl Instance {
         }
     }
 
+    /// The pause grows with every miss and differs between instances and sequences: two that hold what the other one
+    /// wants, and give it up at the same time, do not meet again for ever.
     fn retry_later(&mut self, id: SeqId) {
-        let at = self.now_ms + ADMISSION_RETRY_MS;
-        if let Some(seq) = self.seqs.get_mut(&id) {
-            seq.hold = Hold::RetryAt(at);
-        }
+        let Some(seq) = self.seqs.get_mut(&id) else { return };
+        let longest = (ADMISSION_RETRY_MS << seq.misses.min(10)).min(ADMISSION_RETRY_MAX_MS);
+        seq.misses += 1;
+        let salt = self.config.incarnation ^ id.0.rotate_left(32) ^ u64::from(seq.misses).rotate_left(48);
+        let spread = salt.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+        seq.hold = Hold::RetryAt(self.now_ms + longest / 2 + spread % (longest / 2 + 1));
     }
 
     fn on_borrowed(&mut self, id: SeqId, leases: &[BorrowedLease]) {
@@ -119,10 +127,15 @@ impl Instance {
         let aside: Vec<PhysBlock> = std::mem::take(&mut seq.aside);
         seq.blocks.push_local(&aside);
         seq.hold = Hold::None;
+        seq.misses = 0;
         if self.sched.is_running(id) {
             self.sched.set_lane(id, Lane::Remote);
         } else {
             self.admit_placed();
+        }
+        // A connection that broke during the negotiation has taken nothing, but nothing would dial it again either.
+        if let Some(gone) = leases.iter().find(|l| self.peers.key(l.creditor).is_none()) {
+            self.lose(id, gone.creditor, "a creditor's connection was lost during a negotiation");
         }
     }
 
@@ -137,14 +150,10 @@ impl Instance {
         self.release_memory(id);
         let Some(seq) = self.seqs.get(&id) else { return };
         if let BorrowFailure::PoolTooSmall { pool_blocks_total } = reason {
-            let prompt_tokens = u64::from(seq.prompt_len);
-            let error = RequestError::TooLong {
-                prompt_tokens,
-                needed_tokens: u64::from(seq.len()) + 1,
-                limit_tokens: pool_blocks_total * u64::from(self.config.block_tokens),
-                limit_name: "the KV capacity of the whole pool",
-            };
-            self.fail(id, error);
+            // It fitted when it was accepted: instances have left since.
+            let (needed, limit) = (seq.len() + 1, pool_blocks_total * u64::from(self.config.block_tokens));
+            let message = format!("the request needs room for {needed} tokens and the pool has shrunk to {limit}");
+            self.fail(id, RequestError::Unavailable(message));
         } else {
             self.retry_later(id);
         }
@@ -174,37 +183,50 @@ impl Instance {
         if shortfall == 0 || !retry {
             return;
         }
-        if let Some(blocks) = self.rm.allocate(id, shortfall, seq.blocks.last_local()) {
-            seq.blocks.push_local(&blocks);
-            seq.hold = Hold::None;
-        } else if self.registered {
-            seq.hold = Hold::Borrowing(self.rm.borrow(id, shortfall.max(GROWTH_BLOCKS), self.now_ms));
-        } else {
+        if self.grow_here(id) {
+            return;
+        }
+        if !self.registered {
             self.yield_memory(id);
+        } else if let Some(seq) = self.seqs.get_mut(&id) {
+            seq.hold = Hold::Borrowing(self.rm.borrow(id, shortfall.max(GROWTH_BLOCKS), self.now_ms));
         }
     }
 
-    /// A running sequence cannot grow and nobody lends: the youngest idle sequence that holds memory here gives it up.
+    /// Gives a sequence the own blocks that it is short of, if there are as many.
+    fn grow_here(&mut self, id: SeqId) -> bool {
+        let Some(seq) = self.seqs.get_mut(&id) else { return false };
+        let blocks = self.rm.allocate(id, seq.blocks.shortfall(seq.len()), seq.blocks.last_local());
+        let Some(blocks) = blocks else { return false };
+        seq.blocks.push_local(&blocks);
+        seq.hold = Hold::None;
+        true
+    }
+
+    /// A running sequence cannot grow and nobody lends: the youngest idle sequence that holds memory here gives it up,
+    /// and what it gave goes first to the one that grows.
     fn yield_memory(&mut self, id: SeqId) {
         let victim = self.sched.victim(|seq| self.seqs.get(&seq).is_some_and(|s| s.blocks.local_blocks() > 0));
         let victim = victim.unwrap_or(id);
-        if victim == id && self.sched.running_len() == 1 && !self.registered {
-            // Nothing else will ever free memory: the answer ends where this instance ends.
-            self.finish(id, lagoon_types::FinishReason::Length);
+        self.preempt(victim);
+        self.preemptions += 1;
+        self.retry_later(victim);
+        if victim == id {
             return;
         }
-        self.preempt(victim);
-        if victim == id {
-            self.retry_later(id);
-        } else if let Some(seq) = self.seqs.get_mut(&id) {
+        if let Some(seq) = self.seqs.get_mut(&id) {
             seq.hold = Hold::None;
         }
+        self.grow_here(id);
     }
 
     /// Takes a sequence that is in no step out of the batch; it will be computed again.
     fn preempt(&mut self, id: SeqId) {
         self.release_memory(id);
         self.sched.preempt(id, self.now_ms);
+        if let Some(seq) = self.seqs.get_mut(&id) {
+            seq.admit_by_ms = self.now_ms + ADMISSION_DEADLINE_MS;
+        }
     }
 
     /// Gives back everything that a sequence holds or negotiates for.
@@ -268,6 +290,7 @@ impl Instance {
     pub(crate) fn recover(&mut self, id: SeqId, why: &str) {
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         seq.recoveries += 1;
+        self.recoveries += 1;
         if seq.cancelled {
             self.remove(id);
         } else if seq.recoveries > RECOVERIES_MAX {

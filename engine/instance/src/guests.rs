@@ -22,18 +22,26 @@ struct Ticket {
     seqs: Vec<AttnRows>,
     /// In this instance's slots.
     runs: Vec<KvRun>,
-    /// `(lease, tokens that must be written)` in every queried layer.
-    needs: Vec<(LeaseId, Epoch, u32)>,
+    needs: Vec<Need>,
     deadline_ms: u32,
     /// Dropped when nothing came for so long.
     expires_ms: u64,
+}
+
+/// Offsets `[first, end)` of a lease that a step attends to: they must be written in every queried layer.
+#[derive(Clone, Copy, Debug)]
+struct Need {
+    lease: LeaseId,
+    epoch: Epoch,
+    first: u32,
+    end: u32,
 }
 
 /// A frame that waits for KV.
 #[derive(Debug)]
 enum Waiting {
     Query { step: StepId, layer: u32, queries: Bytes },
-    Read { id: u64, lease: LeaseId, epoch: Epoch, end: u32, layer: u32, pieces: Vec<(u32, u32)> },
+    Read { id: u64, lease: LeaseId, epoch: Epoch, first: u32, end: u32, layer: u32, pieces: Vec<(u32, u32)> },
 }
 
 /// What a tag on the device stands for.
@@ -73,11 +81,17 @@ impl Guests {
         self.waiting.retain(|(_, from, _, _)| *from != instance);
     }
 
-    /// Forgets the steps that attend to a lease whose blocks are about to be free.
-    pub(crate) fn forget_lease(&mut self, instance: InstanceId, lease: LeaseId) {
-        self.tickets.retain(|(from, _), t| *from != instance || t.needs.iter().all(|(l, _, _)| *l != lease));
-        self.waiting
-            .retain(|(_, from, _, w)| !matches!(w, Waiting::Read { lease: l, .. } if *l == lease && *from == instance));
+    /// Forgets the steps that attend to offsets below `end` of a lease, whose blocks are about to be free. Later steps
+    /// of the same lease stay: their tickets may have overtaken the release. Returns the steps.
+    pub(crate) fn forget_lease(&mut self, instance: InstanceId, lease: LeaseId, end: u32) -> Vec<StepId> {
+        let hit = |t: &Ticket| t.needs.iter().any(|n| n.lease == lease && n.first < end);
+        let steps: Vec<StepId> =
+            self.tickets.iter().filter(|((from, _), t)| *from == instance && hit(t)).map(|(key, _)| key.1).collect();
+        self.tickets.retain(|(from, step), _| *from != instance || !steps.contains(step));
+        self.waiting.retain(|(_, from, _, w)| {
+            !matches!(w, Waiting::Read { lease: l, first, .. } if *l == lease && *from == instance && *first < end)
+        });
+        steps
     }
 
     /// Frames of peers that wait or are on the device.
@@ -118,7 +132,7 @@ impl Instance {
         if rows == 0 || rows > STEP_ROWS_MAX as u64 {
             return refuse(RefuseCode::Malformed, format!("a step has {rows} rows, not 1 to {STEP_ROWS_MAX}"));
         }
-        let (mut seqs, mut runs, mut needs) = (Vec::new(), Vec::new(), BTreeMap::<(LeaseId, Epoch), u32>::new());
+        let (mut seqs, mut runs, mut needs) = (Vec::new(), Vec::new(), Vec::<Need>::new());
         let mut row0 = 0;
         for seq in &ticket.seqs {
             let run0 = runs.len();
@@ -131,8 +145,8 @@ impl Instance {
                 self.rm
                     .resolve(from, run, &mut runs)
                     .map_err(|code| (code, format!("{} offsets {}+{}", run.lease, run.offset, run.len)))?;
-                let need = needs.entry((run.lease, run.epoch)).or_default();
-                *need = (*need).max(run.offset + run.len);
+                let &LeaseRun { lease, epoch, offset: first, len, .. } = run;
+                needs.push(Need { lease, epoch, first, end: first + len });
             }
             let as_u32 = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
             seqs.push(AttnRows {
@@ -149,7 +163,7 @@ impl Instance {
             rows: row0,
             seqs,
             runs,
-            needs: needs.into_iter().map(|((lease, epoch), end)| (lease, epoch, end)).collect(),
+            needs,
             deadline_ms: ticket.deadline_ms.min(u32::try_from(STEP_DEADLINE_MS).unwrap_or(u32::MAX)),
             expires_ms: self.now_ms + 2 * STEP_DEADLINE_MS,
         };
@@ -196,8 +210,8 @@ impl Instance {
         match frame {
             Waiting::Query { step, layer, queries } => {
                 let Some(ticket) = self.guests.tickets.get_mut(&(from, *step)) else { return true };
-                let has = |(lease, epoch, end): &(LeaseId, Epoch, u32)| {
-                    self.rm.written(from, *lease, *epoch, *layer).is_ok_and(|written| written >= *end)
+                let has = |need: &Need| {
+                    self.rm.written(from, need.lease, need.epoch, *layer).is_ok_and(|written| written >= need.end)
                 };
                 if !ticket.needs.iter().all(has) {
                     return false;
@@ -219,7 +233,7 @@ impl Instance {
                 self.effects.push(Effect::Runner(Command::GuestQuery(query)));
                 true
             }
-            Waiting::Read { id, lease, epoch, end, layer, pieces } => {
+            Waiting::Read { id, lease, epoch, end, layer, pieces, .. } => {
                 if !self.rm.written(from, *lease, *epoch, *layer).is_ok_and(|written| written >= *end) {
                     return false;
                 }
@@ -305,7 +319,8 @@ impl Instance {
             .map_err(|code| (code, format!("{} offsets {}+{}", run.lease, run.offset, run.len)))?;
         let pieces = runs.iter().map(|r| (r.base, r.len)).collect();
         let deadline = self.now_ms + u64::from(deadline_ms).min(STEP_DEADLINE_MS);
-        let frame = Waiting::Read { id, lease: run.lease, epoch: run.epoch, end: run.offset + run.len, layer, pieces };
+        let (lease, epoch, first) = (run.lease, run.epoch, run.offset);
+        let frame = Waiting::Read { id, lease, epoch, first, end: first + run.len, layer, pieces };
         self.guests.waiting.push((peer, from, deadline, frame));
         self.serve_waiting();
         Ok(())

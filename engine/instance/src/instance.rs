@@ -7,11 +7,13 @@ use crate::peers::Peers;
 use crate::sequence::{Hold, Sequence};
 use crate::steps::InFlight;
 use lagoon_cluster::{ConfigError, LeaseEnded, RManager, RManagerConfig};
-use lagoon_protocol::{BulkFrame, ControlBody, Link, PartialsFrame, Register, Role, VERSION_MAX, VERSION_MIN};
+use lagoon_protocol::{
+    BulkFrame, ControlBody, Link, PartialsFrame, RefuseCode, Register, Role, StepTicket, VERSION_MAX, VERSION_MIN,
+};
 use lagoon_runner::Report;
 use lagoon_sched::Scheduler;
 use lagoon_types::limits::{ADMISSION_DEADLINE_MS, HEARTBEAT_MS, LEASE_TTL_MS, QUEUE_DEFAULT};
-use lagoon_types::{FinishReason, GenerateRequest, InstanceId, Lane, RequestError, SeqId, StepId, TokenEvent};
+use lagoon_types::{FinishReason, GenerateRequest, InstanceId, Lane, LeaseId, RequestError, SeqId, StepId, TokenEvent};
 use std::collections::BTreeMap;
 
 /// See the crate's documentation.
@@ -36,6 +38,8 @@ pub struct Instance {
     pub(crate) next_step: u64,
     pub(crate) next_read: u64,
     pub(crate) effects: Vec<Effect>,
+    pub(crate) preemptions: u64,
+    pub(crate) recoveries: u64,
     heartbeat_at_ms: u64,
 }
 
@@ -69,6 +73,8 @@ impl Instance {
             next_step: 0,
             next_read: 0,
             effects: Vec::new(),
+            preemptions: 0,
+            recoveries: 0,
             heartbeat_at_ms: 0,
             config,
         })
@@ -99,8 +105,9 @@ impl Instance {
     /// Starts whatever can start.
     fn pump(&mut self) {
         self.drain_rmanager();
-        self.admit();
+        // What runs grows before anything new comes in: what a preempted sequence gave up must not go back to it.
         self.grow();
+        self.admit();
         Lane::ALL.into_iter().for_each(|lane| self.start_lane(lane));
         self.drain_rmanager();
     }
@@ -148,9 +155,12 @@ impl Instance {
         if prompt_tokens + 1 > pool {
             return Err(too_long(prompt_tokens + 1, pool, "the KV capacity of the whole pool"));
         }
-        // What the pool cannot hold is not generated: the answer ends for its length.
-        let room = u32::try_from(pool - prompt_tokens).unwrap_or(u32::MAX);
-        request.max_tokens = request.max_tokens.min(room);
+        // What the pool cannot hold is not generated: the answer ends for its length. A window that fits is always held.
+        let held = self.config.window.map(|w| u64::from(w) + 2 * u64::from(self.config.block_tokens));
+        if held.is_none_or(|held| held > pool) {
+            let room = u32::try_from(pool - prompt_tokens).unwrap_or(u32::MAX);
+            request.max_tokens = request.max_tokens.min(room);
+        }
         let tokens = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
         self.sched
             .enqueue(seq, tokens, self.now_ms)
@@ -215,6 +225,7 @@ impl Instance {
                 self.id = Some(InstanceId(registered.instance));
                 self.rm.set_instance(InstanceId(registered.instance));
                 self.registered = true;
+                self.greet();
                 self.heartbeat();
             }
             ControlBody::Rejected(rejected) => self.effects.push(Effect::Rejected { reason: rejected.reason }),
@@ -249,17 +260,19 @@ impl Instance {
             self.on_hello(peer, hello);
             return;
         }
+        if let ControlBody::Rejected(rejected) = body {
+            self.effects.push(Effect::Close { peer, reason: rejected.reason });
+            return;
+        }
         let Some(known) = self.peers.known(peer) else {
             let reason = "a peer must say Hello first".to_owned();
             self.effects.push(Effect::Close { peer, reason });
             return;
         };
-        if let ControlBody::Rejected(rejected) = body {
-            self.effects.push(Effect::Close { peer, reason: rejected.reason });
-            return;
-        }
         if let ControlBody::LeaseRelease(release) = &body {
-            self.guests.forget_lease(known.instance, lagoon_types::LeaseId(release.lease));
+            // The debtor ended those steps itself.
+            let end = release.entries.saturating_mul(self.config.block_tokens);
+            self.guests.forget_lease(known.instance, LeaseId(release.lease), end);
         }
         if let Some(body) = self.rm.on_peer_control(known.instance, body, self.now_ms) {
             self.effects.push(Effect::Control { peer, body });
@@ -267,7 +280,14 @@ impl Instance {
     }
 
     fn on_partials(&mut self, peer: PeerKey, frame: PartialsFrame) {
-        let Some(known) = self.peers.known(peer) else { return };
+        let Some(known) = self.peers.known(peer) else {
+            // It may have overtaken the Hello. A debtor that is told does not wait for the deadline.
+            if let PartialsFrame::Ticket(StepTicket { step, .. }) = frame {
+                let (code, detail) = (RefuseCode::UnknownLease, "the connection is not introduced yet".to_owned());
+                self.effects.push(Effect::Partials { peer, frame: PartialsFrame::Refused { step, code, detail } });
+            }
+            return;
+        };
         match frame {
             PartialsFrame::Partial { step, layer, rows, out, lse, count } => {
                 self.on_partial(known.instance, step, layer, rows, out, lse, count);
@@ -278,7 +298,14 @@ impl Instance {
     }
 
     fn on_bulk(&mut self, peer: PeerKey, frame: BulkFrame) {
-        let Some(known) = self.peers.known(peer) else { return };
+        let Some(known) = self.peers.known(peer) else {
+            let id = if let BulkFrame::Read { id, .. } = frame { id } else { 0 };
+            if let BulkFrame::Write { lease, .. } | BulkFrame::Read { lease, .. } = frame {
+                let (code, detail) = (RefuseCode::UnknownLease, "the connection is not introduced yet".to_owned());
+                self.effects.push(Effect::Bulk { peer, frame: BulkFrame::Refused { id, lease, code, detail } });
+            }
+            return;
+        };
         match frame {
             BulkFrame::Data { id, layer, tokens: _, kv } => self.on_fetched(id, layer, kv),
             BulkFrame::Refused { id, lease, code, detail } => {
@@ -313,10 +340,15 @@ impl Instance {
         }
     }
 
-    /// Leases that are not lent any more: steps of peers that attend to them end.
+    /// Leases that are not lent any more: steps of peers that attend to them end, and the peers are told.
     pub(crate) fn forget_ended(&mut self, ended: &[LeaseEnded]) {
         for lease in ended {
-            self.guests.forget_lease(lease.debtor, lease.lease);
+            let steps = self.guests.forget_lease(lease.debtor, lease.lease, u32::MAX);
+            let Some(peer) = self.peers.key(lease.debtor) else { continue };
+            for step in steps {
+                let (code, detail) = (RefuseCode::UnknownLease, format!("{} ended", lease.lease));
+                self.effects.push(Effect::Partials { peer, frame: PartialsFrame::Refused { step, code, detail } });
+            }
         }
     }
 

@@ -6,7 +6,7 @@ use crate::instance::Instance;
 use lagoon_protocol::{ControlBody, Hello, PoolShape, Rejected, VERSION_MAX, VERSION_MIN};
 use lagoon_types::InstanceId;
 use lagoon_types::limits::{CONNECT_DEADLINE_MS, PEER_PENDING_MAX};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// A connected instance that said Hello.
 #[derive(Clone, Copy, Debug)]
@@ -27,6 +27,8 @@ pub(crate) struct Peers {
     known: BTreeMap<PeerKey, Known>,
     keys: BTreeMap<InstanceId, PeerKey>,
     dialling: BTreeMap<InstanceId, Dialling>,
+    /// Peers that connected before this instance had a number to say Hello with.
+    ungreeted: BTreeSet<PeerKey>,
 }
 
 impl Peers {
@@ -75,6 +77,15 @@ impl Instance {
     pub(crate) fn on_peer_up(&mut self, peer: PeerKey) {
         if let Some(body) = self.hello() {
             self.effects.push(Effect::Control { peer, body });
+        } else {
+            self.peers.ungreeted.insert(peer);
+        }
+    }
+
+    /// Says the Hellos that waited for a number.
+    pub(crate) fn greet(&mut self) {
+        for peer in std::mem::take(&mut self.peers.ungreeted) {
+            self.on_peer_up(peer);
         }
     }
 
@@ -124,6 +135,7 @@ impl Instance {
     }
 
     pub(crate) fn on_peer_down(&mut self, peer: PeerKey) {
+        self.peers.ungreeted.remove(&peer);
         self.forget_peer(peer);
     }
 

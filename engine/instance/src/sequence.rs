@@ -40,6 +40,8 @@ pub(crate) struct Sequence {
     /// Own blocks for the newest tokens, until the older blocks are borrowed and the table can be built in order.
     pub(crate) aside: Vec<PhysBlock>,
     pub(crate) hold: Hold,
+    /// Times that there was no memory since there last was.
+    pub(crate) misses: u32,
     /// Times it was computed again after a failure.
     pub(crate) recoveries: u32,
     /// The client is gone: removed when its step ends.
@@ -62,6 +64,7 @@ impl Sequence {
             leases: BTreeMap::new(),
             aside: Vec::new(),
             hold: Hold::None,
+            misses: 0,
             recoveries: 0,
             cancelled: false,
             admit_by_ms,

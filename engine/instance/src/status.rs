@@ -1,6 +1,7 @@
 //! What an instance tells of itself, for `lagoon status`, metrics and tests.
 
 use crate::instance::Instance;
+use lagoon_cluster::RManager;
 use lagoon_types::{InstanceId, SeqId};
 use std::collections::BTreeMap;
 
@@ -17,6 +18,10 @@ pub struct InstanceStatus {
     pub waiting: usize,
     /// Frames of peers that wait or are on the device.
     pub guest_frames: usize,
+    /// Times that a running sequence gave its memory up, to be computed again.
+    pub preemptions: u64,
+    /// Times that a sequence lost KV and was computed again.
+    pub recoveries: u64,
     pub sequences: Vec<SequencePlacement>,
 }
 
@@ -26,11 +31,19 @@ pub struct SequencePlacement {
     pub seq: SeqId,
     pub tokens: u32,
     pub local_blocks: u32,
+    /// Own blocks that wait until the rest is borrowed.
+    pub reserved_blocks: u32,
     /// Blocks by creditor.
     pub remote_blocks: BTreeMap<InstanceId, u32>,
 }
 
 impl Instance {
+    /// The instance's rBlocks, to look at.
+    #[must_use]
+    pub fn rmanager(&self) -> &RManager {
+        &self.rm
+    }
+
     /// See [`InstanceStatus`].
     #[must_use]
     pub fn status(&self) -> InstanceStatus {
@@ -40,7 +53,13 @@ impl Instance {
             for ((creditor, _), held) in &s.leases {
                 *remote_blocks.entry(*creditor).or_default() += held.entries;
             }
-            SequencePlacement { seq: s.id, tokens: s.len(), local_blocks: s.blocks.local_blocks(), remote_blocks }
+            SequencePlacement {
+                seq: s.id,
+                tokens: s.len(),
+                local_blocks: s.blocks.local_blocks(),
+                reserved_blocks: u32::try_from(s.aside.len()).unwrap_or(u32::MAX),
+                remote_blocks,
+            }
         };
         InstanceStatus {
             instance: self.id,
@@ -52,6 +71,8 @@ impl Instance {
             running: self.sched.running_len(),
             waiting: self.sched.waiting().len(),
             guest_frames: self.guests.load(),
+            preemptions: self.preemptions,
+            recoveries: self.recoveries,
             sequences: self.seqs.values().map(placement).collect(),
         }
     }

@@ -41,6 +41,7 @@ impl Instance {
 
     fn fetches(&self, rows: u32, keys: u32) -> bool {
         match self.config.remote {
+            _ if self.config.fetch_tokens == 0 => false,
             RemotePolicy::Ship => false,
             RemotePolicy::Fetch => true,
             RemotePolicy::Auto => self.cost_model().prefers_fetch(rows, keys),
@@ -320,7 +321,8 @@ impl Instance {
     /// Fails steps whose creditors do not answer.
     pub(crate) fn expire_steps(&mut self) {
         let now = self.now_ms;
-        let late = |f: &&InFlight| !f.creditors.is_empty() && f.deadline_ms.is_some_and(|at| at <= now);
+        let waits = |f: &InFlight| !f.creditors.is_empty() || !f.fetches.is_empty();
+        let late = |f: &&InFlight| waits(f) && f.deadline_ms.is_some_and(|at| at <= now);
         let late: Vec<StepId> = self.lanes.iter().flatten().filter(late).map(|f| f.step).collect();
         for step in late {
             self.fail_step(step, None, &format!("a step made no progress for {STEP_DEADLINE_MS} ms"));

@@ -83,6 +83,8 @@ pub const PEER_PENDING_MAX: usize = 256;
 pub const RECOVERIES_MAX: u32 = 3;
 /// Pause before a sequence that found no memory is tried again.
 pub const ADMISSION_RETRY_MS: u64 = 100;
+/// That pause at most: it doubles while there is none.
+pub const ADMISSION_RETRY_MAX_MS: u64 = 2_000;
 /// rBlocks that a growing sequence borrows at once.
 pub const GROWTH_BLOCKS: u32 = 2;
 /// Time to establish a connection to a peer.

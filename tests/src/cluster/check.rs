@@ -1,0 +1,122 @@
+//! What must hold after every event, at rest, and of every answer.
+
+use super::{Log, World};
+use crate::golden::max_diff;
+use lagoon_kv::Owner;
+use lagoon_types::{PhysBlock, RequestError};
+use std::collections::BTreeSet;
+
+impl World {
+    /// Blocks add up, and what debtors hold their creditors lend.
+    pub(super) fn check(&self) {
+        for (index, node) in self.nodes.iter().enumerate() {
+            let Some(instance) = &node.instance else { continue };
+            let (rm, status) = (instance.rmanager(), instance.status());
+            let counts = rm.counts();
+            assert_eq!(counts.free + counts.own + counts.lent, counts.total, "node {index}");
+            let own: u32 = status.sequences.iter().map(|s| s.local_blocks + s.reserved_blocks).sum();
+            let lent: u32 = rm.lent().map(|(_, _, _, first, end)| end - first).sum();
+            assert_eq!((counts.own, counts.lent), (own, lent), "node {index}: blocks without a user");
+            assert!(counts.lent <= node.spec.lend_blocks_max, "node {index} lends more than it may");
+            assert!(status.running + status.waiting == status.sequences.len(), "node {index}: {status:?}");
+            let me = status.instance;
+            for (creditor, lease, epoch, first, end) in rm.held() {
+                if self.dead_leases.contains(&lease) {
+                    continue;
+                }
+                let home = self.nodes.iter().find(|n| n.id() == Some(creditor));
+                let lent = home.and_then(|n| n.live().rmanager().lent().find(|l| l.1 == lease));
+                let Some((debtor, _, lent_epoch, lent_first, lent_end)) = lent else {
+                    panic!("node {index} holds {creditor}'s {lease}, which is not lent");
+                };
+                assert_eq!((Some(debtor), lent_epoch, lent_end), (me, epoch, end));
+                assert!(lent_first <= first, "a held entry was freed");
+            }
+        }
+    }
+
+    /// Waits until nothing moves and checks that nobody uses anything.
+    pub fn check_empty(&mut self) {
+        self.run_for(2_500);
+        self.check_rest();
+        for (index, node) in self.nodes.iter().enumerate() {
+            let Some(instance) = &node.instance else { continue };
+            let status = instance.status();
+            let free = (status.blocks_free, status.blocks_lent, status.blocks_borrowed, status.guest_frames);
+            assert_eq!(free, (status.blocks_total, 0, 0, 0), "node {index} is not empty: {}", self.describe());
+            assert!(status.sequences.is_empty());
+            let pool = instance.rmanager().pool();
+            assert!((0..status.blocks_total).all(|b| pool.owner(PhysBlock(b)) == Owner::Free));
+        }
+    }
+
+    /// Nothing is negotiated: what is lent is what is held.
+    pub fn check_rest(&self) {
+        let (mut lent, mut held) = (BTreeSet::new(), BTreeSet::new());
+        for node in self.nodes.iter().filter(|n| n.instance.is_some()) {
+            let (rm, me) = (node.live().rmanager(), node.id());
+            assert_eq!((rm.borrowing(), rm.releasing()), (0, 0), "{}", self.describe());
+            lent.extend(rm.lent().map(|(peer, lease, epoch, first, end)| (me, Some(peer), lease, epoch, first, end)));
+            held.extend(rm.held().map(|(peer, lease, epoch, first, end)| (Some(peer), me, lease, epoch, first, end)));
+        }
+        assert_eq!(lent, held);
+    }
+}
+
+/// Compares a finished request with the same one on a single instance: the same tokens, and logits within
+/// `tolerance`. Returns the largest difference.
+///
+/// Where the single instance's two best logits are closer than twice the tolerance, either token is right, and the
+/// rest is not comparable.
+pub fn assert_same(what: &str, log: &Log, single: &Log, tolerance: f32) -> f32 {
+    assert_eq!(log.request.prompt, single.request.prompt);
+    assert!(matches!(log.end, Some(Ok(_))), "{what}: ended with {:?} after {} tokens", log.end, log.tokens.len());
+    assert_prefix(what, log, single, tolerance, true)
+}
+
+/// As [`assert_same`], for a request that may have ended early: what it said is the beginning of the right answer.
+pub fn assert_prefix(what: &str, log: &Log, single: &Log, tolerance: f32, whole: bool) -> f32 {
+    let mut largest = 0f32;
+    for (i, token) in log.tokens.iter().enumerate() {
+        let expected = single.tokens.get(i).unwrap_or_else(|| panic!("{what}: more tokens than a single instance"));
+        if !log.logits.is_empty() {
+            let diff = max_diff(&log.logits[i], &single.logits[i]);
+            assert!(diff <= tolerance, "{what}: logits of token {i} differ by {diff}, at most {tolerance} is right");
+            largest = largest.max(diff);
+        }
+        if token != expected {
+            let gap = gap(&single.logits[i]);
+            assert!(gap < 2.0 * tolerance, "{what}: token {i} is {token}, not {expected}, at a gap of {gap}");
+            return largest;
+        }
+    }
+    if whole {
+        assert_eq!(log.tokens.len(), single.tokens.len(), "{what}: another number of tokens");
+        assert_eq!(log.end, single.end, "{what}");
+    }
+    largest
+}
+
+/// Difference of the two largest logits.
+fn gap(logits: &[f32]) -> f32 {
+    let mut sorted = logits.to_vec();
+    sorted.sort_by(|a, b| b.total_cmp(a));
+    sorted[0] - sorted[1]
+}
+
+/// Standard deviation of logits.
+#[must_use]
+pub fn std_of(logits: &[Vec<f32>]) -> f32 {
+    let n = logits.iter().map(Vec::len).sum::<usize>() as f32;
+    let mean = logits.iter().flatten().sum::<f32>() / n;
+    (logits.iter().flatten().map(|x| (x - mean).powi(2)).sum::<f32>() / n).sqrt()
+}
+
+/// The request ended in an error that says what happened.
+#[must_use]
+pub fn error_of(log: &Log) -> &RequestError {
+    match &log.end {
+        Some(Err(error)) => error,
+        end => panic!("no error but {end:?}"),
+    }
+}

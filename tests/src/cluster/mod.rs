@@ -1,0 +1,472 @@
+//! A whole pool in one thread, in virtual time: the shipped instances, executors, gManager and codec, without sockets.
+//!
+//! Time passes only when nothing else can happen (in shuffled runs: now and then besides), so a wait that nothing ends
+//! shows as virtual time that runs away, and the same seed gives the same run. The checkers of [`check`] run after
+//! every event.
+
+pub mod check;
+pub mod compare;
+mod net;
+pub mod node;
+
+pub use net::GMANAGER;
+pub use node::{Backend, Coordinator, Node, PoolSpec, Spec};
+
+use lagoon_cluster::GManager;
+use lagoon_instance::{Effect, Event, PeerKey, TICK_MS};
+use lagoon_protocol::{Control, ControlBody};
+use lagoon_types::{FinishReason, GenerateRequest, LeaseId, RequestError, SamplingParams, SeqId, TokenEvent};
+use lagoon_wire::Frame;
+use net::{Key, Network, Payload, SESSION};
+use std::collections::BTreeSet;
+
+/// Virtual time that a run may take before it counts as hanging.
+const RUN_MS_MAX: u64 = 120_000;
+/// Events that a run may take before it counts as a livelock.
+const RUN_STEPS_MAX: u64 = 5_000_000;
+
+/// What became of a request.
+#[derive(Debug)]
+pub struct Log {
+    pub node: usize,
+    pub request: GenerateRequest,
+    pub tokens: Vec<u32>,
+    pub logits: Vec<Vec<f32>>,
+    pub end: Option<Result<FinishReason, RequestError>>,
+    pub cancelled: bool,
+    /// Its instance was killed.
+    pub lost: bool,
+}
+
+impl Log {
+    /// Nothing more will come of it.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.end.is_some() || self.cancelled || self.lost
+    }
+}
+
+/// SplitMix64.
+#[derive(Clone, Debug)]
+pub struct Rng(pub u64);
+
+impl Rng {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let a = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let b = (a ^ (a >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        b ^ (b >> 31)
+    }
+
+    /// In `0..n`.
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub struct World {
+    pub now_ms: u64,
+    pool: PoolSpec,
+    pub nodes: Vec<Node>,
+    pub coordinator: Option<Coordinator>,
+    pub requests: Vec<Log>,
+    net: Network,
+    /// Shuffles deliveries between streams, and delays them.
+    shuffle: Option<Rng>,
+    /// Largest delay of a frame in shuffled runs.
+    pub delay_ms: u64,
+    steps: u64,
+    /// Leases of creditors that were killed.
+    dead_leases: BTreeSet<LeaseId>,
+}
+
+/// A request for `max_tokens` greedy tokens with their logits.
+#[must_use]
+pub fn greedy(prompt: Vec<u32>, max_tokens: u32) -> GenerateRequest {
+    let sampling = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
+    GenerateRequest { prompt, max_tokens, sampling, stop_ids: Vec::new(), return_logits: true }
+}
+
+impl World {
+    /// A gManager and no instances yet. With a seed, deliveries are shuffled and delayed.
+    #[must_use]
+    pub fn new(pool: PoolSpec, seed: Option<u64>) -> Self {
+        Self {
+            now_ms: 1,
+            pool,
+            nodes: Vec::new(),
+            coordinator: Some(Coordinator::default()),
+            requests: Vec::new(),
+            net: Network::default(),
+            shuffle: seed.map(Rng),
+            delay_ms: 3,
+            steps: 0,
+            dead_leases: BTreeSet::new(),
+        }
+    }
+
+    /// A settled pool of `specs`.
+    #[must_use]
+    pub fn pool(pool: PoolSpec, seed: Option<u64>, specs: &[Spec]) -> Self {
+        let mut world = Self::new(pool, seed);
+        for spec in specs {
+            world.add(spec.clone());
+        }
+        world.run_for(600);
+        for node in &world.nodes {
+            assert!(node.live().status().registered, "{node:?} did not register");
+        }
+        world
+    }
+
+    /// One instance that serves alone, without a gManager.
+    #[must_use]
+    pub fn single(pool: PoolSpec, spec: Spec) -> Self {
+        let mut world = Self::new(pool, None);
+        world.coordinator = None;
+        world.add(spec);
+        world
+    }
+
+    /// Starts an instance.
+    pub fn add(&mut self, spec: Spec) -> usize {
+        let index = self.nodes.len();
+        self.nodes.push(Node::new(&self.pool, spec, index, 0));
+        self.nodes[index].next_tick_ms = self.now_ms;
+        if self.coordinator.is_some() {
+            self.handle(index, Event::GManagerUp);
+        }
+        index
+    }
+
+    /// Gives a request to an instance.
+    pub fn submit(&mut self, node: usize, request: GenerateRequest) -> usize {
+        let id = self.requests.len();
+        let (tokens, logits) = (Vec::new(), Vec::new());
+        let log = Log { node, request: request.clone(), tokens, logits, end: None, cancelled: false, lost: false };
+        self.requests.push(log);
+        self.handle(node, Event::Submit { seq: SeqId(id as u64 + 1), request });
+        id
+    }
+
+    /// The client of a request goes away.
+    pub fn cancel(&mut self, id: usize) {
+        let node = self.requests[id].node;
+        if self.nodes[node].instance.is_some() {
+            self.handle(node, Event::Cancel { seq: SeqId(id as u64 + 1) });
+        }
+        self.requests[id].cancelled = true;
+    }
+
+    /// Ends an instance's process: its peers' connections break, its requests are lost.
+    pub fn kill(&mut self, node: usize) {
+        let Some(instance) = self.nodes[node].instance.take() else { return };
+        self.dead_leases.extend(instance.rmanager().lent().map(|l| l.1));
+        self.nodes[node].engine = None;
+        for peer in (0..self.nodes.len()).filter(|p| *p != node) {
+            let delays = [self.delay(), self.delay()];
+            self.net.cut(node, peer, self.now_ms, 0, delays);
+        }
+        self.net.forget(node);
+        self.net.queues.remove(&(node, GMANAGER, 0));
+        if let Some(coordinator) = &mut self.coordinator {
+            coordinator.registered.remove(&node);
+        }
+        for log in self.requests.iter_mut().filter(|l| l.node == node && l.end.is_none()) {
+            log.lost = true;
+        }
+    }
+
+    /// Starts a new process where one was killed.
+    pub fn restart(&mut self, node: usize) {
+        assert!(self.nodes[node].instance.is_none(), "it lives");
+        let (spec, life) = (self.nodes[node].spec.clone(), self.nodes[node].life + 1);
+        self.nodes[node] = Node::new(&self.pool, spec, node, life);
+        self.nodes[node].next_tick_ms = self.now_ms;
+        if self.coordinator.is_some() {
+            self.handle(node, Event::GManagerUp);
+        }
+    }
+
+    /// Breaks the connection of two nodes; no new one for `blocked_ms`.
+    pub fn cut(&mut self, a: usize, b: usize, blocked_ms: u64) {
+        let delays = [self.delay(), self.delay()];
+        self.net.cut(a, b, self.now_ms, blocked_ms, delays);
+    }
+
+    /// Ends the gManager's process.
+    pub fn kill_gmanager(&mut self) {
+        self.coordinator = None;
+        self.net.queues.retain(|(from, to, _), _| *from != GMANAGER && *to != GMANAGER);
+        for node in 0..self.nodes.len() {
+            if self.nodes[node].instance.is_some() {
+                self.handle(node, Event::GManagerDown);
+            }
+        }
+    }
+
+    /// Starts a gManager that knows nothing.
+    pub fn start_gmanager(&mut self) {
+        self.coordinator = Some(Coordinator { gmanager: GManager::new(1), ..Coordinator::default() });
+        for node in 0..self.nodes.len() {
+            if self.nodes[node].instance.is_some() {
+                self.handle(node, Event::GManagerUp);
+            }
+        }
+    }
+
+    /// Frames and bytes of a kind that were sent so far.
+    #[must_use]
+    pub fn sent(&self, kind: &str) -> (u64, u64) {
+        self.net.sent.get(kind).copied().unwrap_or_default()
+    }
+
+    /// Runs until every request is over.
+    pub fn run(&mut self) {
+        self.run_until(|world| world.requests.iter().all(Log::is_over));
+    }
+
+    /// Runs for a while of virtual time.
+    pub fn run_for(&mut self, ms: u64) {
+        let end = self.now_ms + ms;
+        self.run_until(|world| world.now_ms >= end);
+    }
+
+    /// Runs until `done`.
+    ///
+    /// # Panics
+    /// If it takes too long.
+    pub fn run_until(&mut self, done: impl Fn(&Self) -> bool) {
+        let (end_ms, end_steps) = (self.now_ms + RUN_MS_MAX, self.steps + RUN_STEPS_MAX);
+        while !done(self) {
+            self.step();
+            assert!(self.now_ms <= end_ms, "the run hangs: {}", self.describe());
+            assert!(self.steps <= end_steps, "the run does not end: {}", self.describe());
+        }
+    }
+
+    /// For messages of failed tests.
+    #[must_use]
+    pub fn describe(&self) -> String {
+        let live = self.nodes.iter().filter_map(|n| n.instance.as_ref());
+        let status: Vec<String> = live.map(|i| format!("{:?}", i.status())).collect();
+        let ends: Vec<String> =
+            self.requests.iter().map(|l| format!("{} tokens, {:?}", l.tokens.len(), l.end)).collect();
+        format!("at {} ms\n{}\n{}\nsent {:?}", self.now_ms, status.join("\n"), ends.join("\n"), self.net.sent)
+    }
+
+    fn delay(&mut self) -> u64 {
+        let max = self.delay_ms;
+        self.shuffle.as_mut().map_or(0, |rng| rng.below(max + 1))
+    }
+
+    /// Does what can be done now, or lets time pass.
+    pub fn step(&mut self) {
+        self.steps += 1;
+        let ready = self.ready();
+        let busy: Vec<usize> = (0..self.nodes.len()).filter(|n| self.nodes[*n].busy).collect();
+        let choices = ready.len() + busy.len();
+        if choices == 0 {
+            self.pass_time();
+            return;
+        }
+        match &mut self.shuffle {
+            None => {
+                for key in ready {
+                    self.deliver(key);
+                }
+                for node in busy {
+                    self.turn(node);
+                }
+            }
+            Some(rng) => {
+                let (at, passes) = (rng.below(choices as u64) as usize, rng.below(64) == 0);
+                match ready.get(at) {
+                    Some(key) => self.deliver(*key),
+                    None => self.turn(busy[at - ready.len()]),
+                }
+                if passes {
+                    self.set_time(self.now_ms + 1);
+                }
+            }
+        }
+    }
+
+    /// Streams whose next item can be delivered.
+    fn ready(&mut self) -> Vec<Key> {
+        let (nodes, now_ms) = (&self.nodes, self.now_ms);
+        self.net.queues.retain(|_, queue| !queue.is_empty());
+        let ready = self.net.queues.iter().filter(|((from, to, stream), queue)| {
+            let item = &queue[0];
+            // A frame waits for the news of its session.
+            let introduced = *stream == SESSION
+                || *from == GMANAGER
+                || *to == GMANAGER
+                || nodes[*to].view.get(from).is_some_and(|g| *g >= item.generation);
+            item.ready_ms <= now_ms && introduced
+        });
+        ready.map(|(key, _)| *key).collect()
+    }
+
+    fn deliver(&mut self, key: Key) {
+        // An earlier delivery of this round may have ended the session.
+        let Some(item) = self.net.queues.get_mut(&key).and_then(std::collections::VecDeque::pop_front) else { return };
+        let (from, to, _) = key;
+        match item.payload {
+            Payload::Frame(class, bytes) => {
+                let frame = net::decode(class, bytes);
+                if to == GMANAGER {
+                    self.deliver_gmanager(from, frame);
+                } else if from == GMANAGER {
+                    let Frame::Control(Control { body: Some(body) }) = frame else { panic!("a known message") };
+                    self.handle(to, Event::GManager(body));
+                } else if self.nodes[to].view.get(&from) == Some(&item.generation) {
+                    let peer = PeerKey(from as u64);
+                    self.handle(
+                        to,
+                        match frame {
+                            Frame::Control(control) => Event::Control { peer, body: control.body.unwrap() },
+                            Frame::Partials(frame) => Event::Partials { peer, frame },
+                            Frame::Bulk(frame) => Event::Bulk { peer, frame },
+                        },
+                    );
+                }
+            }
+            Payload::Up => {
+                self.nodes[to].view.insert(from, item.generation);
+                self.handle(to, Event::PeerUp { peer: PeerKey(from as u64) });
+            }
+            Payload::Down => {
+                if self.nodes[to].view.get(&from) == Some(&item.generation) {
+                    self.nodes[to].view.remove(&from);
+                    self.handle(to, Event::PeerDown { peer: PeerKey(from as u64) });
+                }
+            }
+            Payload::Close => self.cut(from, to, 0),
+        }
+    }
+
+    fn deliver_gmanager(&mut self, from: usize, frame: Frame) {
+        let Some(coordinator) = &mut self.coordinator else { return };
+        let Frame::Control(Control { body: Some(body) }) = frame else { panic!("a known message") };
+        let sender = coordinator.registered.get(&from).copied();
+        let Some(reply) = coordinator.gmanager.on_control(sender, &body, self.now_ms) else { return };
+        if let ControlBody::Registered(registered) = &reply {
+            coordinator.registered.insert(from, lagoon_types::InstanceId(registered.instance));
+        }
+        let ready_ms = self.now_ms + self.delay();
+        self.net.send(GMANAGER, from, reply.into(), ready_ms, 0);
+    }
+
+    /// Lets an executor do one piece of work.
+    fn turn(&mut self, node: usize) {
+        let Some(engine) = &mut self.nodes[node].engine else {
+            self.nodes[node].busy = false;
+            return;
+        };
+        let mut reports = Vec::new();
+        self.nodes[node].busy = engine.turn(&mut |report| reports.push(report));
+        for report in reports {
+            self.handle(node, Event::Runner(report));
+        }
+    }
+
+    /// To the next moment at which something happens.
+    fn pass_time(&mut self) {
+        let ready = self.net.queues.values().filter_map(|q| q.front()).map(|item| item.ready_ms);
+        let ticks = self.nodes.iter().filter(|n| n.instance.is_some()).map(|n| n.next_tick_ms);
+        let next = ready.chain(ticks).filter(|at| *at > self.now_ms).min();
+        self.set_time(next.unwrap_or(self.now_ms + TICK_MS));
+    }
+
+    fn set_time(&mut self, now_ms: u64) {
+        self.now_ms = now_ms;
+        if let Some(coordinator) = &mut self.coordinator {
+            coordinator.gmanager.tick(now_ms);
+        }
+        for node in 0..self.nodes.len() {
+            if self.nodes[node].instance.is_some() && self.nodes[node].next_tick_ms <= now_ms {
+                self.nodes[node].next_tick_ms = now_ms + TICK_MS;
+                self.handle(node, Event::Tick);
+            }
+        }
+    }
+
+    /// Gives an event to an instance and does what it wants.
+    fn handle(&mut self, node: usize, event: Event) {
+        let Some(instance) = &mut self.nodes[node].instance else { return };
+        let effects = instance.handle(event, self.now_ms);
+        for effect in effects {
+            self.apply(node, effect);
+        }
+        self.check();
+    }
+
+    fn apply(&mut self, node: usize, effect: Effect) {
+        let ready_ms = self.now_ms + self.delay();
+        match effect {
+            Effect::ToGManager(body) => {
+                if self.coordinator.is_some() {
+                    self.net.send(node, GMANAGER, body.into(), ready_ms, 0);
+                }
+            }
+            Effect::Connect { quic_addr, .. } => {
+                let peer = (0..self.nodes.len()).find(|n| node::address(*n) == quic_addr);
+                if let Some(peer) = peer.filter(|p| self.nodes[*p].instance.is_some()) {
+                    self.net.connect(node, peer, self.now_ms);
+                }
+            }
+            Effect::Control { peer, body } => self.send(node, peer, body.into(), ready_ms),
+            Effect::Partials { peer, frame } => self.send(node, peer, frame.into(), ready_ms),
+            Effect::Bulk { peer, frame } => self.send(node, peer, frame.into(), ready_ms),
+            Effect::Close { peer, reason } => {
+                self.nodes[node].closed.push(reason);
+                let peer = peer.0 as usize;
+                if let Some(generation) = self.session(node, peer) {
+                    self.net.send_close(node, peer, ready_ms, generation);
+                }
+            }
+            Effect::Runner(command) => {
+                self.nodes[node].engine.as_mut().unwrap().push(command);
+                self.nodes[node].busy = true;
+            }
+            Effect::Emit { seq, event } => self.emitted(node, seq, event),
+            Effect::Rejected { reason } => self.nodes[node].rejected = Some(reason),
+        }
+    }
+
+    /// The session in which a node may send to a peer: the one that it knows, if it still stands.
+    fn session(&self, node: usize, peer: usize) -> Option<u64> {
+        let standing = self.net.standing(node, peer)?;
+        self.nodes[node].view.get(&peer).copied().filter(|known| *known == standing)
+    }
+
+    fn send(&mut self, node: usize, peer: PeerKey, frame: Frame, ready_ms: u64) {
+        let peer = peer.0 as usize;
+        if let Some(generation) = self.session(node, peer) {
+            self.net.send(node, peer, frame, ready_ms, generation);
+        }
+    }
+
+    /// A request ends once, and nothing follows its end or its cancellation.
+    fn emitted(&mut self, node: usize, seq: SeqId, event: TokenEvent) {
+        let log = &mut self.requests[seq.0 as usize - 1];
+        assert_eq!(log.node, node, "{seq} is another instance's");
+        assert!(log.end.is_none() && !log.cancelled, "{seq} is over: {event:?}");
+        match event {
+            TokenEvent::Token { id, logits, .. } => {
+                log.tokens.push(id);
+                log.logits.extend(logits);
+                assert!(log.tokens.len() <= log.request.max_tokens as usize, "{seq} says too much");
+            }
+            TokenEvent::Finished { reason, prompt_tokens, completion_tokens } => {
+                assert_eq!(prompt_tokens as usize, log.request.prompt.len());
+                assert_eq!(completion_tokens as usize, log.tokens.len());
+                log.end = Some(Ok(reason));
+            }
+            TokenEvent::Failed(error) => log.end = Some(Err(error)),
+        }
+    }
+}

@@ -1,0 +1,222 @@
+//! One instance of a pool under test: the state machine, its executor, and how it is made.
+
+use lagoon_backend::{Device, cpu::CpuDevice};
+use lagoon_cluster::GManager;
+use lagoon_instance::{Instance, InstanceConfig, RemotePolicy};
+use lagoon_model::{Checkpoint, LlamaWeights, ModelConfig, Rope, model_hash};
+use lagoon_protocol::{PoolShape, Role};
+use lagoon_runner::{Command, Executor, ExecutorConfig, Model, Report};
+use lagoon_sched::SchedulerConfig;
+use lagoon_types::{DType, InstanceId};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+/// An executor of any backend.
+pub trait Engine {
+    fn push(&mut self, command: Command);
+    /// See [`Executor::turn`].
+    fn turn(&mut self, reports: &mut dyn FnMut(Report)) -> bool;
+}
+
+impl<D: Device> Engine for Executor<D> {
+    fn push(&mut self, command: Command) {
+        Self::push(self, command);
+    }
+
+    fn turn(&mut self, reports: &mut dyn FnMut(Report)) -> bool {
+        Self::turn(self, reports)
+    }
+}
+
+/// Which backend an instance runs on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backend {
+    Cpu,
+    /// The software adapter.
+    Wgpu,
+}
+
+/// What all instances of a pool have in common.
+#[derive(Clone, Debug)]
+pub struct PoolSpec {
+    pub dir: PathBuf,
+    pub kv_dtype: DType,
+    pub block_tokens: u32,
+}
+
+impl PoolSpec {
+    /// A golden model with f32 KV.
+    #[must_use]
+    pub fn golden(name: &str, block_tokens: u32) -> Self {
+        Self { dir: crate::root().join("tests/goldens").join(name), kv_dtype: DType::F32, block_tokens }
+    }
+}
+
+/// One instance.
+#[derive(Clone, Debug)]
+pub struct Spec {
+    pub backend: Backend,
+    pub role: Role,
+    pub blocks: u32,
+    pub lend_blocks_max: u32,
+    pub lend_reserve_blocks: u32,
+    pub step_rows: u32,
+    pub running: usize,
+    pub queue: usize,
+    pub remote: RemotePolicy,
+    pub wire: DType,
+    pub fetch_tokens: u32,
+    /// Changes the model hash that the instance claims.
+    pub other_model: bool,
+}
+
+impl Spec {
+    /// An instance on the CPU that lends everything it has.
+    #[must_use]
+    pub fn cpu(blocks: u32) -> Self {
+        Self {
+            backend: Backend::Cpu,
+            role: Role::Instance,
+            blocks,
+            lend_blocks_max: blocks,
+            lend_reserve_blocks: 0,
+            step_rows: 16,
+            running: 8,
+            queue: 16,
+            remote: RemotePolicy::Ship,
+            wire: DType::F32,
+            fetch_tokens: 24,
+            other_model: false,
+        }
+    }
+}
+
+/// A process of the pool. Its address is its index; `life` counts its incarnations.
+pub struct Node {
+    pub spec: Spec,
+    pub life: u64,
+    shape: PoolShape,
+    /// `None` while it is dead.
+    pub instance: Option<Instance>,
+    pub(super) engine: Option<Box<dyn Engine>>,
+    /// Commands were pushed since the engine last had nothing to do.
+    pub(super) busy: bool,
+    /// The generation of the connection to each node that this one knows to stand.
+    pub(super) view: BTreeMap<usize, u64>,
+    pub(super) next_tick_ms: u64,
+    /// Why the gManager refused it.
+    pub rejected: Option<String>,
+    /// Why it closed connections.
+    pub closed: Vec<String>,
+}
+
+impl std::fmt::Debug for Node {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Node").field("life", &self.life).field("spec", &self.spec).finish_non_exhaustive()
+    }
+}
+
+/// The gManager process and who registered on which connection.
+#[derive(Debug, Default)]
+pub struct Coordinator {
+    pub gmanager: GManager,
+    pub(super) registered: BTreeMap<usize, InstanceId>,
+}
+
+pub(super) fn address(node: usize) -> String {
+    format!("10.0.0.{}:7000", node + 1)
+}
+
+impl Node {
+    pub(super) fn new(pool: &PoolSpec, spec: Spec, index: usize, life: u64) -> Self {
+        let config = ModelConfig::open(&pool.dir).unwrap();
+        let checkpoint = Checkpoint::open(&pool.dir).unwrap();
+        let mut hash = model_hash(&config, &checkpoint, None);
+        hash.0[0] ^= u8::from(spec.other_model);
+        let instance_config = InstanceConfig {
+            name: format!("node {index}"),
+            quic_addr: address(index),
+            http_addr: String::new(),
+            backend: format!("{:?}", spec.backend),
+            role: spec.role,
+            incarnation: 0x1000 * (index as u64 + 1) + life,
+            model_hash: hash,
+            geometry: config.geometry,
+            kv: config.kv_shape(pool.kv_dtype),
+            window: config.window,
+            max_positions: config.max_positions,
+            vocab: config.vocab as u32,
+            block_tokens: pool.block_tokens,
+            blocks_total: spec.blocks,
+            lend_blocks_max: spec.lend_blocks_max,
+            lend_reserve_blocks: spec.lend_reserve_blocks,
+            sched: SchedulerConfig { queue: spec.queue, running: spec.running, step_rows: spec.step_rows },
+            remote: spec.remote,
+            wire: spec.wire,
+            fetch_tokens: spec.fetch_tokens,
+            link_bytes_per_s: 1e9,
+            attention_flops: 1e12,
+        };
+        let shape = instance_config.pool_shape();
+        let instance = Instance::new(instance_config).unwrap();
+        let engine: Box<dyn Engine> = match spec.backend {
+            Backend::Cpu => Box::new(executor(CpuDevice::new(), pool, &spec, &config, &checkpoint)),
+            Backend::Wgpu => {
+                let device = crate::wgpu().unwrap();
+                Box::new(executor(device, pool, &spec, &config, &checkpoint))
+            }
+        };
+        Self {
+            spec,
+            life,
+            shape,
+            instance: Some(instance),
+            engine: Some(engine),
+            busy: false,
+            view: BTreeMap::new(),
+            next_tick_ms: 0,
+            rejected: None,
+            closed: Vec::new(),
+        }
+    }
+
+    /// What it says that it serves.
+    #[must_use]
+    pub fn shape(&self) -> PoolShape {
+        self.shape.clone()
+    }
+
+    /// # Panics
+    /// If the node is dead.
+    #[must_use]
+    pub fn live(&self) -> &Instance {
+        self.instance.as_ref().unwrap()
+    }
+
+    /// Its number, once it is registered.
+    #[must_use]
+    pub fn id(&self) -> Option<InstanceId> {
+        self.instance.as_ref().and_then(|i| i.status().instance)
+    }
+}
+
+fn executor<D: Device>(
+    mut device: D,
+    pool: &PoolSpec,
+    spec: &Spec,
+    config: &ModelConfig,
+    checkpoint: &Checkpoint,
+) -> Executor<D> {
+    let model = (spec.role == Role::Instance).then(|| Model {
+        weights: LlamaWeights::load(&mut device, checkpoint, config, None, &mut |_, _| {}).unwrap(),
+        rope: Rope::new(config),
+    });
+    let executor_config = ExecutorConfig {
+        slots: (spec.blocks * pool.block_tokens) as usize,
+        kv_dtype: pool.kv_dtype,
+        step_rows: spec.step_rows as usize,
+        step_seqs: spec.running,
+        fetch_tokens: spec.fetch_tokens as usize,
+    };
+    Executor::new(device, config, model, executor_config).unwrap()
+}
