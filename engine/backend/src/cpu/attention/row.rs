@@ -6,7 +6,7 @@ use super::super::threads::with_scratch;
 use super::{Call, Task};
 
 /// Tokens whose scores are kept before their values are weighted; a multiple of every vector length.
-const TILE: usize = 32;
+const TILE: usize = 16;
 /// Query heads whose sums are held in registers together.
 const GROUP: usize = 4;
 /// The running maximum before any score.
@@ -145,6 +145,15 @@ impl<E: Element> Kernel for Segment<'_, E> {
     }
 }
 
+/// `sums[g] += k * q[g]`, for queries that lie `padded` elements apart.
+#[inline(always)]
+unsafe fn multiply<S: Simd, const G: usize>(k: S::V, q: *const f32, padded: usize, sums: &mut [S::V; G]) {
+    for (g, sum) in sums.iter_mut().enumerate() {
+        // SAFETY: each query has a vector there.
+        *sum = unsafe { S::fma(k, S::load(q.add(g * padded)), *sum) };
+    }
+}
+
 impl Row {
     /// `n` tokens for `G` heads from `head`, whose keys begin at `keys`, `stride` elements apart.
     #[inline(always)]
@@ -189,32 +198,39 @@ impl Row {
         tokens: std::ops::Range<usize>,
         head: usize,
     ) {
-        let whole = self.dim / S::LANES * S::LANES;
+        let (dim, padded, products) = (self.dim, self.padded, self.products);
+        // Values lie so far behind keys.
+        let values = self.kv_heads * dim;
         // SAFETY: keys and queries have `dim` elements; products has room for GROUP squares.
         unsafe {
-            let q = self.q.add(head * self.padded);
+            let q = self.q.add(head * padded);
             for (slot, token) in tokens.enumerate() {
                 let key = keys.add(token * stride);
                 let ahead = key.wrapping_add(TILE * stride);
                 let mut sums = [S::splat(0.0); G];
                 let mut i = 0;
-                while i < whole {
-                    S::prefetch(ahead.wrapping_add(i).cast());
-                    S::prefetch(ahead.wrapping_add(i + self.kv_heads * self.dim).cast());
-                    let k = E::load::<S>(key.add(i));
-                    for (g, sum) in sums.iter_mut().enumerate() {
-                        *sum = S::fma(k, S::load(q.add(g * self.padded + i)), *sum);
+                while i + 4 * S::LANES <= dim {
+                    for line in (0..4 * S::LANES).step_by(64 / size_of::<E>()) {
+                        S::prefetch(ahead.wrapping_add(i + line).cast());
+                        S::prefetch(ahead.wrapping_add(values + i + line).cast());
                     }
+                    for v in 0..4 {
+                        let at = i + v * S::LANES;
+                        multiply::<S, G>(E::load::<S>(key.add(at)), q.add(at), padded, &mut sums);
+                    }
+                    i += 4 * S::LANES;
+                }
+                while i + S::LANES <= dim {
+                    S::prefetch(ahead.wrapping_add(i).cast());
+                    S::prefetch(ahead.wrapping_add(values + i).cast());
+                    multiply::<S, G>(E::load::<S>(key.add(i)), q.add(i), padded, &mut sums);
                     i += S::LANES;
                 }
-                if i < self.dim {
-                    let k = E::load_part::<S>(key.add(i), self.dim - i);
-                    for (g, sum) in sums.iter_mut().enumerate() {
-                        *sum = S::fma(k, S::load(q.add(g * self.padded + i)), *sum);
-                    }
+                if i < dim {
+                    multiply::<S, G>(E::load_part::<S>(key.add(i), dim - i), q.add(i), padded, &mut sums);
                 }
                 for (g, sum) in sums.iter().enumerate() {
-                    S::store(self.products.add((g * S::LANES + slot) * S::LANES), *sum);
+                    S::store(products.add((g * S::LANES + slot) * S::LANES), *sum);
                 }
             }
         }
