@@ -96,6 +96,11 @@ impl ApiClient {
         id.ok_or_else(|| ClientError::Protocol("/v1/models lists no model".to_owned()))
     }
 
+    /// Reads JSON.
+    pub(crate) async fn get(&self, path: &str) -> Result<Value, ClientError> {
+        self.json(self.http.get(self.url(path))).await
+    }
+
     /// Posts JSON and reads JSON.
     pub(crate) async fn post(&self, path: &str, body: &Value) -> Result<Value, ClientError> {
         self.json(self.http.post(self.url(path)).json(body)).await

@@ -1,2 +1,107 @@
-//! The one binary.
-fn main() {}
+//! `lagoon`: the one binary.
+//!
+//! Commands parse their arguments, wire libraries together and print; everything else lives below.
+#![forbid(unsafe_code)]
+
+mod api_client;
+mod args;
+mod bench;
+mod bundled;
+mod certs;
+mod chat;
+mod demo;
+mod device;
+mod doctor;
+mod engine;
+mod gateway;
+mod gmanager;
+mod local;
+mod model;
+mod node;
+mod pool_client;
+mod serve;
+mod shutdown;
+mod status;
+mod up;
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+
+/// Serve long-context LLMs from a pool of instances that lend each other KV cache.
+#[derive(Debug, Parser)]
+#[command(name = "lagoon", version, propagate_version = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    /// Log filter (tracing syntax), on standard error.
+    #[arg(long, global = true, default_value = "warn", env = "LAGOON_LOG")]
+    log: String,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// A request larger than any instance, served by a pool on this machine: no arguments, no downloads.
+    Demo(demo::DemoArgs),
+    /// A whole pool on this machine behind one OpenAI endpoint.
+    Up(Box<up::UpArgs>),
+    /// One instance with its OpenAI endpoint, alone or in a pool.
+    Serve(Box<serve::ServeArgs>),
+    /// The pool's coordinator.
+    Gmanager(gmanager::GManagerArgs),
+    /// One OpenAI endpoint over several servers.
+    Gateway(gateway::GatewayArgs),
+    /// Chat in the terminal with any OpenAI endpoint.
+    Chat(chat::ChatArgs),
+    /// Load an OpenAI endpoint and print latencies and throughput.
+    Bench(bench::BenchArgs),
+    /// Instances, blocks and requests of a pool.
+    Status(status::StatusArgs),
+    /// The cluster's certificates.
+    Certs(certs::CertsArgs),
+    /// What this machine offers: adapters, UDP buffers, ports, versions.
+    Doctor(doctor::DoctorArgs),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let filter = tracing_subscriber::EnvFilter::try_new(&cli.log).unwrap_or_else(|_| "warn".into());
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    match dispatch(cli.command) {
+        Ok(code) => code,
+        Err(error) => {
+            report(&error);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let done = |()| ExitCode::SUCCESS;
+    runtime.block_on(async {
+        match command {
+            Command::Demo(args) => demo::run(args).await,
+            Command::Up(args) => up::run(*args).await.map(done),
+            Command::Serve(args) => serve::run(*args).await.map(done),
+            Command::Gmanager(args) => gmanager::run(args).await.map(done),
+            Command::Gateway(args) => gateway::run(args).await.map(done),
+            Command::Chat(args) => chat::run(args).await.map(done),
+            Command::Bench(args) => bench::run(args).await.map(done),
+            Command::Status(args) => status::run(args).await.map(done),
+            Command::Certs(args) => certs::run(args).map(done),
+            Command::Doctor(args) => doctor::run(args).await.map(done),
+        }
+    })
+}
+
+/// `error: what: why`, then hints on lines of their own.
+#[allow(clippy::print_stderr, reason = "errors of a command go to stderr")]
+fn report(error: &anyhow::Error) {
+    let text = error.chain().map(ToString::to_string).collect::<Vec<_>>().join(": ");
+    let (hints, message): (Vec<&str>, Vec<&str>) =
+        text.split('\n').map(str::trim).partition(|line| line.starts_with("hint:"));
+    eprintln!("error: {}", message.join("\n"));
+    for hint in hints {
+        eprintln!("{hint}");
+    }
+}

@@ -3,13 +3,16 @@
 use crate::instance::Instance;
 use lagoon_cluster::RManager;
 use lagoon_types::{InstanceId, SeqId};
+use serde::Serialize;
 use std::collections::BTreeMap;
 
 /// A snapshot.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct InstanceStatus {
     pub instance: Option<InstanceId>,
     pub registered: bool,
+    /// rBlocks of the whole pool, as the gManager last said.
+    pub pool_blocks_total: u64,
     pub blocks_total: u32,
     pub blocks_free: u32,
     pub blocks_lent: u32,
@@ -26,7 +29,7 @@ pub struct InstanceStatus {
 }
 
 /// Where one sequence's rBlocks are.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct SequencePlacement {
     pub seq: SeqId,
     pub tokens: u32,
@@ -64,6 +67,7 @@ impl Instance {
         InstanceStatus {
             instance: self.id,
             registered: self.registered,
+            pool_blocks_total: self.pool_blocks_total,
             blocks_total: self.config.blocks_total,
             blocks_free: counts.free,
             blocks_lent: counts.lent,

@@ -1,0 +1,142 @@
+//! Flags that several commands share.
+
+use anyhow::Context;
+use lagoon_transport::Identity;
+use lagoon_types::DType;
+use std::path::PathBuf;
+
+/// Which backend computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum BackendArg {
+    /// The best that is found: a real GPU through wgpu, else the host CPU.
+    #[default]
+    Auto,
+    /// The host CPU.
+    Cpu,
+    /// A GPU through wgpu (Vulkan, Metal, DX12); a software adapter if there is no other.
+    Wgpu,
+    /// An NVIDIA GPU through CUDA.
+    Cuda,
+}
+
+impl BackendArg {
+    /// As on the command line.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Cpu => "cpu",
+            Self::Wgpu => "wgpu",
+            Self::Cuda => "cuda",
+        }
+    }
+}
+
+/// How remote KV is attended to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum RemoteArg {
+    /// Whichever moves fewer bytes, per sequence and chunk.
+    #[default]
+    Auto,
+    /// Queries travel to the KV.
+    Ship,
+    /// KV travels to the queries.
+    Fetch,
+}
+
+/// The node's certificate.
+#[derive(Clone, Debug, Default, clap::Args)]
+pub(crate) struct TlsArgs {
+    /// The cluster's CA (`lagoon certs init`).
+    #[arg(long, value_name = "PEM", env = "LAGOON_TLS_CA")]
+    pub(crate) tls_ca: Option<PathBuf>,
+    /// This node's certificate (`lagoon certs issue`).
+    #[arg(long, value_name = "PEM", env = "LAGOON_TLS_CERT")]
+    pub(crate) tls_cert: Option<PathBuf>,
+    /// This node's private key.
+    #[arg(long, value_name = "PEM", env = "LAGOON_TLS_KEY")]
+    pub(crate) tls_key: Option<PathBuf>,
+}
+
+impl TlsArgs {
+    /// Reads the three files.
+    pub(crate) fn identity(&self) -> anyhow::Result<Identity> {
+        let (Some(ca), Some(cert), Some(key)) = (&self.tls_ca, &self.tls_cert, &self.tls_key) else {
+            anyhow::bail!(
+                "a pool speaks mutual TLS: --tls-ca, --tls-cert and --tls-key are needed\n\
+                 hint: `lagoon certs init DIR`, then `lagoon certs issue DIR NAME` for every node; \
+                 `lagoon up` and `lagoon demo` make their own"
+            );
+        };
+        Identity::load(ca, cert, key).context("load the node's certificate")
+    }
+}
+
+/// What decides an instance's size and numerics.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct EngineArgs {
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) backend: BackendArg,
+    /// Convert weights on loading: f32, f16 or bf16 [default: as stored].
+    #[arg(long, value_parser = parse_dtype)]
+    pub(crate) dtype: Option<DType>,
+    /// Element type of the KV cache [default: that of the weights].
+    #[arg(long, value_parser = parse_dtype)]
+    pub(crate) kv_dtype: Option<DType>,
+    /// KV capacity of each instance, in tokens [default: by the memory there is].
+    #[arg(long, value_name = "N")]
+    pub(crate) kv_tokens: Option<u32>,
+    /// Tokens in an rBlock; the same in the whole pool.
+    #[arg(long, value_name = "N", default_value_t = lagoon_types::limits::BLOCK_TOKENS_DEFAULT)]
+    pub(crate) block_tokens: u32,
+    /// Tokens that one step computes at most; prompts are prefilled in such chunks.
+    #[arg(long, value_name = "N", default_value_t = lagoon_types::limits::STEP_ROWS_DEFAULT as u32)]
+    pub(crate) step_tokens: u32,
+    /// Sequences that run at once.
+    #[arg(long, value_name = "N", default_value_t = lagoon_types::limits::RUNNING_DEFAULT)]
+    pub(crate) max_running: usize,
+    /// Requests that wait at most; more are refused with 429.
+    #[arg(long, value_name = "N", default_value_t = lagoon_types::limits::QUEUE_DEFAULT)]
+    pub(crate) max_queue: usize,
+    /// Share of the KV capacity that may be lent, in percent.
+    #[arg(long, value_name = "PERCENT", default_value_t = 100, value_parser = clap::value_parser!(u32).range(0..=100))]
+    pub(crate) lend_percent: u32,
+    /// Threads of the CPU backend [default: all cores].
+    #[arg(long, value_name = "N")]
+    pub(crate) threads: Option<usize>,
+    /// How KV on other instances is attended to.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) remote_attention: RemoteArg,
+    /// Element type of queries and partials between instances.
+    #[arg(long, value_parser = parse_dtype, default_value = "f32")]
+    pub(crate) wire_dtype: DType,
+}
+
+impl EngineArgs {
+    /// The flags that a child process needs to be configured the same.
+    pub(crate) fn to_flags(&self) -> Vec<String> {
+        let mut flags = vec![
+            format!("--backend={}", self.backend.name()),
+            format!("--block-tokens={}", self.block_tokens),
+            format!("--step-tokens={}", self.step_tokens),
+            format!("--max-running={}", self.max_running),
+            format!("--max-queue={}", self.max_queue),
+            format!("--lend-percent={}", self.lend_percent),
+            format!("--wire-dtype={}", self.wire_dtype),
+        ];
+        let remote = match self.remote_attention {
+            RemoteArg::Auto => "auto",
+            RemoteArg::Ship => "ship",
+            RemoteArg::Fetch => "fetch",
+        };
+        flags.push(format!("--remote-attention={remote}"));
+        flags.extend(self.dtype.map(|d| format!("--dtype={d}")));
+        flags.extend(self.kv_dtype.map(|d| format!("--kv-dtype={d}")));
+        flags.extend(self.kv_tokens.map(|n| format!("--kv-tokens={n}")));
+        flags.extend(self.threads.map(|n| format!("--threads={n}")));
+        flags
+    }
+}
+
+pub(crate) fn parse_dtype(text: &str) -> Result<DType, String> {
+    text.parse::<DType>().map_err(|e| e.to_string())
+}

@@ -1,0 +1,403 @@
+//! `lagoon demo`: a request larger than any instance, served by a pool, and the proof that nothing was lost.
+//!
+//! A gManager and instances run as separate processes on loopback, each with less KV memory than the prompt needs. The
+//! answer is streamed; then one instance with room for everything answers the same request, and the logits of every
+//! generated token are compared.
+
+use crate::api_client::ApiClient;
+use crate::args::{BackendArg, EngineArgs, RemoteArg};
+use crate::local::{EphemeralCa, LocalPool, start_pool, start_single};
+use crate::{bundled, device, up};
+use anyhow::{Context, ensure};
+use base64::{Engine as _, engine::general_purpose::STANDARD};
+use lagoon_text::Tokenizer;
+use lagoon_types::limits;
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::io::{IsTerminal, Write};
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+/// Largest logit difference that counts as equal, in standard deviations of the logits. The KV is stored in f16 in both
+/// runs; what differs is the order of f32 additions, and now and then the rounding of a KV element.
+const TOLERANCE_STD: f32 = 0.02;
+/// How often the debtor is asked where the rBlocks are.
+const WATCH_EVERY: Duration = Duration::from_millis(100);
+/// An answer is a space, five digits, a line break and the end.
+const ANSWER_TOKENS_MAX: u32 = 12;
+
+/// `lagoon demo`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct DemoArgs {
+    #[arg(long, value_enum, default_value_t)]
+    backend: BackendArg,
+    /// Instances to start.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=64))]
+    instances: u16,
+    /// KV capacity of each instance, in tokens; the prompt has about 20,000.
+    #[arg(long, value_name = "N", default_value_t = 8192)]
+    kv_tokens: u32,
+    /// Which of the bundled questions to ask, from 1.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    question: usize,
+    /// How KV on other instances is attended to.
+    #[arg(long, value_enum, default_value_t)]
+    remote_attention: RemoteArg,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What the demo found; printed as it is with `--json`.
+#[derive(Debug, Serialize)]
+struct Outcome {
+    ok: bool,
+    backend: String,
+    device: String,
+    instances: u16,
+    prompt_tokens: usize,
+    kv_tokens_per_instance: u32,
+    block_tokens: u32,
+    local_rblocks: u64,
+    remote_rblocks: u64,
+    /// Remote rBlocks by creditor.
+    placement: BTreeMap<String, u64>,
+    /// Bytes of frames that all instances sent to each other and to the gManager.
+    wire_bytes: u64,
+    prefill_s: f64,
+    prefill_tokens_per_s: f64,
+    /// Generated tokens per second, after the first.
+    tokens_per_s: f64,
+    reference_prefill_s: f64,
+    max_abs_logit_diff: f32,
+    tolerance: f32,
+    logit_std: f32,
+    tokens_equal: bool,
+    question: String,
+    answer: String,
+    expected: String,
+}
+
+/// One answer with its logits.
+#[derive(Debug, Default)]
+struct Answer {
+    text: String,
+    tokens: Vec<u64>,
+    logits: Vec<Vec<f32>>,
+    first_token: Duration,
+    total: Duration,
+}
+
+/// Where the request's rBlocks were, at most.
+#[derive(Debug, Default)]
+struct Placement {
+    local: u64,
+    remote: BTreeMap<String, u64>,
+}
+
+/// Runs the demo; the exit code says whether pooled and single-instance answers agree.
+pub(crate) async fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
+    let chosen = device::choose(args.backend)?;
+    let questions = bundled::questions()?;
+    let asked = args.question.checked_sub(1).and_then(|i| questions.get(i));
+    let question = asked.with_context(|| format!("there are {} questions, numbered from 1", questions.len()))?;
+    let ca = EphemeralCa::new()?;
+    let dir = ca.dir().join(bundled::NAME);
+    bundled::extract(&dir)?;
+    let prompt = Tokenizer::open(&dir)?.encode(&format!("{}{}", bundled::DOCUMENT, question.prompt_suffix), true)?;
+    check_sizes(&args, prompt.len())?;
+
+    let engine = engine_args(&args, chosen.name());
+    let body = json!({
+        "model": bundled::NAME, "prompt": prompt, "max_tokens": ANSWER_TOKENS_MAX, "temperature": 0, "stream": true,
+        "return_token_ids": true, "return_logits": true,
+    });
+    let show = Show { quiet: args.json };
+    show.line(&format!(
+        "{} instances with {} KV tokens each; the prompt has {} tokens.",
+        args.instances,
+        args.kv_tokens,
+        prompt.len()
+    ));
+    let mut flags = engine.to_flags();
+    flags.push("--expose-logits".to_owned());
+    let count = usize::from(args.instances);
+    let bar = up::instances_bar(count);
+    let pool =
+        start_pool(&ca, &dir.to_string_lossy(), bundled::NAME, count, &flags, |n| bar.set_position(n as u64)).await?;
+    bar.finish_and_clear();
+    wait_for_pool(&pool, &engine).await?;
+    let device = pool.instances.first().map_or("", |i| i.device()).to_owned();
+    show.line(&format!("Running on {device}.\n\n{}", question.question));
+    let (pooled, placement) = ask_pool(&pool, &body, &show).await?;
+    let wire_bytes = wire_bytes(&pool).await?;
+    drop(pool);
+
+    show.line("\nThe same request on one instance with room for all of it:");
+    let reference = ask_single(&dir, &engine, prompt.len(), &body, &show).await?;
+    let outcome = Outcome {
+        backend: chosen.name().to_owned(),
+        device,
+        instances: args.instances,
+        prompt_tokens: prompt.len(),
+        kv_tokens_per_instance: args.kv_tokens,
+        block_tokens: engine.block_tokens,
+        local_rblocks: placement.local,
+        remote_rblocks: placement.remote.values().sum(),
+        placement: placement.remote,
+        wire_bytes,
+        ..compare(&pooled, &reference, prompt.len(), question)
+    };
+    let outcome = Outcome { ok: outcome.ok && (outcome.remote_rblocks > 0 || fits(&args, prompt.len())), ..outcome };
+    show.outcome(&outcome)?;
+    Ok(if outcome.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Whether one instance alone could hold the request: then nothing needs to be borrowed.
+fn fits(args: &DemoArgs, prompt_tokens: usize) -> bool {
+    args.kv_tokens as usize > prompt_tokens + limits::BLOCK_TOKENS_DEFAULT as usize
+}
+
+fn check_sizes(args: &DemoArgs, prompt_tokens: usize) -> anyhow::Result<()> {
+    let needed = prompt_tokens + ANSWER_TOKENS_MAX as usize + limits::BLOCK_TOKENS_DEFAULT as usize;
+    let pool = args.kv_tokens as usize * usize::from(args.instances);
+    ensure!(
+        pool >= needed,
+        "{} instances with {} KV tokens each hold {pool} tokens, and the request needs {needed}\n\
+         hint: raise --kv-tokens to {} or add instances",
+        args.instances,
+        args.kv_tokens,
+        needed.div_ceil(usize::from(args.instances)) + limits::BLOCK_TOKENS_DEFAULT as usize
+    );
+    Ok(())
+}
+
+fn engine_args(args: &DemoArgs, backend: &str) -> EngineArgs {
+    EngineArgs {
+        backend: if backend == "cpu" { BackendArg::Cpu } else { BackendArg::Wgpu },
+        dtype: None,
+        kv_dtype: None,
+        kv_tokens: Some(args.kv_tokens),
+        block_tokens: limits::BLOCK_TOKENS_DEFAULT,
+        step_tokens: u32::try_from(limits::STEP_ROWS_DEFAULT).unwrap_or(u32::MAX),
+        max_running: 8,
+        max_queue: 8,
+        lend_percent: 100,
+        threads: None,
+        remote_attention: args.remote_attention,
+        wire_dtype: lagoon_types::DType::F32,
+    }
+}
+
+/// An instance that has heard from the gManager how large the pool is takes the request.
+async fn wait_for_pool(pool: &LocalPool, engine: &EngineArgs) -> anyhow::Result<()> {
+    let debtor = pool.instances.first().context("no instances")?;
+    let client = ApiClient::new(&format!("http://{}", debtor.http()?), None)?;
+    let own = u64::from(engine.kv_tokens.unwrap_or(0) / engine.block_tokens);
+    let whole = own * pool.instances.len() as u64;
+    for _ in 0..100 {
+        let status = client.get("/lagoon/status").await?;
+        if status["pool_blocks_total"].as_u64() >= Some(whole) {
+            return Ok(());
+        }
+        tokio::time::sleep(WATCH_EVERY).await;
+    }
+    anyhow::bail!("the instances did not form a pool within 10 s\nhint: `lagoon doctor` checks loopback UDP")
+}
+
+async fn ask_pool(pool: &LocalPool, body: &Value, show: &Show) -> anyhow::Result<(Answer, Placement)> {
+    let debtor = pool.instances.first().context("no instances")?;
+    let client = ApiClient::new(&format!("http://{}", debtor.http()?), None)?;
+    let mut placement = Placement::default();
+    let asking = ask(&client, body, show);
+    tokio::pin!(asking);
+    loop {
+        tokio::select! {
+            answer = &mut asking => return Ok((answer?, placement)),
+            () = tokio::time::sleep(WATCH_EVERY) => {
+                if let Ok(status) = client.get("/lagoon/status").await {
+                    placement.observe(&status);
+                }
+            }
+        }
+    }
+}
+
+impl Placement {
+    fn observe(&mut self, status: &Value) {
+        for seq in status["sequences"].as_array().into_iter().flatten() {
+            let remote: BTreeMap<String, u64> = seq["remote_blocks"]
+                .as_object()
+                .into_iter()
+                .flatten()
+                .map(|(creditor, n)| (format!("instance {creditor}"), n.as_u64().unwrap_or(0)))
+                .collect();
+            if remote.values().sum::<u64>() >= self.remote.values().sum() {
+                self.remote = remote;
+                self.local = seq["local_blocks"].as_u64().unwrap_or(0);
+            }
+        }
+    }
+}
+
+async fn wire_bytes(pool: &LocalPool) -> anyhow::Result<u64> {
+    let mut bytes = 0;
+    for instance in &pool.instances {
+        let client = ApiClient::new(&format!("http://{}", instance.http()?), None)?;
+        let status = client.get("/lagoon/status").await?;
+        for class in ["control", "partials", "bulk"] {
+            bytes += status[format!("{class}_bytes_sent")].as_u64().unwrap_or(0);
+        }
+    }
+    Ok(bytes)
+}
+
+async fn ask_single(
+    dir: &Path,
+    engine: &EngineArgs,
+    prompt_tokens: usize,
+    body: &Value,
+    show: &Show,
+) -> anyhow::Result<Answer> {
+    let room = prompt_tokens + ANSWER_TOKENS_MAX as usize + 2 * engine.block_tokens as usize;
+    let engine = EngineArgs { kv_tokens: u32::try_from(room).ok(), ..engine.clone() };
+    let mut flags = engine.to_flags();
+    flags.push("--expose-logits".to_owned());
+    let single = start_single(&dir.to_string_lossy(), bundled::NAME, &flags).await?;
+    ask(&ApiClient::new(&format!("http://{}", single.http()?), None)?, body, show).await
+}
+
+/// Streams an answer.
+async fn ask(client: &ApiClient, body: &Value, show: &Show) -> anyhow::Result<Answer> {
+    let started = Instant::now();
+    let mut events = client.events("/v1/completions", body).await?;
+    let mut answer = Answer::default();
+    let spinner = show.spinner("reading the document");
+    while let Some(event) = events.next().await? {
+        if let Some(message) = event["error"]["message"].as_str() {
+            anyhow::bail!("the request failed: {message}");
+        }
+        let choice = &event["choices"][0];
+        if answer.tokens.is_empty() {
+            answer.first_token = started.elapsed();
+            spinner.finish_and_clear();
+        }
+        let text = choice["text"].as_str().unwrap_or_default();
+        show.piece(text);
+        answer.text.push_str(text);
+        answer.tokens.extend(choice["token_ids"].as_array().into_iter().flatten().filter_map(Value::as_u64));
+        answer.logits.extend(logits(choice)?);
+    }
+    answer.total = started.elapsed();
+    show.line("");
+    Ok(answer)
+}
+
+/// Rows of logits in a chunk: base64 of little-endian f32, one string per token.
+fn logits(choice: &Value) -> anyhow::Result<Vec<Vec<f32>>> {
+    let rows = choice["logits_b64"].as_array().into_iter().flatten();
+    rows.map(|row| {
+        let bytes = STANDARD.decode(row.as_str().unwrap_or_default()).context("decode logits")?;
+        Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+    })
+    .collect()
+}
+
+/// Compares what was generated, up to the first token that differs.
+fn compare(pooled: &Answer, reference: &Answer, prompt_tokens: usize, question: &bundled::Question) -> Outcome {
+    let tokens_equal = !pooled.tokens.is_empty() && pooled.tokens == reference.tokens;
+    let same = pooled.tokens.iter().zip(&reference.tokens).take_while(|(a, b)| a == b).count();
+    let compared = (same + 1).min(pooled.logits.len()).min(reference.logits.len());
+    let pairs = || pooled.logits.iter().zip(&reference.logits).take(compared).flat_map(|(a, b)| a.iter().zip(b));
+    let max_abs_logit_diff = pairs().map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    let all: Vec<f32> = reference.logits.iter().flatten().copied().collect();
+    #[allow(clippy::cast_precision_loss, reason = "counts of a few thousand")]
+    let n = all.len().max(1) as f32;
+    let mean = all.iter().sum::<f32>() / n;
+    let logit_std = (all.iter().map(|x| (x - mean).powi(2)).sum::<f32>() / n).sqrt();
+    let tolerance = TOLERANCE_STD * logit_std;
+    let answer = pooled.text.trim().to_owned();
+    let decode_s = (pooled.total - pooled.first_token).as_secs_f64();
+    #[allow(clippy::cast_precision_loss, reason = "token counts")]
+    let (prompt, decoded) = (prompt_tokens as f64, pooled.tokens.len().saturating_sub(1) as f64);
+    Outcome {
+        ok: tokens_equal && compared > 0 && max_abs_logit_diff <= tolerance && answer == question.answer,
+        backend: String::new(),
+        device: String::new(),
+        instances: 0,
+        prompt_tokens,
+        kv_tokens_per_instance: 0,
+        block_tokens: 0,
+        local_rblocks: 0,
+        remote_rblocks: 0,
+        placement: BTreeMap::new(),
+        wire_bytes: 0,
+        prefill_s: pooled.first_token.as_secs_f64(),
+        prefill_tokens_per_s: prompt / pooled.first_token.as_secs_f64().max(1e-9),
+        tokens_per_s: decoded / decode_s.max(1e-9),
+        reference_prefill_s: reference.first_token.as_secs_f64(),
+        max_abs_logit_diff,
+        tolerance,
+        logit_std,
+        tokens_equal,
+        question: question.question.clone(),
+        answer,
+        expected: question.answer.clone(),
+    }
+}
+
+/// What a person sees; nothing of it with `--json`.
+struct Show {
+    quiet: bool,
+}
+
+#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
+impl Show {
+    fn line(&self, text: &str) {
+        if !self.quiet {
+            println!("{text}");
+        }
+    }
+
+    fn piece(&self, text: &str) {
+        if !self.quiet {
+            print!("{text}");
+            // A terminal that is gone shows nothing anyway.
+            let _ = std::io::stdout().flush();
+        }
+    }
+
+    fn spinner(&self, what: &'static str) -> indicatif::ProgressBar {
+        if self.quiet || !std::io::stderr().is_terminal() {
+            return indicatif::ProgressBar::hidden();
+        }
+        let spinner = indicatif::ProgressBar::new_spinner().with_message(what);
+        spinner.enable_steady_tick(WATCH_EVERY);
+        spinner
+    }
+
+    fn outcome(&self, o: &Outcome) -> anyhow::Result<()> {
+        if self.quiet {
+            println!("{}", serde_json::to_string(o)?);
+            return Ok(());
+        }
+        let creditors: Vec<String> = o.placement.iter().map(|(who, n)| format!("{n} on {who}")).collect();
+        println!("\nrBlocks of {} tokens: {} here, {}", o.block_tokens, o.local_rblocks, creditors.join(", "));
+        println!("bytes on the wire: {}", indicatif::HumanBytes(o.wire_bytes));
+        println!(
+            "prefill {:.1} s ({:.0} tok/s; alone {:.1} s), decode {:.1} tok/s",
+            o.prefill_s, o.prefill_tokens_per_s, o.reference_prefill_s, o.tokens_per_s
+        );
+        println!(
+            "largest logit difference {:.2e} (tolerance {:.2e}, logit std {:.2}); tokens {}",
+            o.max_abs_logit_diff,
+            o.tolerance,
+            o.logit_std,
+            if o.tokens_equal { "equal" } else { "DIFFER" }
+        );
+        println!("answer {:?}, expected {:?}: {}", o.answer, o.expected, if o.ok { "ok" } else { "NOT OK" });
+        Ok(())
+    }
+}

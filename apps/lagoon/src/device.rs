@@ -1,0 +1,127 @@
+//! The one place that picks a backend: everything below is generic over it.
+
+use crate::args::{BackendArg, EngineArgs};
+use crate::model::{OpenModel, bytes_bar};
+use anyhow::{Context, bail};
+use lagoon_backend::{Device, DeviceInfo, cpu::CpuDevice};
+use lagoon_cuda::CudaProbe;
+use lagoon_model::{LlamaWeights, Rope};
+use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, Model, Report};
+use lagoon_shaders::{AdapterChoice, WgpuDevice, list_adapters};
+
+/// Largest piece of remote KV that is fetched at once, in tokens.
+pub(crate) const FETCH_TOKENS: u32 = 512;
+
+/// A backend that was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Chosen {
+    Cpu,
+    WgpuGpu,
+    WgpuSoftware,
+}
+
+impl Chosen {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Cpu => "cpu",
+            Self::WgpuGpu | Self::WgpuSoftware => "wgpu",
+        }
+    }
+}
+
+/// Picks a backend: what was asked for, or the best there is. A software adapter is never taken unasked.
+pub(crate) fn choose(backend: BackendArg) -> anyhow::Result<Chosen> {
+    match backend {
+        BackendArg::Cpu => Ok(Chosen::Cpu),
+        BackendArg::Cuda => match lagoon_cuda::probe() {
+            CudaProbe::Present { .. } => bail!(
+                "this build has no CUDA backend yet, though a device is there\n\
+                 hint: use --backend wgpu or --backend cpu"
+            ),
+            CudaProbe::Absent { reason } => bail!("no CUDA: {reason}\nhint: use --backend auto"),
+        },
+        BackendArg::Auto => {
+            let gpu = list_adapters().iter().any(|a| !a.software && a.unusable.is_none());
+            Ok(if gpu { Chosen::WgpuGpu } else { Chosen::Cpu })
+        }
+        BackendArg::Wgpu => {
+            let adapters = list_adapters();
+            let usable = |software: bool| adapters.iter().any(|a| a.software == software && a.unusable.is_none());
+            if usable(false) {
+                Ok(Chosen::WgpuGpu)
+            } else if usable(true) {
+                tracing::warn!("wgpu has a software adapter only: correct, but slower than --backend cpu");
+                Ok(Chosen::WgpuSoftware)
+            } else {
+                bail!(
+                    "wgpu finds no adapter\nhint: install a Vulkan driver (Debian: mesa-vulkan-drivers for a software \
+                     one), or use --backend cpu; `lagoon doctor` shows what is there"
+                )
+            }
+        }
+    }
+}
+
+/// A running executor and what it runs on.
+#[derive(Debug)]
+pub(crate) struct Running {
+    pub(crate) thread: ExecutorThread,
+    pub(crate) info: DeviceInfo,
+}
+
+/// What the executor is to hold.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sizes {
+    pub(crate) blocks_total: u32,
+    pub(crate) kv_dtype: lagoon_types::DType,
+}
+
+/// Opens the device, loads the weights and starts the device thread.
+pub(crate) fn start(
+    chosen: Chosen,
+    args: &EngineArgs,
+    model: &OpenModel,
+    sizes: Sizes,
+    report: impl FnMut(Report) + Send + 'static,
+) -> anyhow::Result<Running> {
+    let software = match chosen {
+        Chosen::Cpu => {
+            let device = args.threads.map_or_else(CpuDevice::new, CpuDevice::with_threads);
+            return load(device, args, model, sizes, report);
+        }
+        Chosen::WgpuGpu => AdapterChoice::Gpu,
+        Chosen::WgpuSoftware => AdapterChoice::Software,
+    };
+    load(WgpuDevice::open(&software).context("open the wgpu adapter")?, args, model, sizes, report)
+}
+
+fn load<D: Device>(
+    mut device: D,
+    args: &EngineArgs,
+    model: &OpenModel,
+    sizes: Sizes,
+    report: impl FnMut(Report) + Send + 'static,
+) -> anyhow::Result<Running> {
+    let info = device.info();
+    let weights = if let Some(checkpoint) = &model.checkpoint {
+        let bar = bytes_bar("loading weights");
+        let weights = LlamaWeights::load(&mut device, checkpoint, &model.config, args.dtype, &mut |done, all| {
+            bar.set_length(all);
+            bar.set_position(done);
+        })?;
+        bar.finish_and_clear();
+        Some(Model { weights, rope: Rope::new(&model.config) })
+    } else {
+        None
+    };
+    let config = ExecutorConfig {
+        slots: sizes.blocks_total as usize * args.block_tokens as usize,
+        kv_dtype: sizes.kv_dtype,
+        step_rows: args.step_tokens as usize,
+        step_seqs: args.max_running.min(args.step_tokens as usize),
+        fetch_tokens: FETCH_TOKENS as usize,
+    };
+    let executor = Executor::new(device, &model.config, weights, config)
+        .context("allocate the KV cache and buffers\nhint: choose a smaller --kv-tokens or --step-tokens")?;
+    Ok(Running { thread: lagoon_runner::spawn(executor, report), info })
+}

@@ -1,0 +1,171 @@
+//! `lagoon doctor`: what this machine offers, and what would get in the way.
+
+use crate::local::EphemeralCa;
+use crate::pool_client::PoolClient;
+use lagoon_protocol::{VERSION_MAX, VERSION_MIN};
+use lagoon_shaders::list_adapters;
+use lagoon_transport::{Node, TransportConfig};
+use serde::Serialize;
+use std::net::{SocketAddr, TcpListener, UdpSocket};
+
+/// `lagoon doctor`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct DoctorArgs {
+    /// The HTTP port to look at.
+    #[arg(long, default_value_t = 8000)]
+    port: u16,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// One finding.
+#[derive(Debug, Serialize)]
+struct Check {
+    name: &'static str,
+    ok: bool,
+    finding: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    hint: Option<String>,
+}
+
+fn check(name: &'static str, ok: bool, finding: impl Into<String>, hint: &str) -> Check {
+    let hint = (!ok && !hint.is_empty()).then(|| hint.to_owned());
+    Check { name, ok, finding: finding.into(), hint }
+}
+
+/// Prints the findings. What is missing but not needed is no failure.
+#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
+pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<()> {
+    let mut checks = vec![versions(), cpu(), cuda()];
+    checks.extend(adapters());
+    checks.push(udp_buffers());
+    checks.push(segmentation_offload());
+    checks.push(port(args.port));
+    checks.push(loopback().await);
+    if args.json {
+        println!("{}", serde_json::to_string(&serde_json::json!({ "checks": checks }))?);
+        return Ok(());
+    }
+    for check in &checks {
+        println!("{} {:<12} {}", if check.ok { "ok  " } else { "note" }, check.name, check.finding);
+        if let Some(hint) = &check.hint {
+            println!("     hint: {hint}");
+        }
+    }
+    Ok(())
+}
+
+fn versions() -> Check {
+    let text = format!("lagoon {}, protocol versions {VERSION_MIN} to {VERSION_MAX}", env!("CARGO_PKG_VERSION"));
+    check("version", true, text, "")
+}
+
+fn cpu() -> Check {
+    let info = lagoon_backend::Device::info(&lagoon_backend::cpu::CpuDevice::new());
+    check("cpu", true, info.name, "")
+}
+
+fn cuda() -> Check {
+    let probe = lagoon_cuda::probe();
+    let present = matches!(probe, lagoon_cuda::CudaProbe::Present { .. });
+    let text = if present { format!("{probe}; this build has no CUDA backend yet") } else { probe.to_string() };
+    check("cuda", false, text, "")
+}
+
+fn adapters() -> Vec<Check> {
+    let found = list_adapters();
+    if found.is_empty() {
+        let hint = "install a Vulkan driver; Debian's mesa-vulkan-drivers has a software one";
+        return vec![check("wgpu", false, "no adapter", hint)];
+    }
+    let row = |a: &lagoon_shaders::AdapterSummary| {
+        let kind = if a.software { "software, used only when asked for" } else { "GPU" };
+        let f16 = if a.f16 { "f16" } else { "no f16" };
+        let mib = a.binding_bytes_max >> 20;
+        let text = format!("{} ({}, {}; {kind}; {f16}; bindings of {mib} MiB)", a.name, a.backend, a.driver);
+        match &a.unusable {
+            Some(reason) => check("wgpu", false, format!("{text}: {reason}"), ""),
+            None => check("wgpu", true, text, ""),
+        }
+    };
+    found.iter().map(row).collect()
+}
+
+/// The kernel's caps on socket buffers: small ones lose datagrams in bursts.
+fn udp_buffers() -> Check {
+    let wanted = TransportConfig::default().socket_buffer_bytes;
+    let read = |name: &str| {
+        let text = std::fs::read_to_string(format!("/proc/sys/net/core/{name}")).ok()?;
+        text.trim().parse::<usize>().ok()
+    };
+    match (read("rmem_max"), read("wmem_max")) {
+        (Some(receive), Some(send)) => {
+            let text = format!("UDP buffers: receive up to {receive} bytes, send up to {send}; wanted {wanted}");
+            let hint = format!("sysctl -w net.core.rmem_max={wanted} net.core.wmem_max={wanted}");
+            check("udp", receive.min(send) >= wanted, text, &hint)
+        }
+        _ => check("udp", true, "UDP buffers: this system does not say", ""),
+    }
+}
+
+/// Whether the kernel takes several datagrams in one call.
+fn segmentation_offload() -> Check {
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let mut parts = release.trim().split(['.', '-']).map_while(|p| p.parse::<u32>().ok());
+    match (parts.next(), parts.next()) {
+        (Some(major), Some(minor)) => {
+            let ok = (major, minor) >= (4, 18);
+            check(
+                "gso",
+                ok,
+                format!("Linux {major}.{minor}: UDP segmentation offload needs 4.18"),
+                "upgrade the kernel",
+            )
+        }
+        _ => check("gso", true, "UDP segmentation offload: this system does not say", ""),
+    }
+}
+
+fn port(port: u16) -> Check {
+    let tcp = TcpListener::bind(("127.0.0.1", port)).is_ok();
+    let udp = UdpSocket::bind(("127.0.0.1", 7600)).is_ok();
+    let state = |free: bool| if free { "free" } else { "in use" };
+    let text = format!("TCP {port} (OpenAI endpoint) is {}, UDP 7600 (gManager) is {}", state(tcp), state(udp));
+    check("ports", tcp && udp, text, "`lagoon up --port`, `lagoon gmanager --listen` name others")
+}
+
+/// A handshake and a message over QUIC with mutual TLS on loopback.
+async fn loopback() -> Check {
+    match handshake().await {
+        Ok(us) => check("quic", true, format!("mutual TLS on loopback works, round trip {us} µs"), ""),
+        Err(error) => check("quic", false, format!("{error:#}"), "is UDP on 127.0.0.1 filtered?"),
+    }
+}
+
+async fn handshake() -> anyhow::Result<u128> {
+    let ca = EphemeralCa::new()?;
+    let local: SocketAddr = "127.0.0.1:0".parse()?;
+    let mut peer = Node::bind(local, &ca.identity()?, TransportConfig::default())?;
+    let addr = peer.node.local_addr();
+    let node = peer.node.clone();
+    let mut gmanager = lagoon_cluster::GManager::new(1);
+    let answer = tokio::spawn(async move {
+        while let Some(event) = peer.events.recv().await {
+            if let lagoon_transport::Event::Control { peer: from, message, .. } = event
+                && let Some(body) = message.body
+                && let Some(reply) = gmanager.on_control(None, &body, 0)
+            {
+                node.try_send(from, &lagoon_transport::Frame::Control(reply.into()))?;
+            }
+        }
+        anyhow::Ok(())
+    });
+    let mut client = PoolClient::new(addr, &ca.identity()?)?;
+    client.rows().await?;
+    let started = std::time::Instant::now();
+    client.rows().await?;
+    let took = started.elapsed().as_micros();
+    answer.abort();
+    Ok(took)
+}

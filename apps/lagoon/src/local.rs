@@ -1,0 +1,170 @@
+//! A pool on this machine: a gManager and instances as child processes on loopback, with certificates made for them.
+
+use anyhow::{Context, bail};
+use lagoon_transport::{ClusterCa, Identity};
+use serde_json::Value;
+use std::fs;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+use tempfile::TempDir;
+use tokio::io::{AsyncBufReadExt, BufReader};
+use tokio::process::{Child, ChildStdout, Command};
+
+/// Time that a child gets to load its model and say that it is ready.
+const READY_DEADLINE: Duration = Duration::from_secs(600);
+
+/// A child process that has said what it listens on. It is killed when dropped, and stops by itself when this process
+/// is gone, because its standard input ends then.
+#[derive(Debug)]
+pub(crate) struct ChildNode {
+    child: Child,
+    /// Kept open: a child that cannot write to it would die.
+    _stdout: BufReader<ChildStdout>,
+    ready: Value,
+}
+
+impl ChildNode {
+    async fn start(what: &str, flags: Vec<String>) -> anyhow::Result<Self> {
+        let program = std::env::current_exe().context("find the lagoon binary")?;
+        let mut child = Command::new(program)
+            .args(&flags)
+            .args(["--json", "--exit-with-stdin"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::inherit())
+            .kill_on_drop(true)
+            .spawn()
+            .with_context(|| format!("start {what}"))?;
+        let stdout = child.stdout.take().context("the child has no standard output")?;
+        let mut stdout = BufReader::new(stdout);
+        let mut line = String::new();
+        let read = tokio::time::timeout(READY_DEADLINE, stdout.read_line(&mut line)).await;
+        match read {
+            Ok(Ok(n)) if n > 0 => {}
+            Ok(_) => bail!("{what} ended before it was ready (its error is above)"),
+            Err(_) => bail!("{what} was not ready within {} s", READY_DEADLINE.as_secs()),
+        }
+        let ready = serde_json::from_str(&line).with_context(|| format!("{what} said {line:?}"))?;
+        Ok(Self { child, _stdout: stdout, ready })
+    }
+
+    fn address(&self, field: &str) -> anyhow::Result<SocketAddr> {
+        let text = self.ready[field].as_str().with_context(|| format!("the child did not say its {field} address"))?;
+        text.parse().with_context(|| format!("parse {text}"))
+    }
+
+    /// Its OpenAI endpoint.
+    pub(crate) fn http(&self) -> anyhow::Result<SocketAddr> {
+        self.address("http")
+    }
+
+    /// What it runs on, for people.
+    pub(crate) fn device(&self) -> &str {
+        self.ready["device"].as_str().unwrap_or("unknown")
+    }
+
+    /// The child's process id, while it runs.
+    pub(crate) fn pid(&self) -> Option<u32> {
+        self.child.id()
+    }
+}
+
+/// Certificates of a pool that lives as long as this process.
+#[derive(Debug)]
+pub(crate) struct EphemeralCa {
+    ca: ClusterCa,
+    dir: TempDir,
+}
+
+impl EphemeralCa {
+    pub(crate) fn new() -> anyhow::Result<Self> {
+        let ca = ClusterCa::generate("lagoon ephemeral")?;
+        let dir = tempfile::Builder::new().prefix("lagoon-").tempdir().context("make a temporary directory")?;
+        fs::write(dir.path().join("ca.pem"), ca.cert_pem()).context("write the CA")?;
+        Ok(Self { ca, dir })
+    }
+
+    pub(crate) fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// This process's own identity in the cluster.
+    pub(crate) fn identity(&self) -> anyhow::Result<Identity> {
+        Ok(self.ca.identity("parent")?)
+    }
+
+    /// Writes a certificate for `name`; returns the flags that name it.
+    fn flags(&self, name: &str) -> anyhow::Result<Vec<String>> {
+        let issued = self.ca.issue(name)?;
+        let (cert, key) = (self.dir().join(format!("{name}.pem")), self.dir().join(format!("{name}.key")));
+        fs::write(&cert, &issued.cert_pem).context("write a certificate")?;
+        write_private(&key, &issued.key_pem).context("write a key")?;
+        let ca = self.dir().join("ca.pem");
+        let flag = |name: &str, path: &PathBuf| format!("--tls-{name}={}", path.display());
+        Ok(vec![flag("ca", &ca), flag("cert", &cert), flag("key", &key)])
+    }
+}
+
+/// The temporary directory is this user's alone; the key is too, wherever the directory is.
+fn write_private(path: &Path, text: &str) -> std::io::Result<()> {
+    let mut options = fs::OpenOptions::new();
+    options.write(true).create_new(true);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+    std::io::Write::write_all(&mut options.open(path)?, text.as_bytes())
+}
+
+/// A running pool.
+#[derive(Debug)]
+pub(crate) struct LocalPool {
+    pub(crate) gmanager: SocketAddr,
+    pub(crate) instances: Vec<ChildNode>,
+    _gmanager: ChildNode,
+}
+
+/// Starts a gManager and `count` instances of `model`, each with `flags` besides. `progress` is told how many are
+/// ready.
+pub(crate) async fn start_pool(
+    ca: &EphemeralCa,
+    model: &str,
+    served_name: &str,
+    count: usize,
+    flags: &[String],
+    mut progress: impl FnMut(usize),
+) -> anyhow::Result<LocalPool> {
+    let mut command = vec!["gmanager".to_owned(), "--listen=127.0.0.1:0".to_owned()];
+    command.extend(ca.flags("gmanager")?);
+    let gmanager = ChildNode::start("the gManager", command).await?;
+    let address = gmanager.address("quic")?;
+    let mut instances = Vec::with_capacity(count);
+    for index in 0..count {
+        let name = format!("instance-{index}");
+        let mut command = vec![
+            "serve".to_owned(),
+            model.to_owned(),
+            "--http=127.0.0.1:0".to_owned(),
+            format!("--gmanager={address}"),
+            format!("--name={name}"),
+            format!("--served-model-name={served_name}"),
+        ];
+        command.extend(ca.flags(&name)?);
+        command.extend_from_slice(flags);
+        instances.push(ChildNode::start(&name, command).await?);
+        progress(index + 1);
+    }
+    Ok(LocalPool { gmanager: address, instances, _gmanager: gmanager })
+}
+
+/// Starts one instance outside any pool.
+pub(crate) async fn start_single(model: &str, served_name: &str, flags: &[String]) -> anyhow::Result<ChildNode> {
+    let mut command = vec![
+        "serve".to_owned(),
+        model.to_owned(),
+        "--http=127.0.0.1:0".to_owned(),
+        format!("--served-model-name={served_name}"),
+    ];
+    command.extend_from_slice(flags);
+    ChildNode::start("the single instance", command).await
+}

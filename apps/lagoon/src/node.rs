@@ -1,0 +1,363 @@
+//! The loop around `Instance::handle`: it turns what comes from the transport, the device thread, HTTP and the clock
+//! into events, and carries out the effects. All decisions are in the instance.
+
+use lagoon_instance::{Effect, Event, Instance, InstanceStatus, PeerKey, TICK_MS};
+use lagoon_protocol::{BulkFrame, PartialsFrame};
+use lagoon_runner::{ExecutorThread, Report};
+use lagoon_transport::{Bound, Class, Event as NetEvent, Frame, Inbound, Node, PeerId};
+use lagoon_types::{GenerateRequest, InstanceId, RequestError, SeqId, TokenEvent};
+use metrics::{counter, gauge};
+use serde::Serialize;
+use std::collections::{BTreeMap, HashMap};
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::Interval;
+use tokio_util::sync::CancellationToken;
+
+/// From HTTP handlers to the loop.
+#[derive(Debug)]
+pub(crate) enum Input {
+    Submit { seq: SeqId, request: GenerateRequest, events: mpsc::Sender<TokenEvent> },
+    Cancel { seq: SeqId },
+    Status { reply: oneshot::Sender<NodeStatus> },
+}
+
+/// What `/lagoon/status` answers.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct NodeStatus {
+    #[serde(flatten)]
+    pub(crate) instance: InstanceStatus,
+    /// Bytes of frames sent to peers, by class, since the start.
+    pub(crate) control_bytes_sent: u64,
+    pub(crate) partials_bytes_sent: u64,
+    pub(crate) bulk_bytes_sent: u64,
+}
+
+/// What HTTP handlers may know without asking the loop.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    /// Tokens that the whole pool could hold.
+    pub(crate) pool_tokens: Mutex<u64>,
+}
+
+/// The pool side of a node: its transport and the gManager's address.
+#[derive(Debug)]
+pub(crate) struct Pool {
+    pub(crate) bound: Bound,
+    pub(crate) gmanager: SocketAddr,
+}
+
+enum Happened {
+    Stop,
+    Net(NetEvent),
+    Report(Report),
+    Partials(Inbound<PartialsFrame>),
+    Bulk(Inbound<BulkFrame>),
+    Input(Input),
+    Tick,
+}
+
+/// See the module's documentation.
+pub(crate) struct NodeLoop {
+    instance: Instance,
+    executor: ExecutorThread,
+    reports: mpsc::UnboundedReceiver<Report>,
+    inputs: mpsc::Receiver<Input>,
+    pool: Option<Pool>,
+    gmanager: Option<PeerId>,
+    sessions: HashMap<PeerId, u64>,
+    outputs: BTreeMap<SeqId, mpsc::Sender<TokenEvent>>,
+    shared: Arc<Shared>,
+    started: Instant,
+    fatal: Option<String>,
+}
+
+impl NodeLoop {
+    pub(crate) fn new(
+        instance: Instance,
+        executor: ExecutorThread,
+        reports: mpsc::UnboundedReceiver<Report>,
+        inputs: mpsc::Receiver<Input>,
+        pool: Option<Pool>,
+        shared: Arc<Shared>,
+    ) -> Self {
+        let gmanager = pool.as_ref().and_then(|p| p.bound.node.connect(p.gmanager, &[Class::Control]));
+        Self {
+            instance,
+            executor,
+            reports,
+            inputs,
+            pool,
+            gmanager,
+            sessions: HashMap::new(),
+            outputs: BTreeMap::new(),
+            shared,
+            started: Instant::now(),
+            fatal: None,
+        }
+    }
+
+    /// Runs until `stop`, or until the gManager refuses this instance.
+    pub(crate) async fn run(mut self, stop: CancellationToken) -> anyhow::Result<()> {
+        let mut tick = tokio::time::interval(Duration::from_millis(TICK_MS));
+        tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut ticks = 0u64;
+        loop {
+            match self.next(&stop, &mut tick).await {
+                Happened::Stop => break,
+                Happened::Net(event) => self.on_net(event),
+                Happened::Report(report) => self.step(Event::Runner(report)),
+                Happened::Partials(Inbound { peer, session, frame }) => {
+                    if self.is_current(peer, session) {
+                        self.step(Event::Partials { peer: PeerKey(peer.0), frame });
+                    }
+                }
+                Happened::Bulk(Inbound { peer, session, frame }) => {
+                    if self.is_current(peer, session) {
+                        self.step(Event::Bulk { peer: PeerKey(peer.0), frame });
+                    }
+                }
+                Happened::Input(input) => self.on_input(input),
+                Happened::Tick => {
+                    ticks += 1;
+                    self.on_tick(ticks);
+                }
+            }
+            if let Some(reason) = self.fatal.take() {
+                anyhow::bail!("the gManager refused this instance: {reason}");
+            }
+        }
+        if let Some(pool) = &self.pool {
+            pool.bound.node.close(Duration::from_millis(500)).await;
+        }
+        Ok(())
+    }
+
+    /// The next thing that happens: what is latency-bound first, the bulk class last.
+    async fn next(&mut self, stop: &CancellationToken, tick: &mut Interval) -> Happened {
+        let Self { pool, reports, inputs, .. } = self;
+        let (events, partials, bulk) = match pool {
+            Some(Pool { bound: Bound { events, partials, bulk, .. }, .. }) => {
+                (Some(events), Some(partials), Some(bulk))
+            }
+            None => (None, None, None),
+        };
+        tokio::select! {
+            biased;
+            () = stop.cancelled() => Happened::Stop,
+            Some(event) = recv(events) => Happened::Net(event),
+            Some(report) = reports.recv() => Happened::Report(report),
+            Some(inbound) = recv(partials) => Happened::Partials(inbound),
+            Some(input) = inputs.recv() => Happened::Input(input),
+            _ = tick.tick() => Happened::Tick,
+            Some(inbound) = recv(bulk) => Happened::Bulk(inbound),
+        }
+    }
+
+    fn node(&self) -> Option<&Node> {
+        self.pool.as_ref().map(|p| &p.bound.node)
+    }
+
+    /// Frames of a session that is over, or that is not announced yet, are not for the instance.
+    fn is_current(&mut self, peer: PeerId, session: u64) -> bool {
+        while let Some(event) = self.pool.as_mut().and_then(|p| p.bound.events.try_recv()) {
+            self.on_net(event);
+        }
+        self.sessions.get(&peer) == Some(&session)
+    }
+
+    fn on_net(&mut self, event: NetEvent) {
+        match event {
+            NetEvent::Up { peer, session, addr, .. } => {
+                tracing::debug!(%peer, %addr, "connected");
+                self.sessions.insert(peer, session);
+                if Some(peer) == self.gmanager {
+                    self.step(Event::GManagerUp);
+                } else {
+                    self.step(Event::PeerUp { peer: PeerKey(peer.0) });
+                }
+            }
+            NetEvent::Down { peer, reason, .. } => {
+                self.sessions.remove(&peer);
+                if Some(peer) == self.gmanager {
+                    tracing::warn!(reason, "the gManager is gone; running requests go on");
+                    self.step(Event::GManagerDown);
+                } else {
+                    tracing::warn!(%peer, reason, "a peer is gone");
+                    self.step(Event::PeerDown { peer: PeerKey(peer.0) });
+                }
+            }
+            NetEvent::Unreachable { peer, addr, reason } => {
+                if Some(peer) == self.gmanager {
+                    tracing::warn!(%addr, reason, "the gManager cannot be reached; trying again");
+                } else {
+                    self.step(Event::PeerDown { peer: PeerKey(peer.0) });
+                }
+            }
+            NetEvent::Expired { peer, .. } => self.step(Event::SendFailed { peer: PeerKey(peer.0) }),
+            NetEvent::Refused { addr, reason } => tracing::warn!(%addr, reason, "refused a connection"),
+            NetEvent::Control { peer, session, message } => {
+                let Some(body) = message.body else { return };
+                if self.sessions.get(&peer) != Some(&session) {
+                    return;
+                }
+                if Some(peer) == self.gmanager {
+                    self.step(Event::GManager(body));
+                } else {
+                    self.step(Event::Control { peer: PeerKey(peer.0), body });
+                }
+            }
+        }
+    }
+
+    fn on_input(&mut self, input: Input) {
+        match input {
+            Input::Submit { seq, request, events } => {
+                self.outputs.insert(seq, events);
+                self.step(Event::Submit { seq, request });
+            }
+            Input::Cancel { seq } => {
+                self.outputs.remove(&seq);
+                self.step(Event::Cancel { seq });
+            }
+            // The asker may be gone.
+            Input::Status { reply } => drop(reply.send(self.status())),
+        }
+    }
+
+    fn status(&self) -> NodeStatus {
+        let sent = |class: Class| {
+            let node = self.node();
+            self.sessions.keys().filter_map(|p| node?.stats(*p, class)).map(|s| s.bytes_sent).sum()
+        };
+        NodeStatus {
+            instance: self.instance.status(),
+            control_bytes_sent: sent(Class::Control),
+            partials_bytes_sent: sent(Class::Partials),
+            bulk_bytes_sent: sent(Class::Bulk),
+        }
+    }
+
+    fn on_tick(&mut self, ticks: u64) {
+        self.step(Event::Tick);
+        if ticks % 25 != 0 {
+            return;
+        }
+        let rtts: Vec<(PeerId, Duration)> = self
+            .node()
+            .map(|node| self.sessions.keys().filter_map(|p| Some((*p, node.rtt(*p)?))).collect())
+            .unwrap_or_default();
+        for (peer, rtt) in rtts {
+            let rtt_us = u32::try_from(rtt.as_micros()).unwrap_or(u32::MAX);
+            self.step(Event::Rtt { peer: PeerKey(peer.0), rtt_us });
+        }
+        *self.shared.pool_tokens.lock().unwrap_or_else(PoisonError::into_inner) = self.instance.pool_tokens();
+        let status = self.status();
+        let blocks = &status.instance;
+        gauge!("lagoon_kv_blocks_total").set(f64::from(blocks.blocks_total));
+        gauge!("lagoon_kv_blocks_free").set(f64::from(blocks.blocks_free));
+        gauge!("lagoon_kv_blocks_lent").set(f64::from(blocks.blocks_lent));
+        gauge!("lagoon_kv_blocks_borrowed").set(f64::from(blocks.blocks_borrowed));
+        gauge!("lagoon_requests_running").set(as_f64(blocks.running));
+        gauge!("lagoon_requests_waiting").set(as_f64(blocks.waiting));
+        counter!("lagoon_wire_bytes_sent_total", "class" => "control").absolute(status.control_bytes_sent);
+        counter!("lagoon_wire_bytes_sent_total", "class" => "partials").absolute(status.partials_bytes_sent);
+        counter!("lagoon_wire_bytes_sent_total", "class" => "bulk").absolute(status.bulk_bytes_sent);
+    }
+
+    /// Hands one event to the instance, and whatever follows from failing to carry out an effect.
+    fn step(&mut self, event: Event) {
+        let mut pending = vec![event];
+        while let Some(event) = pending.pop() {
+            let now = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
+            for effect in self.instance.handle(event, now) {
+                pending.extend(self.apply(effect));
+            }
+        }
+    }
+
+    /// Carries out an effect; what failed becomes an event.
+    fn apply(&mut self, effect: Effect) -> Option<Event> {
+        match effect {
+            Effect::ToGManager(body) => {
+                let peer = self.gmanager?;
+                if let Err(error) = self.node()?.try_send(peer, &Frame::Control(body.into())) {
+                    tracing::debug!(%error, "the gManager was not told");
+                }
+                None
+            }
+            Effect::Connect { instance, quic_addr } => {
+                self.connect(instance, &quic_addr);
+                None
+            }
+            Effect::Control { peer, body } => self.send(peer, &Frame::Control(body.into())),
+            Effect::Partials { peer, frame } => self.send(peer, &Frame::Partials(frame)),
+            Effect::Bulk { peer, frame } => self.send(peer, &Frame::Bulk(frame)),
+            Effect::Close { peer, reason } => {
+                tracing::warn!(peer = peer.0, reason, "a peer is not wanted");
+                self.node()?.release(PeerId(peer.0));
+                None
+            }
+            Effect::Runner(command) => {
+                if self.executor.send(command).is_err() {
+                    self.fatal = Some("the device thread has ended".to_owned());
+                }
+                None
+            }
+            Effect::Emit { seq, event } => self.emit(seq, event),
+            Effect::Rejected { reason } => {
+                self.fatal = Some(reason);
+                None
+            }
+        }
+    }
+
+    fn connect(&self, instance: InstanceId, quic_addr: &str) {
+        let Some(node) = self.node() else { return };
+        match quic_addr.parse() {
+            // All classes at once: a query must not wait for a handshake.
+            Ok(addr) => drop(node.connect(addr, &[Class::Control, Class::Partials, Class::Bulk])),
+            Err(error) => tracing::warn!(%instance, quic_addr, %error, "a candidate has no usable address"),
+        }
+    }
+
+    fn send(&self, peer: PeerKey, frame: &Frame) -> Option<Event> {
+        let error = self.node()?.try_send(PeerId(peer.0), frame).err()?;
+        tracing::warn!(peer = peer.0, %error, "a frame could not be sent");
+        Some(Event::SendFailed { peer })
+    }
+
+    /// Hands a request's event to its handler. The channel holds a whole answer's events unless the answer is very
+    /// long; a client that leaves it full does not read, and loses its request.
+    fn emit(&mut self, seq: SeqId, event: TokenEvent) -> Option<Event> {
+        let ends = matches!(event, TokenEvent::Finished { .. } | TokenEvent::Failed(_));
+        let sent = self.outputs.get(&seq)?.try_send(event);
+        if ends {
+            self.outputs.remove(&seq);
+            return None;
+        }
+        if sent.is_err() {
+            self.outputs.remove(&seq);
+            return Some(Event::Cancel { seq });
+        }
+        None
+    }
+}
+
+async fn recv<T>(inbox: Option<&mut lagoon_transport::Inbox<T>>) -> Option<T> {
+    match inbox {
+        Some(inbox) => inbox.recv().await,
+        None => std::future::pending().await,
+    }
+}
+
+fn as_f64(n: usize) -> f64 {
+    f64::from(u32::try_from(n).unwrap_or(u32::MAX))
+}
+
+/// What a request is refused with when the loop is gone.
+pub(crate) fn gone() -> RequestError {
+    RequestError::Unavailable("the instance is shutting down".to_owned())
+}

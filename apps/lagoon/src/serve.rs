@@ -1,0 +1,316 @@
+//! `lagoon serve`: one instance (or kv node) with its OpenAI endpoint, alone or in a pool.
+
+use crate::args::{EngineArgs, RemoteArg, TlsArgs};
+use crate::device::{self, FETCH_TOKENS, Sizes};
+use crate::engine::NodeEngine;
+use crate::model::{OpenModel, defaults, resolve, short_name};
+use crate::node::{NodeLoop, Pool, Shared};
+use anyhow::Context;
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use lagoon_http::{EngineInfo, Limits, ServerState};
+use lagoon_instance::{Instance, InstanceConfig, RemotePolicy};
+use lagoon_protocol::Role;
+use lagoon_sched::SchedulerConfig;
+use lagoon_text::{ChatTemplate, Tokenizer};
+use lagoon_transport::{Node, TransportConfig};
+use lagoon_types::ModelHash;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+
+/// What this process does in the pool.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum RoleArg {
+    /// Runs requests and lends.
+    #[default]
+    Instance,
+    /// Lends memory and micro attention only; needs the model's config.json, not its weights.
+    Kv,
+}
+
+/// `lagoon serve`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct ServeArgs {
+    /// A model directory (config.json, safetensors, tokenizer.json) or a hub name (org/name[@revision]).
+    model: String,
+    /// Join the pool of this gManager (ip:port of its QUIC endpoint).
+    #[arg(long, value_name = "ADDR")]
+    gmanager: Option<SocketAddr>,
+    #[arg(long, value_enum, default_value_t)]
+    role: RoleArg,
+    /// Where the OpenAI endpoint listens.
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8000")]
+    http: SocketAddr,
+    /// Where peers are accepted (QUIC, UDP).
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:0")]
+    quic: SocketAddr,
+    /// The address that peers are told, if it is not the one listened on.
+    #[arg(long, value_name = "ADDR")]
+    advertise: Option<SocketAddr>,
+    /// Name of this instance, for people.
+    #[arg(long, default_value = "lagoon")]
+    name: String,
+    /// What clients call the model [default: the directory's or hub name].
+    #[arg(long, value_name = "NAME")]
+    served_model_name: Option<String>,
+    /// Clients must show this key (`Authorization: Bearer KEY`); /health stays open.
+    #[arg(long, value_name = "KEY", env = "LAGOON_API_KEY", hide_env_values = true)]
+    api_key: Option<String>,
+    /// Allow `return_logits` in requests (for comparisons).
+    #[arg(long)]
+    expose_logits: bool,
+    /// The model's identity in hexadecimal, for a kv node without weights (`lagoon status` shows it).
+    #[arg(long, value_name = "HEX", value_parser = parse_hash)]
+    model_hash: Option<ModelHash>,
+    #[command(flatten)]
+    tls: TlsArgs,
+    #[command(flatten)]
+    engine: EngineArgs,
+    /// Print one JSON object when ready.
+    #[arg(long)]
+    json: bool,
+    /// Stop when standard input ends: a parent's way to take its children along.
+    #[arg(long, hide = true)]
+    exit_with_stdin: bool,
+}
+
+fn parse_hash(text: &str) -> Result<ModelHash, String> {
+    let byte = |i: usize| text.get(2 * i..2 * i + 2).and_then(|b| u8::from_str_radix(b, 16).ok());
+    let bytes: Option<Vec<u8>> = (0..32).map(byte).collect();
+    match bytes.and_then(|b| <[u8; 32]>::try_from(b).ok()) {
+        Some(hash) if text.len() == 64 => Ok(ModelHash(hash)),
+        _ => Err("a model's identity is 64 hexadecimal digits".to_owned()),
+    }
+}
+
+/// Default KV capacity: a quarter of the memory there is, and no more than four of the longest sequences.
+fn default_kv_tokens(model: &OpenModel, token_bytes: usize) -> u32 {
+    const BUDGET_BYTES: u64 = 4 << 30;
+    let available = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+        let line = text.lines().find(|l| l.starts_with("MemAvailable:"))?;
+        line.split_whitespace().nth(1)?.parse::<u64>().ok()
+    });
+    let budget = available.map_or(BUDGET_BYTES, |kib| kib * 1024 / 4);
+    let tokens = (budget / token_bytes as u64).min(4 * u64::from(model.config.max_positions));
+    u32::try_from(tokens).unwrap_or(u32::MAX)
+}
+
+fn open(args: &ServeArgs, dir: &Path) -> anyhow::Result<OpenModel> {
+    let id = args.served_model_name.clone().unwrap_or_else(|| short_name(&args.model));
+    match (args.role, args.model_hash) {
+        (RoleArg::Kv, Some(hash)) => OpenModel::open_shape(dir, id, args.engine.kv_dtype.or(args.engine.dtype), hash),
+        (RoleArg::Kv, None) => {
+            let mut model = OpenModel::open(dir, id, args.engine.dtype)
+                .context("a kv node without weights needs --model-hash (`lagoon status` shows it)")?;
+            model.checkpoint = None;
+            Ok(model)
+        }
+        (RoleArg::Instance, _) => OpenModel::open(dir, id, args.engine.dtype),
+    }
+}
+
+/// Ready to be announced: what a parent or a script wants to know.
+#[derive(Debug, serde::Serialize)]
+struct Ready<'a> {
+    ready: bool,
+    http: String,
+    quic: Option<String>,
+    backend: &'a str,
+    device: &'a str,
+    model: &'a str,
+    model_hash: String,
+    kv_tokens: u64,
+}
+
+/// Runs until Ctrl-C (or the end of standard input, if asked).
+pub(crate) async fn run(args: ServeArgs) -> anyhow::Result<()> {
+    let stop = crate::shutdown::token(args.exit_with_stdin);
+    let dir = {
+        let name = args.model.clone();
+        tokio::task::spawn_blocking(move || resolve(&name)).await??
+    };
+    let model = open(&args, &dir)?;
+    let chosen = device::choose(args.engine.backend)?;
+    let kv_dtype = args.engine.kv_dtype.unwrap_or(model.dtype);
+    let kv = model.config.kv_shape(kv_dtype);
+    let kv_tokens = args.engine.kv_tokens.unwrap_or_else(|| default_kv_tokens(&model, kv.token_bytes()));
+    let block_tokens = args.engine.block_tokens;
+    anyhow::ensure!(
+        block_tokens > 0 && kv_tokens >= block_tokens,
+        "--kv-tokens {kv_tokens} is less than one rBlock of {block_tokens} tokens\nhint: raise --kv-tokens or lower --block-tokens"
+    );
+    let sizes = Sizes { blocks_total: kv_tokens / block_tokens, kv_dtype };
+
+    let (report, reports) = mpsc::unbounded_channel();
+    let running = device::start(chosen, &args.engine, &model, sizes, move |r| {
+        // The loop ends before the device thread does; a report after that concerns nobody.
+        let _ = report.send(r);
+    })?;
+    let listener = tokio::net::TcpListener::bind(args.http)
+        .await
+        .with_context(|| format!("listen on {}\nhint: choose another address with --http", args.http))?;
+    let http_addr = listener.local_addr()?;
+    let pool = match args.gmanager {
+        None => None,
+        Some(gmanager) => {
+            let config = TransportConfig { advertise: args.advertise, ..TransportConfig::default() };
+            let bound = Node::bind(args.quic, &args.tls.identity()?, config)
+                .with_context(|| format!("accept peers on {}", args.quic))?;
+            Some(Pool { bound, gmanager })
+        }
+    };
+    let quic_addr = pool.as_ref().map(|p| args.advertise.unwrap_or_else(|| p.bound.node.local_addr()));
+    let config = instance_config(&args, &model, sizes, &running.info.backend, http_addr, quic_addr);
+    let instance = Instance::new(config)?;
+    let shared = Arc::new(Shared { pool_tokens: Mutex::new(instance.pool_tokens()) });
+    let (input, inputs) = mpsc::channel(args.engine.max_queue.max(64) * 2);
+    let info = EngineInfo {
+        model_id: model.id.clone(),
+        max_model_tokens: model.config.max_positions,
+        capacity_tokens: None,
+        vocab_size: u32::try_from(model.config.vocab).unwrap_or(u32::MAX),
+        ready: true,
+    };
+    let engine = Arc::new(NodeEngine::new(input, shared.clone(), info));
+    let node = NodeLoop::new(instance, running.thread, reports, inputs, pool, shared);
+    let router = router(&args, &dir, &model, engine)?;
+    announce(&args, &model, &running.info, sizes, http_addr, quic_addr)?;
+    let server = lagoon_http::serve(listener, router, stop.clone().cancelled_owned());
+    let (served, looped) = tokio::join!(server, run_loop(node, stop));
+    served.context("serve HTTP")?;
+    looped
+}
+
+/// The loop's end ends the server, whatever the reason.
+async fn run_loop(node: NodeLoop, stop: CancellationToken) -> anyhow::Result<()> {
+    let result = node.run(stop.clone()).await;
+    stop.cancel();
+    result
+}
+
+fn instance_config(
+    args: &ServeArgs,
+    model: &OpenModel,
+    sizes: Sizes,
+    backend: &str,
+    http_addr: SocketAddr,
+    quic_addr: Option<SocketAddr>,
+) -> InstanceConfig {
+    let engine = &args.engine;
+    let as_u32 = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    let lend_blocks_max = u64::from(sizes.blocks_total) * u64::from(engine.lend_percent) / 100;
+    InstanceConfig {
+        name: args.name.clone(),
+        quic_addr: quic_addr.map(|a| a.to_string()).unwrap_or_default(),
+        http_addr: match args.role {
+            RoleArg::Instance => http_addr.to_string(),
+            RoleArg::Kv => String::new(),
+        },
+        backend: backend.to_owned(),
+        role: match args.role {
+            RoleArg::Instance => Role::Instance,
+            RoleArg::Kv => Role::Kv,
+        },
+        incarnation: rand::random(),
+        model_hash: model.hash,
+        geometry: model.config.geometry,
+        kv: model.config.kv_shape(sizes.kv_dtype),
+        window: model.config.window,
+        max_positions: model.config.max_positions,
+        vocab: as_u32(model.config.vocab),
+        block_tokens: engine.block_tokens,
+        blocks_total: sizes.blocks_total,
+        lend_blocks_max: u32::try_from(lend_blocks_max).unwrap_or(u32::MAX),
+        lend_reserve_blocks: 0,
+        sched: SchedulerConfig { queue: engine.max_queue, running: engine.max_running, step_rows: engine.step_tokens },
+        remote: match engine.remote_attention {
+            RemoteArg::Auto => RemotePolicy::Auto,
+            RemoteArg::Ship => RemotePolicy::Ship,
+            RemoteArg::Fetch => RemotePolicy::Fetch,
+        },
+        wire: engine.wire_dtype,
+        fetch_tokens: FETCH_TOKENS,
+        link_bytes_per_s: LINK_BYTES_PER_S,
+        attention_flops: ATTENTION_FLOPS,
+    }
+}
+
+/// What the choice between shipping queries and fetching KV assumes until the planner measures it.
+const LINK_BYTES_PER_S: f64 = 1e9;
+/// As [`LINK_BYTES_PER_S`], for attention on this instance.
+const ATTENTION_FLOPS: f64 = 5e10;
+
+fn router(args: &ServeArgs, dir: &Path, model: &OpenModel, engine: Arc<NodeEngine>) -> anyhow::Result<axum::Router> {
+    if args.role == RoleArg::Kv {
+        let health = axum::routing::get(|| async { "ok" });
+        let status = axum::routing::get(status).with_state(engine);
+        return Ok(axum::Router::new().route("/health", health).route("/lagoon/status", status));
+    }
+    let state = ServerState {
+        engine: engine.clone(),
+        tokenizer: Arc::new(Tokenizer::open(dir)?),
+        template: ChatTemplate::open(dir)?.map(Arc::new),
+        defaults: defaults(dir, &model.config)?,
+        api_key: args.api_key.clone(),
+        limits: Limits::default(),
+        expose_logits: args.expose_logits,
+        metrics: lagoon_http::metrics::install()?,
+        created: lagoon_http::unix_seconds(),
+    };
+    let key = args.api_key.clone();
+    let guarded = axum::routing::get(status).with_state(engine).layer(axum::middleware::from_fn(
+        move |request: axum::extract::Request, next: axum::middleware::Next| {
+            let allowed = key.as_deref().is_none_or(|key| lagoon_http::server::bears_key(request.headers(), key));
+            async move {
+                if allowed { next.run(request).await } else { lagoon_http::server::unauthorized().into_response() }
+            }
+        },
+    ));
+    Ok(axum::Router::new().route("/lagoon/status", guarded).fallback_service(lagoon_http::router(state)))
+}
+
+async fn status(State(engine): State<Arc<NodeEngine>>) -> Response {
+    match engine.status().await {
+        Some(status) => Json(status).into_response(),
+        None => StatusCode::SERVICE_UNAVAILABLE.into_response(),
+    }
+}
+
+#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
+fn announce(
+    args: &ServeArgs,
+    model: &OpenModel,
+    info: &lagoon_backend::DeviceInfo,
+    sizes: Sizes,
+    http: SocketAddr,
+    quic: Option<SocketAddr>,
+) -> anyhow::Result<()> {
+    let ready = Ready {
+        ready: true,
+        http: http.to_string(),
+        quic: quic.map(|a| a.to_string()),
+        backend: info.backend,
+        device: &info.name,
+        model: &model.id,
+        model_hash: model.hash.0.iter().map(|b| format!("{b:02x}")).collect(),
+        kv_tokens: u64::from(sizes.blocks_total) * u64::from(args.engine.block_tokens),
+    };
+    if args.json {
+        println!("{}", serde_json::to_string(&ready)?);
+    } else {
+        println!("{} on {} ({}), {} KV tokens", ready.model, ready.backend, ready.device, ready.kv_tokens);
+        println!("model identity {}", ready.model_hash);
+        if args.role == RoleArg::Instance {
+            println!("OpenAI endpoint http://{}/v1", ready.http);
+        }
+        if let Some(quic) = &ready.quic {
+            println!("peers on {quic}");
+        }
+    }
+    Ok(())
+}

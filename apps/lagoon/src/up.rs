@@ -1,0 +1,169 @@
+//! `lagoon up`: a whole pool on this machine behind one OpenAI endpoint.
+
+use crate::args::EngineArgs;
+use crate::gateway::{Backend, Gateway};
+use crate::local::{EphemeralCa, start_pool};
+use crate::pool_client::{PoolClient, PoolRow};
+use crate::{bundled, device, model};
+use anyhow::Context;
+use axum::Json;
+use axum::routing::get;
+use indicatif::{ProgressBar, ProgressStyle};
+use std::net::SocketAddr;
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+use tokio_util::sync::CancellationToken;
+
+/// How often the gateway learns the instances' loads.
+const WATCH_EVERY: Duration = Duration::from_millis(250);
+/// Time that the instances get to register once they are ready.
+const REGISTER_DEADLINE: Duration = Duration::from_secs(10);
+
+/// `lagoon up`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct UpArgs {
+    /// A model directory or hub name [default: the bundled pass-key model].
+    model: Option<String>,
+    /// Instances to start.
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
+    instances: u16,
+    /// Port of the OpenAI endpoint.
+    #[arg(long, default_value_t = 8000)]
+    port: u16,
+    /// Address of the OpenAI endpoint.
+    #[arg(long, default_value = "127.0.0.1")]
+    host: std::net::IpAddr,
+    /// Clients must show this key (`Authorization: Bearer KEY`); /health stays open.
+    #[arg(long, value_name = "KEY", env = "LAGOON_API_KEY", hide_env_values = true)]
+    api_key: Option<String>,
+    /// Allow `return_logits` in requests.
+    #[arg(long)]
+    expose_logits: bool,
+    /// Print one JSON object when ready.
+    #[arg(long)]
+    json: bool,
+    /// Stop when standard input ends.
+    #[arg(long, hide = true)]
+    exit_with_stdin: bool,
+    #[command(flatten)]
+    engine: EngineArgs,
+}
+
+/// A bar over instances that become ready.
+pub(crate) fn instances_bar(count: usize) -> ProgressBar {
+    let bar = ProgressBar::new(count as u64);
+    if let Ok(style) = ProgressStyle::with_template("starting instances [{bar:32}] {pos}/{len}") {
+        bar.set_style(style.progress_chars("=> "));
+    }
+    bar
+}
+
+/// Runs until Ctrl-C.
+pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
+    let stop = crate::shutdown::token(args.exit_with_stdin);
+    device::choose(args.engine.backend)?;
+    let ca = EphemeralCa::new()?;
+    let (dir, name) = match &args.model {
+        Some(model) => {
+            let (resolved, named) = (model.clone(), model.clone());
+            let dir = tokio::task::spawn_blocking(move || model::resolve(&resolved)).await??;
+            (dir, model::short_name(&named))
+        }
+        None => {
+            let dir = ca.dir().join(bundled::NAME);
+            bundled::extract(&dir)?;
+            (dir, bundled::NAME.to_owned())
+        }
+    };
+    let mut flags = args.engine.to_flags();
+    flags.extend(args.api_key.iter().map(|key| format!("--api-key={key}")));
+    if args.expose_logits {
+        flags.push("--expose-logits".to_owned());
+    }
+    // Taken before the instances start, so that a port in use is known at once.
+    let address = SocketAddr::new(args.host, args.port);
+    let listener = tokio::net::TcpListener::bind(address).await.with_context(|| {
+        format!("listen on {address}\nhint: another program may use the port; --port names another")
+    })?;
+    let count = usize::from(args.instances);
+    let bar = instances_bar(count);
+    let pool = start_pool(&ca, &dir.to_string_lossy(), &name, count, &flags, |n| bar.set_position(n as u64)).await?;
+    bar.finish_and_clear();
+
+    let rows = Arc::new(RwLock::new(Vec::<PoolRow>::new()));
+    let mut client = PoolClient::new(pool.gmanager, &ca.identity()?)?;
+    wait_registered(&mut client, &rows, count).await?;
+    tokio::spawn(watch(client, rows.clone(), stop.clone()));
+
+    let (source, block_tokens) = (rows.clone(), u64::from(args.engine.block_tokens));
+    let backends = Arc::new(move || backends(&source, block_tokens));
+    let gateway = Gateway::new(backends, lagoon_http::metrics::install()?, args.api_key.clone())?;
+    let status = get(move || async move {
+        let rows = rows.read().unwrap_or_else(PoisonError::into_inner).clone();
+        Json(serde_json::json!({ "instances": rows }))
+    });
+    let router = axum::Router::new().route("/lagoon/status", status).fallback_service(gateway.router());
+    announce(&args, &name, listener.local_addr()?, &pool)?;
+    lagoon_http::serve(listener, router, stop.cancelled_owned()).await.context("serve HTTP")
+}
+
+#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
+fn announce(args: &UpArgs, model: &str, http: SocketAddr, pool: &crate::local::LocalPool) -> anyhow::Result<()> {
+    let device = pool.instances.first().map_or("", |i| i.device());
+    if args.json {
+        let pids: Vec<Option<u32>> = pool.instances.iter().map(crate::local::ChildNode::pid).collect();
+        let ready = serde_json::json!({
+            "ready": true, "http": http.to_string(), "model": model, "instances": pool.instances.len(),
+            "device": device, "gmanager": pool.gmanager.to_string(), "pids": pids,
+        });
+        println!("{ready}");
+    } else {
+        println!("{} instances of {model} on {device}", pool.instances.len());
+        println!("OpenAI endpoint http://{http}/v1");
+        println!("try: lagoon chat --url http://{http}    lagoon status --url http://{http}");
+    }
+    Ok(())
+}
+
+async fn wait_registered(client: &mut PoolClient, rows: &RwLock<Vec<PoolRow>>, count: usize) -> anyhow::Result<()> {
+    let deadline = tokio::time::Instant::now() + REGISTER_DEADLINE;
+    loop {
+        let now = client.rows().await?;
+        let alive = now.iter().filter(|r| r.alive).count();
+        *rows.write().unwrap_or_else(PoisonError::into_inner) = now;
+        if alive >= count {
+            return Ok(());
+        }
+        anyhow::ensure!(
+            tokio::time::Instant::now() < deadline,
+            "only {alive} of {count} instances registered within {} s",
+            REGISTER_DEADLINE.as_secs()
+        );
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// Keeps the rows fresh; when the gManager is silent the last ones stand.
+async fn watch(mut client: PoolClient, rows: Arc<RwLock<Vec<PoolRow>>>, stop: CancellationToken) {
+    while !stop.is_cancelled() {
+        match client.rows().await {
+            Ok(now) => *rows.write().unwrap_or_else(PoisonError::into_inner) = now,
+            Err(error) => tracing::warn!(%error, "the pool's state is unknown"),
+        }
+        tokio::time::sleep(WATCH_EVERY).await;
+    }
+}
+
+fn backends(rows: &RwLock<Vec<PoolRow>>, block_tokens: u64) -> Vec<Backend> {
+    let rows = rows.read().unwrap_or_else(PoisonError::into_inner);
+    let backend = |row: &PoolRow| {
+        Some(Backend {
+            name: row.name.clone(),
+            http_addr: row.http_addr.parse().ok()?,
+            free_tokens: u64::from(row.blocks_free) * block_tokens,
+            running: u64::from(row.requests_running),
+            waiting: u64::from(row.requests_waiting),
+        })
+    };
+    rows.iter().filter(|r| r.alive && r.role == "instance").filter_map(backend).collect()
+}
