@@ -5,8 +5,9 @@
 mod relay;
 mod support;
 
-use lagoon_transport::{Class, Frame};
-use std::{sync::atomic::Ordering::Relaxed, time::Duration};
+use lagoon_protocol::{BulkFrame, PartialsFrame};
+use lagoon_transport::{Bound, Class, Frame, Node, PeerId, SendError, TransportConfig};
+use std::{collections::BTreeSet, sync::atomic::Ordering::Relaxed, time::Duration};
 use support::*;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -51,4 +52,90 @@ async fn a_partition_ends_the_session_on_both_sides_and_heals() {
     assert_eq!(next_number(&mut b.events).await, 2);
     b.node.try_send(to_a, &query(3, 10)).unwrap();
     assert_eq!(Frame::from(next(&mut a.partials).await.frame), query(3, 10));
+}
+
+/// Numbers its frames and sends them to whoever is `peer` until the task is aborted.
+async fn send_numbers(node: Node, peer: PeerId) {
+    for number in 0.. {
+        for frame in [query(number, 500), write(number, 5_000)] {
+            match node.try_send(peer, &frame) {
+                // A frame that is not taken would be a gap of the sender's making: it is offered again.
+                Err(SendError::Full) => drop(node.send(peer, &frame, PATIENCE).await),
+                other => other.unwrap(),
+            }
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+/// What one class has received: numbers grow, and within one session none is missing.
+#[derive(Default)]
+struct Ledger {
+    last: Option<(u64, u64)>,
+    sessions: BTreeSet<u64>,
+}
+
+impl Ledger {
+    fn note(&mut self, session: u64, number: u64) {
+        if let Some((last_session, last)) = self.last {
+            assert!(session >= last_session, "session {session} after {last_session}");
+            assert!(number > last, "{number} after {last}");
+            assert!(session != last_session || number == last + 1, "a gap within a session: {number} after {last}");
+        }
+        self.last = Some((session, number));
+        self.sessions.insert(session);
+    }
+}
+
+/// Receives for `time`; gives the number of sessions that carried partials and bulk.
+async fn check_numbers(mut bound: Bound, time: Duration) -> (usize, usize, Node) {
+    let (mut partials, mut bulk) = (Ledger::default(), Ledger::default());
+    let end = tokio::time::sleep(time);
+    tokio::pin!(end);
+    loop {
+        tokio::select! {
+            () = &mut end => return (partials.sessions.len(), bulk.sessions.len(), bound.node),
+            _ = bound.events.recv() => {}
+            Some(inbound) = bound.partials.recv() => {
+                let PartialsFrame::Query { step, .. } = inbound.frame else { panic!() };
+                partials.note(inbound.session, step.0);
+            }
+            Some(inbound) = bound.bulk.recv() => {
+                let BulkFrame::Write { lease, .. } = inbound.frame else { panic!() };
+                bulk.note(inbound.session, lease.0);
+            }
+        }
+    }
+}
+
+/// Both sides send all the time while the path is cut again and again, for longer and shorter than a peer's silence may
+/// last, and loses datagrams: no session has a gap, and nothing comes twice.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sessions_have_no_gaps_while_they_come_and_go() {
+    let config = TransportConfig {
+        idle_timeout: Duration::from_millis(300),
+        keep_alive: Duration::from_millis(80),
+        connect_deadline: Duration::from_millis(300),
+        ..TransportConfig::default()
+    };
+    let (a, mut b) = (node_at(loopback(), config.clone()), node_at(loopback(), config));
+    let path = relay::start(b.node.local_addr(), 1).await;
+    let to_b = a.node.connect(path.addr, &Class::ALL).unwrap();
+    let (to_a, _, _) = next_up(&mut b.events).await;
+    let (sending_a, sending_b) =
+        (tokio::spawn(send_numbers(a.node.clone(), to_b)), tokio::spawn(send_numbers(b.node.clone(), to_a)));
+    let time = Duration::from_millis(5_000);
+    let (checking_a, checking_b) = (tokio::spawn(check_numbers(a, time)), tokio::spawn(check_numbers(b, time)));
+    for cut_ms in [500, 150, 600, 400] {
+        tokio::time::sleep(Duration::from_millis(600)).await;
+        path.cut.store(true, Relaxed);
+        tokio::time::sleep(Duration::from_millis(cut_ms)).await;
+        path.cut.store(false, Relaxed);
+    }
+    let (seen_a, seen_b) = (checking_a.await.unwrap(), checking_b.await.unwrap());
+    sending_a.abort();
+    sending_b.abort();
+    for (partials, bulk, _node) in [seen_a, seen_b] {
+        assert!(partials >= 3 && bulk >= 3, "{partials} and {bulk} sessions: the path was not cut enough");
+    }
 }
