@@ -241,3 +241,39 @@ async fn a_bad_frame_in_one_class_ends_the_session_of_all() {
     send.write_all(&encode(&control(5)).unwrap().to_vec()).await.unwrap();
     assert_eq!(next_number(&mut bound.events).await, 5);
 }
+
+/// The remote has given up a session that this side still believes in (its closing was lost): the preface tells.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn prefaces_tell_when_a_session_is_over() {
+    let mut bound = node();
+    let addr = bound.node.local_addr();
+    let of = |class, incarnation, generation| lagoon_wire::Preface { incarnation, generation, ..raw::preface(class) };
+
+    let (first, _send, _recv) = raw::greeted_with(addr, &of(1, 50, 3)).await;
+    let (peer, _, _) = next_up(&mut bound.events).await;
+    // Another class of the same generation joins the session.
+    let (second, _send, _recv) = raw::greeted_with(addr, &of(3, 50, 3)).await;
+    // A higher generation begins another one; both old connections go.
+    let (third, _send, _recv) = raw::greeted_with(addr, &of(2, 50, 4)).await;
+    assert_eq!(next_down(&mut bound.events).await, (peer, "the peer ended the session".to_owned()));
+    assert_eq!(next_up(&mut bound.events).await.0, peer);
+    for old in [first, second] {
+        assert!(old.closed().await.to_string().contains("ended the session"));
+    }
+    // A lower generation is an attempt of the past.
+    let past = raw::connect(addr, true).await.unwrap();
+    let (mut send, _recv) = past.open_bi().await.unwrap();
+    send.write_all(&encode_preface(&of(1, 50, 3)).unwrap().to_vec()).await.unwrap();
+    assert!(past.closed().await.to_string().contains("that session is over"));
+    // The same class of the same generation again: the remote cannot know the connection that we have.
+    let (_fourth, _send, _recv) = raw::greeted_with(addr, &of(2, 50, 4)).await;
+    assert_eq!(next_down(&mut bound.events).await, (peer, "the peer connected anew".to_owned()));
+    assert_eq!(next_up(&mut bound.events).await.0, peer);
+    assert!(third.closed().await.to_string().contains("connected anew"));
+    // Another process at the same address.
+    let (_fifth, _send, _recv) = raw::greeted_with(addr, &of(3, 51, 0)).await;
+    assert_eq!(next_down(&mut bound.events).await, (peer, "the peer's process was replaced".to_owned()));
+    let (same, _, incarnation) = next_up(&mut bound.events).await;
+    assert_eq!((same, incarnation), (peer, 51));
+    assert!(bound.events.is_empty());
+}

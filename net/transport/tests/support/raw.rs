@@ -43,9 +43,14 @@ pub(crate) fn preface(class: u32) -> Preface {
 
 /// Connects and gets as far as an accepted preface.
 pub(crate) async fn greeted(addr: SocketAddr, class: u32) -> (Connection, SendStream, RecvStream) {
+    greeted_with(addr, &preface(class)).await
+}
+
+/// As [`greeted`], with a preface of the test's choice.
+pub(crate) async fn greeted_with(addr: SocketAddr, preface: &Preface) -> (Connection, SendStream, RecvStream) {
     let connection = connect(addr, true).await.unwrap();
     let (mut send, mut recv) = connection.open_bi().await.unwrap();
-    send.write_all(&encode_preface(&preface(class)).unwrap().to_vec()).await.unwrap();
+    send.write_all(&encode_preface(preface).unwrap().to_vec()).await.unwrap();
     recv.read_chunk(1024, true).await.unwrap().expect("the node answers the preface");
     (connection, send, recv)
 }
