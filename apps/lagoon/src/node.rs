@@ -242,7 +242,7 @@ impl NodeLoop {
 
     fn on_tick(&mut self, ticks: u64) {
         self.step(Event::Tick);
-        if ticks % 25 != 0 {
+        if !ticks.is_multiple_of(25) {
             return;
         }
         let rtts: Vec<(PeerId, Duration)> = self

@@ -7,9 +7,12 @@ use crate::model::{OpenModel, defaults, resolve, short_name};
 use crate::node::{NodeLoop, Pool, Shared};
 use anyhow::Context;
 use axum::Json;
-use axum::extract::State;
+use axum::extract::{Request, State};
 use axum::http::StatusCode;
+use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
+use axum::routing::MethodRouter;
+use lagoon_http::server::{bears_key, unauthorized};
 use lagoon_http::{EngineInfo, Limits, ServerState};
 use lagoon_instance::{Instance, InstanceConfig, RemotePolicy};
 use lagoon_protocol::Role;
@@ -165,7 +168,7 @@ pub(crate) async fn run(args: ServeArgs) -> anyhow::Result<()> {
         }
     };
     let quic_addr = pool.as_ref().map(|p| args.advertise.unwrap_or_else(|| p.bound.node.local_addr()));
-    let config = instance_config(&args, &model, sizes, &running.info.backend, http_addr, quic_addr);
+    let config = instance_config(&args, &model, sizes, running.info.backend, http_addr, quic_addr);
     let instance = Instance::new(config)?;
     let shared = Arc::new(Shared { pool_tokens: Mutex::new(instance.pool_tokens()) });
     let (input, inputs) = mpsc::channel(args.engine.max_queue.max(64) * 2);
@@ -262,16 +265,16 @@ fn router(args: &ServeArgs, dir: &Path, model: &OpenModel, engine: Arc<NodeEngin
         metrics: lagoon_http::metrics::install()?,
         created: lagoon_http::unix_seconds(),
     };
-    let key = args.api_key.clone();
-    let guarded = axum::routing::get(status).with_state(engine).layer(axum::middleware::from_fn(
-        move |request: axum::extract::Request, next: axum::middleware::Next| {
-            let allowed = key.as_deref().is_none_or(|key| lagoon_http::server::bears_key(request.headers(), key));
-            async move {
-                if allowed { next.run(request).await } else { lagoon_http::server::unauthorized().into_response() }
-            }
-        },
-    ));
+    let guarded = guarded(axum::routing::get(status).with_state(engine), args.api_key.clone());
     Ok(axum::Router::new().route("/lagoon/status", guarded).fallback_service(lagoon_http::router(state)))
+}
+
+/// A route that asks for the key, as the OpenAI routes do.
+pub(crate) fn guarded(route: MethodRouter, key: Option<String>) -> MethodRouter {
+    route.layer(middleware::from_fn(move |request: Request, next: Next| {
+        let allowed = key.as_deref().is_none_or(|key| bears_key(request.headers(), key));
+        async move { if allowed { next.run(request).await } else { unauthorized().into_response() } }
+    }))
 }
 
 async fn status(State(engine): State<Arc<NodeEngine>>) -> Response {

@@ -4,6 +4,7 @@ use crate::args::EngineArgs;
 use crate::gateway::{Backend, Gateway};
 use crate::local::{EphemeralCa, start_pool};
 use crate::pool_client::{PoolClient, PoolRow};
+use crate::serve::guarded;
 use crate::{bundled, device, model};
 use anyhow::Context;
 use axum::Json;
@@ -102,7 +103,9 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
         let rows = rows.read().unwrap_or_else(PoisonError::into_inner).clone();
         Json(serde_json::json!({ "instances": rows }))
     });
-    let router = axum::Router::new().route("/lagoon/status", status).fallback_service(gateway.router());
+    let router = axum::Router::new()
+        .route("/lagoon/status", guarded(status, args.api_key.clone()))
+        .fallback_service(gateway.router());
     announce(&args, &name, listener.local_addr()?, &pool)?;
     lagoon_http::serve(listener, router, stop.cancelled_owned()).await.context("serve HTTP")
 }
