@@ -3,5 +3,6 @@
 
 mod failures;
 mod goldens;
+mod hostile;
 mod pooled;
 mod random;

@@ -127,7 +127,7 @@ impl Instance {
         let aside: Vec<PhysBlock> = std::mem::take(&mut seq.aside);
         seq.blocks.push_local(&aside);
         seq.hold = Hold::None;
-        seq.misses = 0;
+        (seq.misses, seq.frugal) = (0, false);
         if self.sched.is_running(id) {
             self.sched.set_lane(id, Lane::Remote);
         } else {
@@ -144,7 +144,11 @@ impl Instance {
             return;
         }
         if self.sched.is_running(id) {
-            self.yield_memory(id);
+            match self.seqs.get_mut(&id) {
+                // More than it needs was asked for: less may do.
+                Some(seq) if !seq.frugal => (seq.frugal, seq.hold) = (true, Hold::None),
+                _ => self.yield_memory(id),
+            }
             return;
         }
         self.release_memory(id);
@@ -189,7 +193,8 @@ impl Instance {
         if !self.registered {
             self.yield_memory(id);
         } else if let Some(seq) = self.seqs.get_mut(&id) {
-            seq.hold = Hold::Borrowing(self.rm.borrow(id, shortfall.max(GROWTH_BLOCKS), self.now_ms));
+            let wanted = if seq.frugal { shortfall } else { shortfall.max(GROWTH_BLOCKS) };
+            seq.hold = Hold::Borrowing(self.rm.borrow(id, wanted, self.now_ms));
         }
     }
 

@@ -42,6 +42,8 @@ pub(crate) struct Sequence {
     pub(crate) hold: Hold,
     /// Times that there was no memory since there last was.
     pub(crate) misses: u32,
+    /// Growth failed: it asks for what it needs and no more.
+    pub(crate) frugal: bool,
     /// Times it was computed again after a failure.
     pub(crate) recoveries: u32,
     /// The client is gone: removed when its step ends.
@@ -65,6 +67,7 @@ impl Sequence {
             aside: Vec::new(),
             hold: Hold::None,
             misses: 0,
+            frugal: false,
             recoveries: 0,
             cancelled: false,
             admit_by_ms,

@@ -12,9 +12,11 @@ pub mod node;
 pub use net::GMANAGER;
 pub use node::{Backend, Coordinator, Node, PoolSpec, Spec};
 
+use lagoon_backend::DeviceError;
 use lagoon_cluster::GManager;
 use lagoon_instance::{Effect, Event, PeerKey, TICK_MS};
 use lagoon_protocol::{Control, ControlBody};
+use lagoon_runner::Report;
 use lagoon_types::{FinishReason, GenerateRequest, LeaseId, RequestError, SamplingParams, SeqId, TokenEvent};
 use lagoon_wire::Frame;
 use net::{Key, Network, Payload, SESSION};
@@ -24,6 +26,15 @@ use std::collections::BTreeSet;
 const RUN_MS_MAX: u64 = 120_000;
 /// Events that a run may take before it counts as a livelock.
 const RUN_STEPS_MAX: u64 = 5_000_000;
+
+/// Where a device fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// In the instance's own step.
+    Step,
+    /// In a peer's query.
+    Guest,
+}
 
 /// What became of a request.
 #[derive(Debug)]
@@ -78,6 +89,10 @@ pub struct World {
     /// Largest delay of a frame in shuffled runs.
     pub delay_ms: u64,
     steps: u64,
+    /// Nodes between which nothing is delivered until then, without anybody being told.
+    stalled: Vec<(usize, usize, u64)>,
+    /// The node whose device fails at its next report of this kind.
+    faulty: Option<(usize, Fault)>,
     /// Leases of creditors that were killed.
     dead_leases: BTreeSet<LeaseId>,
 }
@@ -103,6 +118,8 @@ impl World {
             shuffle: seed.map(Rng),
             delay_ms: 3,
             steps: 0,
+            stalled: Vec::new(),
+            faulty: None,
             dead_leases: BTreeSet::new(),
         }
     }
@@ -194,6 +211,27 @@ impl World {
     pub fn cut(&mut self, a: usize, b: usize, blocked_ms: u64) {
         let delays = [self.delay(), self.delay()];
         self.net.cut(a, b, self.now_ms, blocked_ms, delays);
+    }
+
+    /// Delivers nothing between two nodes for a while; neither learns of it. What was sent arrives afterwards.
+    pub fn stall(&mut self, a: usize, b: usize, ms: u64) {
+        self.stalled.push((a, b, self.now_ms + ms));
+    }
+
+    /// The next write of KV arrives with another last byte.
+    pub fn corrupt_next_write(&mut self) {
+        self.net.corrupt_next_write = true;
+    }
+
+    /// A node's device fails once.
+    pub fn break_device(&mut self, node: usize, fault: Fault) {
+        self.faulty = Some((node, fault));
+    }
+
+    /// Gives an instance a frame that no peer sent; returns what it does about it.
+    pub fn inject(&mut self, node: usize, event: Event) -> Vec<Effect> {
+        let now_ms = self.now_ms;
+        self.nodes[node].instance.as_mut().unwrap().handle(event, now_ms)
     }
 
     /// Ends the gManager's process.
@@ -296,7 +334,9 @@ impl World {
 
     /// Streams whose next item can be delivered.
     fn ready(&mut self) -> Vec<Key> {
-        let (nodes, now_ms) = (&self.nodes, self.now_ms);
+        let now_ms = self.now_ms;
+        self.stalled.retain(|(_, _, until_ms)| *until_ms > now_ms);
+        let (nodes, stalled) = (&self.nodes, &self.stalled);
         self.net.queues.retain(|_, queue| !queue.is_empty());
         let ready = self.net.queues.iter().filter(|((from, to, stream), queue)| {
             let item = &queue[0];
@@ -305,7 +345,8 @@ impl World {
                 || *from == GMANAGER
                 || *to == GMANAGER
                 || nodes[*to].view.get(from).is_some_and(|g| *g >= item.generation);
-            item.ready_ms <= now_ms && introduced
+            let stalls = stalled.iter().any(|(a, b, _)| (*a, *b) == (*from, *to) || (*b, *a) == (*from, *to));
+            item.ready_ms <= now_ms && introduced && !stalls
         });
         ready.map(|(key, _)| *key).collect()
     }
@@ -369,20 +410,38 @@ impl World {
         let mut reports = Vec::new();
         self.nodes[node].busy = engine.turn(&mut |report| reports.push(report));
         for report in reports {
+            let report = self.maybe_fail(node, report);
             self.handle(node, Event::Runner(report));
         }
+    }
+
+    fn maybe_fail(&mut self, node: usize, report: Report) -> Report {
+        let error = DeviceError::Lost("pulled out".to_owned());
+        let failed = match (self.faulty, &report) {
+            (Some((n, Fault::Step)), Report::Done { step, lane, .. }) if n == node => {
+                Report::Failed { step: *step, lane: *lane, error: error.into() }
+            }
+            (Some((n, Fault::Guest)), Report::GuestPartial { tag, .. }) if n == node => {
+                Report::GuestFailed { tag: *tag, error }
+            }
+            _ => return report,
+        };
+        self.faulty = None;
+        failed
     }
 
     /// To the next moment at which something happens.
     fn pass_time(&mut self) {
         let ready = self.net.queues.values().filter_map(|q| q.front()).map(|item| item.ready_ms);
         let ticks = self.nodes.iter().filter(|n| n.instance.is_some()).map(|n| n.next_tick_ms);
-        let next = ready.chain(ticks).filter(|at| *at > self.now_ms).min();
+        let stalls = self.stalled.iter().map(|s| s.2);
+        let next = ready.chain(ticks).chain(stalls).filter(|at| *at > self.now_ms).min();
         self.set_time(next.unwrap_or(self.now_ms + TICK_MS));
     }
 
     fn set_time(&mut self, now_ms: u64) {
         self.now_ms = now_ms;
+        self.net.redial(now_ms);
         if let Some(coordinator) = &mut self.coordinator {
             coordinator.gmanager.tick(now_ms);
         }

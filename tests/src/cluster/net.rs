@@ -5,6 +5,7 @@
 //! lagoon-wire.
 
 use bytes::Bytes;
+use lagoon_types::limits::CONNECT_DEADLINE_MS;
 use lagoon_wire::{Class, Frame, FrameReader};
 use std::collections::{BTreeMap, VecDeque};
 
@@ -46,6 +47,9 @@ pub(super) struct Network {
     pub(super) queues: BTreeMap<Key, VecDeque<Item>>,
     /// Frames and bytes that were sent, by kind.
     pub(super) sent: BTreeMap<&'static str, (u64, u64)>,
+    pub(super) corrupt_next_write: bool,
+    /// Attempts to connect nodes that are cut: repeated until this time.
+    dials: Vec<(usize, usize, u64)>,
 }
 
 fn pair(a: usize, b: usize) -> (usize, usize) {
@@ -69,7 +73,11 @@ impl Network {
     /// Connects two nodes unless they are connected or cut.
     pub(super) fn connect(&mut self, a: usize, b: usize, now_ms: u64) {
         let link = self.link(a, b);
-        if link.up || link.blocked_until_ms > now_ms {
+        if link.up {
+            return;
+        }
+        if link.blocked_until_ms > now_ms {
+            self.dials.push((a, b, now_ms + CONNECT_DEADLINE_MS));
             return;
         }
         link.up = true;
@@ -77,6 +85,20 @@ impl Network {
         let generation = link.generation;
         for (from, to) in [(a, b), (b, a)] {
             self.put((from, to, SESSION), now_ms, generation, Payload::Up);
+        }
+    }
+
+    /// Repeats attempts to connect.
+    pub(super) fn redial(&mut self, now_ms: u64) {
+        for (a, b, until_ms) in std::mem::take(&mut self.dials) {
+            if until_ms < now_ms || self.standing(a, b).is_some() {
+                continue;
+            }
+            if self.link(a, b).blocked_until_ms > now_ms {
+                self.dials.push((a, b, until_ms));
+            } else {
+                self.connect(a, b, now_ms);
+            }
         }
     }
 
@@ -98,13 +120,17 @@ impl Network {
     /// Forgets everything that concerns a node that is gone; its peers are told by [`Network::cut`].
     pub(super) fn forget(&mut self, node: usize) {
         self.queues.retain(|(_, to, _), _| *to != node);
+        self.dials.retain(|(a, b, _)| *a != node && *b != node);
     }
 
     /// Queues a frame. `generation` is the session in which the sender believes.
     pub(super) fn send(&mut self, from: usize, to: usize, frame: Frame, ready_ms: u64, generation: u64) {
         let class = frame.class();
         let kind = kind(&frame);
-        let bytes = lagoon_wire::encode(&frame).unwrap_or_else(|e| panic!("{kind}: {e}")).to_vec();
+        let mut bytes = lagoon_wire::encode(&frame).unwrap_or_else(|e| panic!("{kind}: {e}")).to_vec();
+        if kind == "write" && std::mem::take(&mut self.corrupt_next_write) {
+            *bytes.last_mut().unwrap() ^= 1;
+        }
         let sent = self.sent.entry(kind).or_default();
         *sent = (sent.0 + 1, sent.1 + bytes.len() as u64);
         self.put((from, to, class.index()), ready_ms, generation, Payload::Frame(class, bytes));
