@@ -6,7 +6,10 @@
 //! * prefill in chunks of 512: floating-point operations per second (projections and attention), over those of the
 //!   `gemm` crate on f32 matrices of the same projections in the same run.
 //!
-//! The two sides alternate, so that load on the machine falls on both, and ratios are medians over the pairs. Run with
+//! The two sides alternate, so that load on the machine falls on both, and `ratio` is a median over the pairs. On a
+//! machine that others load heavily it still is noise, as schedulers favour short bursts over long sums: `cpu_ratio`
+//! then is the one to read. It divides by processor time instead of elapsed time, so that waiting for a processor does
+//! not count (Linux only). Run with
 //! `cargo bench -p lagoon-benches --bench cpu -- [--json] [--quick] [--threads N] [--only decode|prefill]`.
 #![allow(clippy::print_stdout, reason = "a benchmark prints its results")]
 #![allow(
@@ -35,12 +38,8 @@ const STREAM_BYTES: usize = 384 << 20;
 const READ_PARAMETERS: usize =
     LAYERS * HIDDEN * (GEOMETRY.qkv_dim() + GEOMETRY.q_dim() + 3 * INTERMEDIATE) + VOCAB * HIDDEN;
 /// Inner and outer dimension of a layer's projections.
-const PROJECTIONS: [(usize, usize); 4] = [
-    (HIDDEN, GEOMETRY.qkv_dim()),
-    (GEOMETRY.q_dim(), HIDDEN),
-    (HIDDEN, 2 * INTERMEDIATE),
-    (INTERMEDIATE, HIDDEN),
-];
+const PROJECTIONS: [(usize, usize); 4] =
+    [(HIDDEN, GEOMETRY.qkv_dim()), (GEOMETRY.q_dim(), HIDDEN), (HIDDEN, 2 * INTERMEDIATE), (INTERMEDIATE, HIDDEN)];
 
 struct Layer {
     norms: [CpuWeight; 2],
@@ -81,7 +80,8 @@ impl Random {
     /// `n` values of either sign and a magnitude of about `2^exponent`.
     fn bytes(&mut self, dtype: DType, n: usize, exponent: i32) -> Vec<u8> {
         let (mut block, mut out) = (Vec::new(), Vec::new());
-        let values: Vec<f32> = (0..8191).map(|_| ((self.next() % 2001) as f32 / 1000.0 - 1.0) * 2f32.powi(exponent)).collect();
+        let values: Vec<f32> =
+            (0..8191).map(|_| ((self.next() % 2001) as f32 / 1000.0 - 1.0) * 2f32.powi(exponent)).collect();
         dtype.encode(&values, &mut block);
         while out.len() < n * dtype.size() {
             out.extend_from_slice(&block);
@@ -135,8 +135,7 @@ impl Model {
 
     /// A store of `slots` tokens that holds something in every page.
     fn kv(&mut self, dtype: DType, slots: usize) -> Result<CpuKv, DeviceError> {
-        let shape =
-            KvShape { layers: LAYERS as u32, kv_heads: GEOMETRY.kv_heads, head_dim: GEOMETRY.head_dim, dtype };
+        let shape = KvShape { layers: LAYERS as u32, kv_heads: GEOMETRY.kv_heads, head_dim: GEOMETRY.head_dim, dtype };
         let mut kv = self.device.kv(shape, slots)?;
         let bytes = Random(9).bytes(dtype, slots * 2 * GEOMETRY.kv_dim(), 0);
         for layer in 0..LAYERS {
@@ -146,7 +145,14 @@ impl Model {
     }
 
     /// `rows` tokens of one sequence from position `pos`, in slots of the same numbers; the last row's logits if wanted.
-    fn step(&mut self, b: &mut Buffers, kv: &mut CpuKv, pos: usize, rows: usize, logits: bool) -> Result<(), DeviceError> {
+    fn step(
+        &mut self,
+        b: &mut Buffers,
+        kv: &mut CpuKv,
+        pos: usize,
+        rows: usize,
+        logits: bool,
+    ) -> Result<(), DeviceError> {
         let d = &mut self.device;
         let ids: Vec<u32> = (0..rows).map(|i| ((pos + i) * 17 % VOCAB) as u32).collect();
         let slots: Vec<u32> = (pos as u32..(pos + rows) as u32).collect();
@@ -175,6 +181,35 @@ impl Model {
     }
 }
 
+/// Processor seconds of all threads of this process so far, where the system tells (Linux). Threads that run are
+/// accounted at the scheduler's ticks, so that only sums over many calls are exact.
+fn cpu_seconds() -> Option<f64> {
+    let nanoseconds = |task: std::io::Result<std::fs::DirEntry>| -> Option<f64> {
+        let stat = std::fs::read_to_string(task.ok()?.path().join("schedstat")).ok()?;
+        stat.split_whitespace().next()?.parse().ok()
+    };
+    std::fs::read_dir("/proc/self/task").ok()?.map(nanoseconds).sum::<Option<f64>>().map(|n| n / 1e9)
+}
+
+/// What each side did, and the processor time that it took.
+#[derive(Default)]
+struct PerCpu {
+    ours: (f64, f64),
+    theirs: (f64, f64),
+}
+
+impl PerCpu {
+    fn note(side: &mut (f64, f64), amount: f64, since: Option<f64>) {
+        side.0 += amount;
+        side.1 += cpu_seconds().zip(since).map_or(f64::NAN, |(now, then)| now - then);
+    }
+
+    /// Ours over theirs, per processor second; not a number, which is null in JSON, where the system does not tell.
+    fn ratio(&self) -> f64 {
+        self.ours.0 / self.ours.1 / (self.theirs.0 / self.theirs.1)
+    }
+}
+
 fn seconds(work: impl FnOnce()) -> f64 {
     let start = Instant::now();
     work();
@@ -192,7 +227,10 @@ fn streaming_read(pool: &rayon::ThreadPool, buffer: &[u64]) -> f64 {
     let mut total = 0;
     let elapsed = seconds(|| {
         total = pool.install(|| {
-            buffer.par_chunks(32 << 10).map(|c| c.iter().fold(0u64, |a, v| a.wrapping_add(*v))).reduce(|| 0, u64::wrapping_add)
+            buffer
+                .par_chunks(32 << 10)
+                .map(|c| c.iter().fold(0u64, |a, v| a.wrapping_add(*v)))
+                .reduce(|| 0, u64::wrapping_add)
         });
     });
     assert_ne!(total, 1, "the sum is used");
@@ -207,10 +245,15 @@ fn decode(threads: usize, dtype: DType, context: usize, pairs: usize, stream: &[
     let kv_bytes = context * kv_token_bytes(dtype);
     let bytes = READ_PARAMETERS * dtype.size() + kv_bytes;
     let (mut times, mut reads, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+    let mut cpu = PerCpu::default();
     let mut before = streaming_read(&pool, stream);
     for pair in 0..pairs + 2 {
+        let start = cpu_seconds();
         let time = seconds(|| model.step(&mut buffers, &mut kv, context - 1, 1, true).expect("a step"));
+        PerCpu::note(&mut cpu.ours, bytes as f64, start);
+        let start = cpu_seconds();
         let after = streaming_read(&pool, stream);
+        PerCpu::note(&mut cpu.theirs, size_of_val(stream) as f64, start);
         if pair >= 2 {
             times.push(time);
             reads.push(after);
@@ -223,7 +266,7 @@ fn decode(threads: usize, dtype: DType, context: usize, pairs: usize, stream: &[
         "kind": "decode", "dtype": dtype.to_string(), "context": context, "pairs": pairs,
         "tokens_per_s": 1.0 / time, "bytes_per_token": bytes, "kv_bytes_per_token": kv_bytes,
         "gb_per_s": bytes as f64 / time / 1e9, "streaming_gb_per_s": median(&mut reads) / 1e9,
-        "ratio": median(&mut ratios), "best_tokens_per_s": 1.0 / times[0],
+        "ratio": median(&mut ratios), "cpu_ratio": cpu.ratio(), "best_tokens_per_s": 1.0 / times[0],
     }))
 }
 
@@ -304,6 +347,7 @@ fn prefill(threads: usize, dtype: DType, context: usize, repeats: usize) -> Resu
         4.0 * keys * GEOMETRY.q_dim() as f64 * LAYERS as f64
     };
     let (mut times, mut rates, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+    let mut cpu = PerCpu::default();
     gemm.layer(&pool);
     model.step(&mut buffers, &mut kv, 0, CHUNK, false)?;
     for _ in 0..repeats {
@@ -312,25 +356,35 @@ fn prefill(threads: usize, dtype: DType, context: usize, repeats: usize) -> Resu
             let last = pos + CHUNK == context;
             // As many layers of products on each side of the chunk, and about as long as the chunk itself.
             let layers = LAYERS / 2;
-            gemm_time += (0..layers).map(|_| gemm.layer(&pool)).sum::<f64>();
+            let side = |gemm: &mut Gemm, cpu: &mut PerCpu| {
+                let start = cpu_seconds();
+                let time = (0..layers).map(|_| gemm.layer(&pool)).sum::<f64>();
+                PerCpu::note(&mut cpu.theirs, layers as f64 * Gemm::layer_flops(), start);
+                time
+            };
+            gemm_time += side(&mut gemm, &mut cpu);
+            let start = cpu_seconds();
             time += seconds(|| model.step(&mut buffers, &mut kv, pos, CHUNK, last).expect("a step"));
-            gemm_time += (0..layers).map(|_| gemm.layer(&pool)).sum::<f64>();
+            let chunk_flops = LAYERS as f64 * Gemm::layer_flops() + attention_flops(pos);
+            PerCpu::note(&mut cpu.ours, chunk_flops, start);
+            gemm_time += side(&mut gemm, &mut cpu);
             gemm_layers += 2 * layers;
-            flops += LAYERS as f64 * Gemm::layer_flops() + attention_flops(pos);
+            flops += chunk_flops;
         }
         let rate = Gemm::layer_flops() * f64::from(gemm_layers as u32) / gemm_time;
         times.push(time);
         rates.push(rate);
         ratios.push(flops / time / rate);
     }
-    let flops: f64 = (0..context).step_by(CHUNK).map(|p| LAYERS as f64 * Gemm::layer_flops() + attention_flops(p)).sum();
+    let flops: f64 =
+        (0..context).step_by(CHUNK).map(|p| LAYERS as f64 * Gemm::layer_flops() + attention_flops(p)).sum();
     let time = median(&mut times);
     Ok(json!({
         "kind": "prefill", "dtype": dtype.to_string(), "context": context, "chunk": CHUNK, "repeats": repeats,
         "tokens_per_s": context as f64 / time, "gflop": flops / 1e9,
         "attention_gflop": (0..context).step_by(CHUNK).map(attention_flops).sum::<f64>() / 1e9,
         "gflop_per_s": flops / time / 1e9, "gemm_gflop_per_s": median(&mut rates) / 1e9,
-        "ratio": median(&mut ratios), "best_tokens_per_s": context as f64 / times[0],
+        "ratio": median(&mut ratios), "cpu_ratio": cpu.ratio(), "best_tokens_per_s": context as f64 / times[0],
     }))
 }
 
@@ -350,19 +404,21 @@ fn main() {
         |n| n.parse().expect("--threads takes a number"),
     );
     let (json, quick, only) = (flag("--json"), flag("--quick"), option("--only"));
-    let dtypes: Vec<DType> = option("--dtype").map_or(vec![DType::F16, DType::BF16], |d| vec![d.parse().expect("an element type")]);
+    let dtypes: Vec<DType> =
+        option("--dtype").map_or(vec![DType::F16, DType::BF16], |d| vec![d.parse().expect("an element type")]);
     let wanted = |kind: &str| only.as_deref().is_none_or(|o| o == kind);
     let stream: Vec<u64> = (0..STREAM_BYTES as u64 / 8).collect();
     let mut results = Vec::new();
     let mut note = |result: Value| {
         if !json {
             println!(
-                "{} {} {:>6}: {:8.1} tok/s, ratio {:.2}  {result}",
+                "{} {} {:>6}: {:8.1} tok/s, ratio {:.2}, per processor second {:.2}  {result}",
                 result["kind"].as_str().unwrap_or_default(),
                 result["dtype"].as_str().unwrap_or_default(),
                 result["context"],
                 result["tokens_per_s"].as_f64().unwrap_or_default(),
                 result["ratio"].as_f64().unwrap_or_default(),
+                result["cpu_ratio"].as_f64().unwrap_or_default(),
             );
         }
         results.push(result);
@@ -381,6 +437,9 @@ fn main() {
     }
     if json {
         let device = CpuDevice::with_threads(threads).info().name;
-        println!("{}", json!({ "benchmark": "cpu", "processor": processor(), "device": device, "threads": threads, "results": results }));
+        println!(
+            "{}",
+            json!({ "benchmark": "cpu", "processor": processor(), "device": device, "threads": threads, "results": results })
+        );
     }
 }

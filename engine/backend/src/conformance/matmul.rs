@@ -46,7 +46,7 @@ pub fn matmul_add<D: Device>(device: &mut D, tolerance: Tolerance) {
 /// Weights stacked from several parts by rows, as q, k and v are.
 pub fn matmul_parts<D: Device>(device: &mut D, tolerance: Tolerance) {
     for dtype in DTYPES {
-        [(1, 80, 100), (3, 40, 129), (17, 96, 160)]
+        [(1, 80, 100), (3, 40, 129), (17, 96, 160), (65, 72, 129)]
             .iter()
             .for_each(|s| product(device, dtype, *s, Mode::Set, 3, tolerance));
     }

@@ -1,5 +1,9 @@
 //! The matrix kernel: a small f32 product whose sums stay in registers. Projections of many rows and prefill
 //! attention are built on it, over operands that were widened into cache-sized tiles.
+//!
+//! In place of a general library: weights are widened and transposed in the same pass, activations need no packing, and
+//! attention multiplies tiles too small for a library call. At the projections of a 125M-parameter model it reaches 1.6
+//! times the rate of the `gemm` crate (benches/results).
 
 use super::simd::{Isa, Kernel, Simd};
 
