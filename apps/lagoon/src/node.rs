@@ -137,7 +137,7 @@ impl NodeLoop {
 
     /// The next thing that happens: what is latency-bound first, the bulk class last.
     async fn next(&mut self, stop: &CancellationToken, tick: &mut Interval) -> Happened {
-        let Self { pool, reports, inputs, .. } = self;
+        let Self { pool, reports, inputs, instance, .. } = self;
         let (events, partials, bulk) = match pool {
             Some(Pool { bound: Bound { events, partials, bulk, .. }, .. }) => {
                 (Some(events), Some(partials), Some(bulk))
@@ -152,7 +152,7 @@ impl NodeLoop {
             Some(inbound) = recv(partials) => Happened::Partials(inbound),
             Some(input) = inputs.recv() => Happened::Input(input),
             _ = tick.tick() => Happened::Tick,
-            Some(inbound) = recv(bulk) => Happened::Bulk(inbound),
+            Some(inbound) = recv(bulk), if instance.takes_bulk() => Happened::Bulk(inbound),
         }
     }
 

@@ -10,7 +10,9 @@ use bytes::Bytes;
 use lagoon_backend::{AttnRows, DeviceError};
 use lagoon_protocol::{BulkFrame, PartialsFrame, RefuseCode, StepTicket};
 use lagoon_runner::{Command, GuestQuery, GuestRead, GuestTag, GuestWrite};
-use lagoon_types::limits::{GUEST_TICKETS_MAX, GUEST_WAITING_MAX, STEP_DEADLINE_MS, STEP_ROWS_MAX};
+use lagoon_types::limits::{
+    GUEST_TICKETS_MAX, GUEST_WAITING_MAX, GUEST_WRITE_BYTES_MAX, STEP_DEADLINE_MS, STEP_ROWS_MAX,
+};
 use lagoon_types::{DType, Epoch, InstanceId, KvRun, LeaseId, LeaseRun, StepId};
 use std::collections::BTreeMap;
 
@@ -59,6 +61,8 @@ pub(crate) struct Guests {
     waiting: Vec<(PeerKey, InstanceId, u64, Waiting)>,
     outstanding: BTreeMap<GuestTag, Outstanding>,
     next_tag: u64,
+    /// Bytes of peers' KV that wait for the device.
+    write_bytes: usize,
 }
 
 type Refusal = (RefuseCode, String);
@@ -292,6 +296,7 @@ impl Instance {
         if let Some(first) = pieces.first() {
             let kv = kv.slice(first.token0 as usize * self.config.kv.layer_token_bytes()..);
             let pieces = pieces.iter().map(|p| (p.slot0, p.tokens)).collect();
+            self.guests.write_bytes += kv.len();
             self.effects.push(Effect::Runner(Command::GuestWrite(GuestWrite { layer, pieces, kv })));
         }
         self.serve_waiting();
@@ -324,6 +329,18 @@ impl Instance {
         self.guests.waiting.push((peer, from, deadline, frame));
         self.serve_waiting();
         Ok(())
+    }
+
+    /// Whether the shell should hand in more bulk frames now. While the device is behind with peers' KV it should not:
+    /// the transport's flow control then holds the peers back.
+    #[must_use]
+    pub fn takes_bulk(&self) -> bool {
+        self.guests.write_bytes < GUEST_WRITE_BYTES_MAX
+    }
+
+    /// The device took a peer's KV.
+    pub(crate) fn on_guest_written(&mut self, bytes: usize) {
+        self.guests.write_bytes -= bytes;
     }
 
     /// The device answered a guest's query.

@@ -322,6 +322,7 @@ impl Instance {
             Report::Done { step, lane, samples } => self.on_done(step, lane, samples),
             Report::Failed { step, lane, error } => self.on_step_failed(step, lane, &error),
             Report::GuestPartial { tag, out, lse, count } => self.on_guest_partial(tag, out, lse, count),
+            Report::GuestWritten { bytes } => self.on_guest_written(bytes),
             Report::GuestKv { tag, kv } => self.on_guest_kv(tag, kv),
             Report::GuestFailed { tag, error } => self.on_guest_failed(tag, &error),
         }

@@ -84,13 +84,7 @@ impl Instance {
     }
 
     /// Turns a plan into work, the tickets of its creditors and the owners of its writes.
-    #[allow(clippy::type_complexity, reason = "three results of one walk over the plan")]
-    fn build(
-        &self,
-        step: StepId,
-        lane: Lane,
-        plan: &StepPlan,
-    ) -> (StepWork, BTreeMap<InstanceId, Vec<TicketSeq>>, Vec<(SeqId, WriteSegment)>) {
+    fn build(&self, step: StepId, lane: Lane, plan: &StepPlan) -> Built {
         let mut builder = Builder::new(step, lane, self.config.wire);
         for chunk in &plan.chunks {
             let seq = &self.seqs[&chunk.seq];
@@ -330,6 +324,9 @@ impl Instance {
     }
 }
 
+/// Work for the runner, the tickets of its creditors, and the owners of its writes.
+type Built = (StepWork, BTreeMap<InstanceId, Vec<TicketSeq>>, Vec<(SeqId, WriteSegment)>);
+
 /// Collects the work of one step, chunk by chunk.
 struct Builder {
     work: StepWork,
@@ -403,7 +400,7 @@ impl Builder {
         }
     }
 
-    fn finish(mut self) -> (StepWork, BTreeMap<InstanceId, Vec<TicketSeq>>, Vec<(SeqId, WriteSegment)>) {
+    fn finish(mut self) -> Built {
         self.work.remote.ships =
             self.ships.into_iter().map(|(creditor, segments)| Ship { creditor, segments }).collect();
         self.work.remote.writes = self.writes.iter().map(|(_, write)| *write).collect();

@@ -67,6 +67,8 @@ pub struct Executor<D: Device> {
     forward: Option<Forward<D>>,
     guest: GuestBuffers<D>,
     guests: VecDeque<GuestWork>,
+    /// A peer's KV could not be stored: what peers ask for from then on fails, because the store has holes.
+    guest_fault: Option<DeviceError>,
     passes: [Option<Pass>; 2],
     /// The lane that advanced last: lanes take turns.
     last: Lane,
@@ -118,6 +120,7 @@ impl<D: Device> Executor<D> {
             forward,
             guest,
             guests: VecDeque::new(),
+            guest_fault: None,
             passes: [None, None],
             last: Lane::Remote,
         })
@@ -214,6 +217,11 @@ impl<D: Device> Executor<D> {
 
     fn serve(&mut self, work: GuestWork, reports: &mut dyn FnMut(Report)) {
         match work {
+            GuestWork::Query(GuestQuery { tag, .. }) | GuestWork::Read(GuestRead { tag, .. })
+                if let Some(error) = self.guest_fault.clone() =>
+            {
+                reports(Report::GuestFailed { tag, error });
+            }
             GuestWork::Query(query) => {
                 let report = self
                     .guest
@@ -226,12 +234,14 @@ impl<D: Device> Executor<D> {
                 let mut at = 0;
                 for (slot, tokens) in write.pieces {
                     let end = at + tokens as usize * token_bytes;
-                    // A device that cannot take a write is lost; the next query on it reports that.
-                    if self.device.kv_write(&mut self.kv, write.layer as usize, slot, &write.kv[at..end]).is_err() {
+                    let stored = self.device.kv_write(&mut self.kv, write.layer as usize, slot, &write.kv[at..end]);
+                    if let Err(error) = stored {
+                        self.guest_fault.get_or_insert(error);
                         break;
                     }
                     at = end;
                 }
+                reports(Report::GuestWritten { bytes: write.kv.len() });
             }
             GuestWork::Read(read) => {
                 let mut kv = Vec::new();

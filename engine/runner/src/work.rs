@@ -171,6 +171,10 @@ pub enum Report {
         tag: GuestTag,
         kv: Bytes,
     },
+    /// A peer's KV of so many bytes has left the queue.
+    GuestWritten {
+        bytes: usize,
+    },
     GuestFailed {
         tag: GuestTag,
         error: DeviceError,

@@ -77,6 +77,8 @@ pub const ADMISSION_DEADLINE_MS: u64 = 600_000;
 pub const GUEST_TICKETS_MAX: usize = 1024;
 /// Frames of peers that wait for KV or are on the device at once on one creditor.
 pub const GUEST_WAITING_MAX: usize = 1024;
+/// Bytes of peers' KV that wait for one creditor's device before it stops reading more (one frame may exceed it).
+pub const GUEST_WRITE_BYTES_MAX: usize = 64 << 20;
 /// Control messages that wait for one peer to be dialled.
 pub const PEER_PENDING_MAX: usize = 256;
 /// Times that a sequence is computed again after creditors or steps failed, before it fails.
