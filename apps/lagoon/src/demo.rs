@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 /// Largest logit difference that counts as equal, in standard deviations of the logits. The KV is stored in f16 in both
 /// runs; what differs is the order of f32 additions, and now and then the rounding of a KV element.
-const TOLERANCE_STD: f32 = 0.02;
+const TOLERANCE_STD: f32 = 0.005;
 /// How often the debtor is asked where the rBlocks are.
 const WATCH_EVERY: Duration = Duration::from_millis(100);
 /// An answer is a space, five digits, a line break and the end.

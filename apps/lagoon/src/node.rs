@@ -6,7 +6,7 @@ use lagoon_protocol::{BulkFrame, PartialsFrame};
 use lagoon_runner::{ExecutorThread, Report};
 use lagoon_transport::{Bound, Class, Event as NetEvent, Frame, Inbound, Node, PeerId};
 use lagoon_types::{GenerateRequest, InstanceId, RequestError, SeqId, TokenEvent};
-use metrics::{counter, gauge};
+use metrics::{counter, describe_counter, describe_gauge, gauge};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
 use std::net::SocketAddr;
@@ -355,6 +355,17 @@ async fn recv<T>(inbox: Option<&mut lagoon_transport::Inbox<T>>) -> Option<T> {
 
 fn as_f64(n: usize) -> f64 {
     f64::from(u32::try_from(n).unwrap_or(u32::MAX))
+}
+
+/// Says what the pool's metrics mean. Call it once, after the recorder is installed.
+pub(crate) fn describe_metrics() {
+    describe_gauge!("lagoon_kv_blocks_total", "rBlocks of this instance.");
+    describe_gauge!("lagoon_kv_blocks_free", "rBlocks that nobody has.");
+    describe_gauge!("lagoon_kv_blocks_lent", "rBlocks that other instances have borrowed here.");
+    describe_gauge!("lagoon_kv_blocks_borrowed", "rBlocks that this instance has borrowed elsewhere.");
+    describe_gauge!("lagoon_requests_running", "Sequences in the batch.");
+    describe_gauge!("lagoon_requests_waiting", "Sequences that wait for memory.");
+    describe_counter!("lagoon_wire_bytes_sent_total", "Bytes of frames sent to peers and the gManager, by class.");
 }
 
 /// What a request is refused with when the loop is gone.

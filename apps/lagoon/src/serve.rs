@@ -254,6 +254,8 @@ fn router(args: &ServeArgs, dir: &Path, model: &OpenModel, engine: Arc<NodeEngin
         let status = axum::routing::get(status).with_state(engine);
         return Ok(axum::Router::new().route("/health", health).route("/lagoon/status", status));
     }
+    let metrics = lagoon_http::metrics::install()?;
+    crate::node::describe_metrics();
     let state = ServerState {
         engine: engine.clone(),
         tokenizer: Arc::new(Tokenizer::open(dir)?),
@@ -262,7 +264,7 @@ fn router(args: &ServeArgs, dir: &Path, model: &OpenModel, engine: Arc<NodeEngin
         api_key: args.api_key.clone(),
         limits: Limits::default(),
         expose_logits: args.expose_logits,
-        metrics: lagoon_http::metrics::install()?,
+        metrics,
         created: lagoon_http::unix_seconds(),
     };
     let guarded = guarded(axum::routing::get(status).with_state(engine), args.api_key.clone());
