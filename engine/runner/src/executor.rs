@@ -1,10 +1,10 @@
 //! The executor: one device, its memory, and the work queued for it.
 
-use crate::guest::{AttentionShape, GuestBuffers, GuestQuery, GuestRead, GuestWrite};
+use crate::guest::{AttentionShape, GuestBuffers};
 use crate::lane::{LaneBuffers, RemoteBuffers};
 use crate::pass::{Pass, Progress};
 use crate::sampling::Sampler;
-use crate::work::{Command, Report};
+use crate::work::{Command, GuestQuery, GuestRead, GuestWrite, Report};
 use lagoon_backend::{Device, DeviceError};
 use lagoon_model::{LlamaWeights, ModelConfig, Rope};
 use lagoon_types::{DType, KvShape, Lane};

@@ -1,39 +1,10 @@
 //! Work for peers: micro attention over lent rBlocks, and KV written to and read from them.
 
-use crate::work::{GuestTag, Report};
+use crate::work::{GuestQuery, Report};
 use bytes::Bytes;
-use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, Partials};
-use lagoon_types::{AttentionGeometry, DType, KvRun};
+use lagoon_backend::{AttnBatch, Device, DeviceError, Partials};
+use lagoon_types::{AttentionGeometry, DType};
 use std::ops::Range;
-
-/// Micro attention of a peer's queries over this instance's KV. The instance validated everything.
-#[derive(Clone, Debug)]
-pub struct GuestQuery {
-    pub tag: GuestTag,
-    pub layer: u32,
-    pub dtype: DType,
-    /// `[rows][heads * head_dim]` in `dtype`.
-    pub queries: Bytes,
-    /// Rows in the order of the frame, all of them covered.
-    pub seqs: Vec<AttnRows>,
-    pub runs: Vec<KvRun>,
-}
-
-/// KV from a peer, canonical layout, in pieces of consecutive slots `(slot, tokens)`.
-#[derive(Clone, Debug)]
-pub struct GuestWrite {
-    pub layer: u32,
-    pub pieces: Vec<(u32, u32)>,
-    pub kv: Bytes,
-}
-
-/// A peer's read, in pieces of consecutive slots `(slot, tokens)`.
-#[derive(Clone, Debug)]
-pub struct GuestRead {
-    pub tag: GuestTag,
-    pub layer: u32,
-    pub pieces: Vec<(u32, u32)>,
-}
 
 /// Tensors for guests' queries; grown to the largest frame seen (bounded by what the instance admits).
 #[derive(Debug)]

@@ -16,9 +16,8 @@ mod thread;
 mod work;
 
 pub use executor::{Executor, ExecutorConfig, Model};
-pub use guest::{GuestQuery, GuestRead, GuestWrite};
 pub use thread::{ExecutorThread, spawn};
 pub use work::{
-    Command, Fetch, GuestTag, PassError, RemotePart, RemoteWork, Report, SampleOut, SampleSpec, SeqRows, Ship,
-    StepWork, WriteSegment,
+    Command, Fetch, GuestQuery, GuestRead, GuestTag, GuestWrite, PassError, RemotePart, RemoteWork, Report, SampleOut,
+    SampleSpec, SeqRows, Ship, StepWork, WriteSegment,
 };

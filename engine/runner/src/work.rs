@@ -1,8 +1,7 @@
 //! What the runner is told and what it answers: plain data.
 
-use crate::guest::{GuestQuery, GuestRead, GuestWrite};
 use bytes::Bytes;
-use lagoon_backend::DeviceError;
+use lagoon_backend::{AttnRows, DeviceError};
 use lagoon_types::{
     DType, Epoch, InstanceId, KvRun, Lane, LeaseId, LeaseRun, SamplingParams, SeqId, StepId, TokenLogprobs,
 };
@@ -110,6 +109,35 @@ pub struct RemotePart {
 /// Chosen by the instance to recognise the answer to a peer's frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GuestTag(pub u64);
+
+/// Micro attention of a peer's queries over this instance's KV. The instance validated everything.
+#[derive(Clone, Debug)]
+pub struct GuestQuery {
+    pub tag: GuestTag,
+    pub layer: u32,
+    pub dtype: DType,
+    /// `[rows][heads * head_dim]` in `dtype`.
+    pub queries: Bytes,
+    /// Rows in the order of the frame, all of them covered.
+    pub seqs: Vec<AttnRows>,
+    pub runs: Vec<KvRun>,
+}
+
+/// KV from a peer, canonical layout, in pieces of consecutive slots `(slot, tokens)`.
+#[derive(Clone, Debug)]
+pub struct GuestWrite {
+    pub layer: u32,
+    pub pieces: Vec<(u32, u32)>,
+    pub kv: Bytes,
+}
+
+/// A peer's read, in pieces of consecutive slots `(slot, tokens)`.
+#[derive(Clone, Debug)]
+pub struct GuestRead {
+    pub tag: GuestTag,
+    pub layer: u32,
+    pub pieces: Vec<(u32, u32)>,
+}
 
 /// What the executor is told. Commands are executed in the order given, except that peers' work overtakes passes.
 #[derive(Debug)]
