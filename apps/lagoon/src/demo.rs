@@ -126,7 +126,8 @@ pub(crate) async fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
     let count = usize::from(args.instances);
     let bar = up::instances_bar(count);
     let pool =
-        start_pool(&ca, &dir.to_string_lossy(), bundled::NAME, count, &flags, |n| bar.set_position(n as u64)).await?;
+        start_pool(&ca, &dir.to_string_lossy(), bundled::NAME, count, &flags, None, |n| bar.set_position(n as u64))
+            .await?;
     bar.finish_and_clear();
     wait_for_pool(&pool, &engine).await?;
     let device = pool.instances.first().map_or("", |i| i.device()).to_owned();

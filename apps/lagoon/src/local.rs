@@ -26,9 +26,15 @@ pub(crate) struct ChildNode {
 }
 
 impl ChildNode {
-    async fn start(what: &str, flags: Vec<String>) -> anyhow::Result<Self> {
+    /// The API key travels in the environment: command lines are everybody's to read.
+    async fn start(what: &str, flags: Vec<String>, api_key: Option<&str>) -> anyhow::Result<Self> {
         let program = std::env::current_exe().context("find the lagoon binary")?;
-        let mut child = Command::new(program)
+        let mut command = Command::new(program);
+        match api_key {
+            Some(key) => command.env("LAGOON_API_KEY", key),
+            None => command.env_remove("LAGOON_API_KEY"),
+        };
+        let mut child = command
             .args(&flags)
             .args(["--json", "--exit-with-stdin"])
             .stdin(Stdio::piped())
@@ -124,19 +130,20 @@ pub(crate) struct LocalPool {
     _gmanager: ChildNode,
 }
 
-/// Starts a gManager and `count` instances of `model`, each with `flags` besides. `progress` is told how many are
-/// ready.
+/// Starts a gManager and `count` instances of `model`, each with `flags` besides, that ask their clients for `api_key`.
+/// `progress` is told how many are ready.
 pub(crate) async fn start_pool(
     ca: &EphemeralCa,
     model: &str,
     served_name: &str,
     count: usize,
     flags: &[String],
+    api_key: Option<&str>,
     mut progress: impl FnMut(usize),
 ) -> anyhow::Result<LocalPool> {
     let mut command = vec!["gmanager".to_owned(), "--listen=127.0.0.1:0".to_owned()];
     command.extend(ca.flags("gmanager")?);
-    let gmanager = ChildNode::start("the gManager", command).await?;
+    let gmanager = ChildNode::start("the gManager", command, None).await?;
     let address = gmanager.address("quic")?;
     let mut instances = Vec::with_capacity(count);
     for index in 0..count {
@@ -151,7 +158,7 @@ pub(crate) async fn start_pool(
         ];
         command.extend(ca.flags(&name)?);
         command.extend_from_slice(flags);
-        instances.push(ChildNode::start(&name, command).await?);
+        instances.push(ChildNode::start(&name, command, api_key).await?);
         progress(index + 1);
     }
     Ok(LocalPool { gmanager: address, instances, _gmanager: gmanager })
@@ -166,5 +173,5 @@ pub(crate) async fn start_single(model: &str, served_name: &str, flags: &[String
         format!("--served-model-name={served_name}"),
     ];
     command.extend_from_slice(flags);
-    ChildNode::start("the single instance", command).await
+    ChildNode::start("the single instance", command, None).await
 }

@@ -77,7 +77,6 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
         }
     };
     let mut flags = args.engine.to_flags();
-    flags.extend(args.api_key.iter().map(|key| format!("--api-key={key}")));
     if args.expose_logits {
         flags.push("--expose-logits".to_owned());
     }
@@ -88,7 +87,10 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     })?;
     let count = usize::from(args.instances);
     let bar = instances_bar(count);
-    let pool = start_pool(&ca, &dir.to_string_lossy(), &name, count, &flags, |n| bar.set_position(n as u64)).await?;
+    let pool = start_pool(&ca, &dir.to_string_lossy(), &name, count, &flags, args.api_key.as_deref(), |n| {
+        bar.set_position(n as u64);
+    })
+    .await?;
     bar.finish_and_clear();
 
     let rows = Arc::new(RwLock::new(Vec::<PoolRow>::new()));
