@@ -11,9 +11,10 @@
 //! lagoon_backend::conformance_large_weight!(device);
 //! ```
 //!
-//! An `Err(reason)` skips the case: the reason is printed and appended as `name\treason` to the file that the
-//! environment variable `LAGOON_SKIP_LOG` names, so that CI fails on skips that are not listed. Inputs are random from
-//! fixed seeds; shapes are odd on purpose. Inputs respect the contract: what a backend may assert is never violated.
+//! An `Err(reason)` skips the case: the reason is printed and appended as `name\treason` (the name with its test file
+//! and module) to the file that the environment variable `LAGOON_SKIP_LOG` names, so that CI fails on skips that are
+//! not listed. Inputs are random from fixed seeds; shapes are odd on purpose. Inputs respect the contract: what a
+//! backend may assert is never violated.
 
 mod attention;
 mod data;
@@ -158,7 +159,7 @@ macro_rules! conformance_cases {
             #[test]
             fn $case() {
                 let tolerance: $crate::conformance::Tolerance = $tolerance;
-                $crate::conformance::run(stringify!($case), ($make)(), |device| {
+                $crate::conformance::run(concat!(module_path!(), "::", stringify!($case)), ($make)(), |device| {
                     $crate::conformance::cases::$case(device, tolerance);
                 });
             }
