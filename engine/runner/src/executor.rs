@@ -181,7 +181,6 @@ impl<D: Device> Executor<D> {
             Lane::Local => Lane::Remote,
             Lane::Remote => Lane::Local,
         };
-        // The remote lane goes first when it can: its peers wait for its queries.
         [other, self.last].into_iter().any(|lane| self.advance(lane, reports))
     }
 
