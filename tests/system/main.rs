@@ -1,5 +1,7 @@
 //! The system from outside: one test binary.
 #![allow(clippy::unwrap_used, reason = "tests")]
+#![allow(clippy::cast_possible_truncation, reason = "small sizes of tests")]
+#![allow(clippy::print_stdout, reason = "measured differences, for --nocapture")]
 
 mod failures;
 mod goldens;

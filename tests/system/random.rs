@@ -3,11 +3,11 @@
 use lagoon_instance::RemotePolicy;
 use lagoon_tests::cluster::check::{assert_prefix, assert_same};
 use lagoon_tests::cluster::compare::{f32_tolerance, prompt, single};
-use lagoon_tests::cluster::{Fault, PoolSpec, Rng, Spec, World, greedy};
+use lagoon_tests::cluster::{Fault, Node, PoolSpec, Rng, Spec, World, greedy};
 use lagoon_types::RequestError;
 use std::time::{Duration, Instant};
 
-/// Time that each test takes at most, beyond its first runs.
+/// Time that each test takes at most, beyond its first runs; `LAGOON_SOAK_S` gives another.
 const BUDGET: Duration = Duration::from_secs(8);
 const RUNS_MIN: u64 = 6;
 
@@ -33,7 +33,7 @@ fn run(seed: u64) -> Totals {
             0 => 90 + rng.below(60),
             _ => 3 + rng.below(60),
         };
-        let request = greedy(prompt(rng.next(), n as usize, 128), 1 + rng.below(12) as u32);
+        let request = greedy(prompt(rng.draw(), n as usize, 128), 1 + rng.below(12) as u32);
         world.submit(rng.below(3) as usize, request);
         (0..rng.below(400)).for_each(|_| world.step());
         if faults && rng.below(3) == 0 {
@@ -76,10 +76,11 @@ struct Totals {
 /// Runs seeds until the time is up, or the one that the environment names.
 fn seeds(what: &str, run: impl Fn(u64) -> Totals + std::panic::RefUnwindSafe) -> Option<Totals> {
     let named = std::env::var("LAGOON_SEED").ok().map(|seed| seed.parse::<u64>().unwrap());
+    let budget = std::env::var("LAGOON_SOAK_S").map_or(BUDGET, |s| Duration::from_secs(s.parse().unwrap()));
     let start = Instant::now();
     let mut totals = Totals::default();
     for seed in named.map_or(1..=100_000, |seed| seed..=seed) {
-        if named.is_none() && seed > RUNS_MIN && start.elapsed() > BUDGET {
+        if named.is_none() && seed > RUNS_MIN && start.elapsed() > budget {
             break;
         }
         let outcome = std::panic::catch_unwind(|| run(seed));
@@ -115,18 +116,31 @@ fn chaos(seed: u64) -> Totals {
     let mut rng = Rng(seed.wrapping_mul(0x9876_5433));
     let model = ["llama3_old", "mistral_window"][rng.below(2) as usize];
     let pool = PoolSpec::golden(model, 4);
-    let specs: Vec<Spec> = (0..3).map(|_| Spec { step_rows: 8 + rng.below(12) as u32, ..Spec::cpu(28) }).collect();
+    let specs: Vec<Spec> = (0..3)
+        .map(|_| Spec {
+            step_rows: 8 + rng.below(12) as u32,
+            remote: [RemotePolicy::Ship, RemotePolicy::Fetch][rng.below(2) as usize],
+            ..Spec::cpu(28)
+        })
+        .collect();
     let mut world = World::pool(pool.clone(), Some(seed), &specs);
-    for _ in 0..3 + rng.below(4) {
+    for _ in 0..3 + rng.below(8) {
         let node = rng.below(3) as usize;
         let n = if rng.below(2) == 0 { 60 + rng.below(60) } else { 3 + rng.below(50) };
-        let request = greedy(prompt(rng.next(), n as usize, 128), 1 + rng.below(12) as u32);
+        let request = greedy(prompt(rng.draw(), n as usize, 128), 1 + rng.below(12) as u32);
         if world.nodes[node].instance.is_some() {
             world.submit(node, request);
         }
-        (0..rng.below(300)).for_each(|_| world.step());
+        // Mostly, faults come while blocks are lent.
+        for _ in 0..rng.below(2_000) {
+            world.step();
+            let lends = |n: &Node| n.instance.as_ref().is_some_and(|i| i.status().blocks_lent > 0);
+            if world.nodes.iter().any(lends) && rng.below(60) == 0 {
+                break;
+            }
+        }
         let (a, b) = (rng.below(2) as usize, 2);
-        match rng.below(7) {
+        match rng.below(6) {
             0 => world.kill(rng.below(3) as usize),
             1 => world.stall(a, b, rng.below(16_000)),
             2 => world.cut(a, b, rng.below(3_000)),
@@ -135,7 +149,10 @@ fn chaos(seed: u64) -> Totals {
             4 => world.break_device(a, Fault::Guest),
             _ => {}
         }
-        (0..rng.below(300)).for_each(|_| world.step());
+        (0..rng.below(500)).for_each(|_| world.step());
+        if rng.below(3) == 0 {
+            world.run_for(rng.below(4_000));
+        }
         if let Some(dead) = (0..3).find(|n| world.nodes[*n].instance.is_none()).filter(|_| rng.below(2) == 0) {
             world.restart(dead);
         }

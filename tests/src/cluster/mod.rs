@@ -62,7 +62,7 @@ impl Log {
 pub struct Rng(pub u64);
 
 impl Rng {
-    pub fn next(&mut self) -> u64 {
+    pub fn draw(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let a = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let b = (a ^ (a >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -71,7 +71,7 @@ impl Rng {
 
     /// In `0..n`.
     pub fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
+        self.draw() % n
     }
 }
 
@@ -89,6 +89,8 @@ pub struct World {
     /// Largest delay of a frame in shuffled runs.
     pub delay_ms: u64,
     steps: u64,
+    /// gManagers that came after the first.
+    gmanagers: u32,
     /// Nodes between which nothing is delivered until then, without anybody being told.
     stalled: Vec<(usize, usize, u64)>,
     /// The node whose device fails at its next report of this kind.
@@ -118,6 +120,7 @@ impl World {
             shuffle: seed.map(Rng),
             delay_ms: 3,
             steps: 0,
+            gmanagers: 0,
             stalled: Vec::new(),
             faulty: None,
             dead_leases: BTreeSet::new(),
@@ -182,6 +185,8 @@ impl World {
         let Some(instance) = self.nodes[node].instance.take() else { return };
         self.dead_leases.extend(instance.rmanager().lent().map(|l| l.1));
         self.nodes[node].engine = None;
+        self.nodes[node].reports.clear();
+        self.nodes[node].busy = false;
         for peer in (0..self.nodes.len()).filter(|p| *p != node) {
             let delays = [self.delay(), self.delay()];
             self.net.cut(node, peer, self.now_ms, 0, delays);
@@ -247,7 +252,10 @@ impl World {
 
     /// Starts a gManager that knows nothing.
     pub fn start_gmanager(&mut self) {
-        self.coordinator = Some(Coordinator { gmanager: GManager::new(1), ..Coordinator::default() });
+        // As the shell does: numbers of another gManager are not given again.
+        self.gmanagers += 1;
+        let gmanager = GManager::new(1 + 1_000 * self.gmanagers);
+        self.coordinator = Some(Coordinator { gmanager, ..Coordinator::default() });
         for node in 0..self.nodes.len() {
             if self.nodes[node].instance.is_some() {
                 self.handle(node, Event::GManagerUp);
@@ -305,7 +313,8 @@ impl World {
         self.steps += 1;
         let ready = self.ready();
         let busy: Vec<usize> = (0..self.nodes.len()).filter(|n| self.nodes[*n].busy).collect();
-        let choices = ready.len() + busy.len();
+        let reporting: Vec<usize> = (0..self.nodes.len()).filter(|n| !self.nodes[*n].reports.is_empty()).collect();
+        let choices = ready.len() + busy.len() + reporting.len();
         if choices == 0 {
             self.pass_time();
             return;
@@ -317,13 +326,15 @@ impl World {
                 }
                 for node in busy {
                     self.turn(node);
+                    while self.report(node) {}
                 }
             }
             Some(rng) => {
                 let (at, passes) = (rng.below(choices as u64) as usize, rng.below(64) == 0);
-                match ready.get(at) {
-                    Some(key) => self.deliver(*key),
-                    None => self.turn(busy[at - ready.len()]),
+                match (ready.get(at), busy.get(at.wrapping_sub(ready.len()))) {
+                    (Some(key), _) => self.deliver(*key),
+                    (None, Some(node)) => self.turn(*node),
+                    (None, None) => drop(self.report(reporting[at - ready.len() - busy.len()])),
                 }
                 if passes {
                     self.set_time(self.now_ms + 1);
@@ -403,16 +414,24 @@ impl World {
 
     /// Lets an executor do one piece of work.
     fn turn(&mut self, node: usize) {
-        let Some(engine) = &mut self.nodes[node].engine else {
+        let Node { engine, commands, .. } = &mut self.nodes[node];
+        let Some(engine) = engine else {
             self.nodes[node].busy = false;
             return;
         };
         let mut reports = Vec::new();
-        self.nodes[node].busy = engine.turn(&mut |report| reports.push(report));
-        for report in reports {
-            let report = self.maybe_fail(node, report);
-            self.handle(node, Event::Runner(report));
-        }
+        commands.drain(..).for_each(|command| engine.push(command));
+        let busy = engine.turn(&mut |report| reports.push(report));
+        self.nodes[node].busy = busy;
+        self.nodes[node].reports.extend(reports);
+    }
+
+    /// Lets an instance hear the next report of its executor; false if there is none.
+    fn report(&mut self, node: usize) -> bool {
+        let Some(report) = self.nodes[node].reports.pop_front() else { return false };
+        let report = self.maybe_fail(node, report);
+        self.handle(node, Event::Runner(report));
+        true
     }
 
     fn maybe_fail(&mut self, node: usize, report: Report) -> Report {
@@ -488,7 +507,7 @@ impl World {
                 }
             }
             Effect::Runner(command) => {
-                self.nodes[node].engine.as_mut().unwrap().push(command);
+                self.nodes[node].commands.push_back(command);
                 self.nodes[node].busy = true;
             }
             Effect::Emit { seq, event } => self.emitted(node, seq, event),

@@ -8,7 +8,7 @@ use lagoon_protocol::{PoolShape, Role};
 use lagoon_runner::{Command, Executor, ExecutorConfig, Model, Report};
 use lagoon_sched::SchedulerConfig;
 use lagoon_types::{DType, InstanceId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 
 /// An executor of any backend.
@@ -99,6 +99,9 @@ pub struct Node {
     /// `None` while it is dead.
     pub instance: Option<Instance>,
     pub(super) engine: Option<Box<dyn Engine>>,
+    /// Commands on their way to the engine's thread, and its reports on their way back.
+    pub(super) commands: VecDeque<Command>,
+    pub(super) reports: VecDeque<Report>,
     /// Commands were pushed since the engine last had nothing to do.
     pub(super) busy: bool,
     /// The generation of the connection to each node that this one knows to stand.
@@ -172,6 +175,8 @@ impl Node {
             shape,
             instance: Some(instance),
             engine: Some(engine),
+            commands: VecDeque::new(),
+            reports: VecDeque::new(),
             busy: false,
             view: BTreeMap::new(),
             next_tick_ms: 0,
