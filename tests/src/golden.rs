@@ -3,6 +3,20 @@
 use serde::Deserialize;
 use std::path::PathBuf;
 
+/// Every golden that has its model beside it.
+pub const MODELS: [&str; 10] = [
+    "bf16",
+    "f16",
+    "head_dim_64",
+    "llama2_mha",
+    "llama3_new",
+    "llama3_old",
+    "mistral_window",
+    "sharded",
+    "tied_sentencepiece",
+    "yi",
+];
+
 /// What `golden.json` says.
 #[derive(Debug, Deserialize)]
 pub struct Description {

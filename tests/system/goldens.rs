@@ -1,22 +1,9 @@
 //! Every supported variant against transformers' logits, decoding and prefilling, on both backends.
 
 use lagoon_backend::{Device, cpu::CpuDevice};
-use lagoon_tests::golden::{Golden, max_diff};
+use lagoon_tests::golden::{Golden, MODELS, max_diff};
 use lagoon_tests::single::{STEP_ROWS, Session};
 use lagoon_types::DType;
-
-const MODELS: [&str; 10] = [
-    "bf16",
-    "f16",
-    "head_dim_64",
-    "llama2_mha",
-    "llama3_new",
-    "llama3_old",
-    "mistral_window",
-    "sharded",
-    "tied_sentencepiece",
-    "yi",
-];
 
 /// Chunks of `STEP_ROWS` at most, the last `tail` tokens one by one.
 fn chunks(n: usize, tail: usize) -> Vec<usize> {

@@ -80,6 +80,29 @@ fn a_failing_device_fails_what_ran_on_it() {
     world.check_empty();
 }
 
+/// A step that one creditor refuses is aborted for all of its sequences. Those that have lost nothing go on where they
+/// were: what they wrote to other creditors in the aborted step is not written twice, and nothing is computed again.
+#[test]
+fn an_aborted_step_costs_its_other_sequences_nothing() {
+    for turns in 0..6 {
+        let debtor = Spec { step_rows: 20, ..Spec::cpu(4) };
+        let mut world = World::pool(pool(), None, &[debtor, Spec::cpu(16), Spec::cpu(20)]);
+        // Blocks of the first are on node 2, which has more to lend; those of the second on node 1.
+        let first = world.submit(0, greedy(prompt(110, 74, 128), 5));
+        world.run_until(|w| w.nodes[2].live().status().blocks_lent > 0);
+        let second = world.submit(0, greedy(prompt(111, 60, 128), 5));
+        run_to_token(&mut world, first, 1);
+        assert!(world.nodes[1].live().status().blocks_lent > 0, "{}", world.describe());
+        (0..turns).for_each(|_| world.step());
+        world.break_device(2, Fault::Guest);
+        world.run();
+        assert!(world.requests[second].end.is_some());
+        assert_eq!(world.nodes[0].live().status().recoveries, 1, "after {turns} steps: {}", world.describe());
+        assert_equals_single("an aborted step", &world, &pool());
+        world.check_empty();
+    }
+}
+
 /// What a peer may send, and how it is answered. Leases and pools are as before.
 #[test]
 fn peers_frames_are_validated() {
