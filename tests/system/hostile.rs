@@ -103,31 +103,44 @@ fn an_aborted_step_costs_its_other_sequences_nothing() {
     }
 }
 
-/// What a peer may send, and how it is answered. Leases and pools are as before.
-#[test]
-fn peers_frames_are_validated() {
+/// The code with which a frame is refused, if it is.
+fn refused(effects: Vec<Effect>) -> Option<RefuseCode> {
+    effects.into_iter().find_map(|e| match e {
+        Effect::Partials { frame: PartialsFrame::Refused { code, .. }, .. }
+        | Effect::Bulk { frame: BulkFrame::Refused { code, .. }, .. } => Some(code),
+        _ => None,
+    })
+}
+
+/// A pool in which node 1 lends to node 0, the lease, and its end in tokens. Node 0 is peer 0 of node 1.
+fn lending() -> (World, LeaseRun, u32) {
     let mut world = World::pool(pool(), None, &[Spec::cpu(8), Spec::cpu(20)]);
     let request = world.submit(0, greedy(prompt(107, 80, 128), 8));
     run_to_token(&mut world, request, 2);
     let (_, lease, epoch, _, end) = world.nodes[1].live().rmanager().lent().next().unwrap();
-    let run = LeaseRun { lease, epoch, offset: 0, len: 4, first_pos: 0 };
-    let seq = |runs: Vec<LeaseRun>| TicketSeq { seq: SeqId(1), rows: 1, pos0: 80, runs };
-    let step = StepId(1 << 40);
-    let ticket = |seqs| PartialsFrame::Ticket(StepTicket { step, deadline_ms: 1_000, dtype: DType::F32, seqs });
+    (world, LeaseRun { lease, epoch, offset: 0, len: 4, first_pos: 0 }, end * 4)
+}
+
+/// Whatever came in, the request that runs is served as ever.
+fn goes_on(mut world: World) {
+    world.run();
+    assert_equals_single("beside bad frames", &world, &pool());
+    world.run_for(25_000);
+    world.check_empty();
+}
+
+#[test]
+fn bad_tickets_and_queries_are_refused() {
+    let (mut world, run, end) = lending();
     let peer = PeerKey(0);
-    let refused = |effects: Vec<Effect>| {
-        effects.into_iter().find_map(|e| match e {
-            Effect::Partials { frame: PartialsFrame::Refused { code, .. }, .. }
-            | Effect::Bulk { frame: BulkFrame::Refused { code, .. }, .. } => Some(code),
-            _ => None,
-        })
-    };
-    let beyond = LeaseRun { offset: end * 4 - 1, len: 2, ..run };
+    let step = StepId(1 << 40);
+    let seq = |runs: Vec<LeaseRun>| TicketSeq { seq: SeqId(1), rows: 1, pos0: 80, runs };
+    let ticket = |seqs| PartialsFrame::Ticket(StepTicket { step, deadline_ms: 1_000, dtype: DType::F32, seqs });
     let later = LeaseRun { offset: 4, first_pos: 4, ..run };
     let bad_tickets = [
         (vec![seq(vec![LeaseRun { lease: LeaseId(1), ..run }])], RefuseCode::UnknownLease),
-        (vec![seq(vec![LeaseRun { epoch: Epoch(epoch.0 ^ 1), ..run }])], RefuseCode::StaleEpoch),
-        (vec![seq(vec![beyond])], RefuseCode::OutOfRange),
+        (vec![seq(vec![LeaseRun { epoch: Epoch(run.epoch.0 ^ 1), ..run }])], RefuseCode::StaleEpoch),
+        (vec![seq(vec![LeaseRun { offset: end - 1, len: 2, ..run }])], RefuseCode::OutOfRange),
         (vec![seq(vec![LeaseRun { offset: u32::MAX - 1, ..run }])], RefuseCode::OutOfRange),
         (vec![seq(vec![LeaseRun { len: 0, ..run }])], RefuseCode::Malformed),
         (vec![seq(vec![later, run])], RefuseCode::Malformed),
@@ -147,7 +160,16 @@ fn peers_frames_are_validated() {
         assert_eq!(refused(effects), Some(RefuseCode::Malformed));
     }
     assert!(world.inject(1, Event::Partials { peer, frame: query(0, 1, 256) }).is_empty());
-    // Writes: not where the lease goes on, another length than they say, another peer's lease, another epoch.
+    // A stranger is told to introduce itself.
+    let effects = world.inject(1, Event::Partials { peer: PeerKey(99), frame: ticket(vec![seq(vec![run])]) });
+    assert_eq!(refused(effects), Some(RefuseCode::UnknownLease));
+    goes_on(world);
+}
+
+#[test]
+fn bad_writes_seals_and_reads_are_refused() {
+    let (mut world, LeaseRun { lease, epoch, .. }, end) = lending();
+    let peer = PeerKey(0);
     let write = |lease, epoch, offset, tokens: u32, bytes: usize| BulkFrame::Write {
         lease,
         epoch,
@@ -156,33 +178,23 @@ fn peers_frames_are_validated() {
         tokens,
         kv: Bytes::from(vec![0; bytes]),
     };
-    let bad_writes = [
+    let read = |layer, offset| BulkFrame::Read { id: 9, lease, epoch, layer, offset, tokens: 1, deadline_ms: 10 };
+    // Not where the lease goes on, another length than they say, no lease of this peer, another epoch.
+    let bad = [
         (write(lease, epoch, 0, 1, 128), RefuseCode::OutOfRange),
-        (write(lease, epoch, end * 4, 1, 128), RefuseCode::OutOfRange),
+        (write(lease, epoch, end, 1, 128), RefuseCode::OutOfRange),
         (write(lease, epoch, 0, 2, 128), RefuseCode::Malformed),
         (write(LeaseId(3), epoch, 0, 1, 128), RefuseCode::UnknownLease),
         (write(lease, Epoch(1), 0, 1, 128), RefuseCode::StaleEpoch),
         (BulkFrame::Seal { lease, epoch, entry: 0, hash: [0; 32] }, RefuseCode::HashMismatch),
-        (
-            BulkFrame::Read { id: 9, lease, epoch, layer: 5, offset: 0, tokens: 1, deadline_ms: 10 },
-            RefuseCode::Malformed,
-        ),
-        (
-            BulkFrame::Read { id: 9, lease, epoch, layer: 0, offset: 400, tokens: 1, deadline_ms: 10 },
-            RefuseCode::OutOfRange,
-        ),
+        (read(5, 0), RefuseCode::Malformed),
+        (read(0, end), RefuseCode::OutOfRange),
     ];
-    for (frame, code) in bad_writes {
+    for (frame, code) in bad {
         let text = format!("{frame:?}");
         assert_eq!(refused(world.inject(1, Event::Bulk { peer, frame })), Some(code), "{text}");
     }
-    // A stranger is told to introduce itself.
-    let effects = world.inject(1, Event::Partials { peer: PeerKey(99), frame: ticket(vec![seq(vec![run])]) });
-    assert_eq!(refused(effects), Some(RefuseCode::UnknownLease));
-    world.run();
-    assert_equals_single("beside bad frames", &world, &pool());
-    world.run_for(25_000);
-    world.check_empty();
+    goes_on(world);
 }
 
 /// What was sampled stays sampled: the draw depends on the seed and the token's number, not on how often it was

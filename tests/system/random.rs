@@ -112,6 +112,19 @@ fn chaos_says_nothing_false() {
     }
 }
 
+fn fault(world: &mut World, rng: &mut Rng) {
+    let (a, b) = (rng.below(2) as usize, 2);
+    match rng.below(6) {
+        0 => world.kill(rng.below(3) as usize),
+        1 => world.stall(a, b, rng.below(16_000)),
+        2 => world.cut(a, b, rng.below(3_000)),
+        3 if world.coordinator.is_some() => world.kill_gmanager(),
+        3 => world.start_gmanager(),
+        4 => world.break_device(a, Fault::Guest),
+        _ => {}
+    }
+}
+
 fn chaos(seed: u64) -> Totals {
     let mut rng = Rng(seed.wrapping_mul(0x9876_5433));
     let model = ["llama3_old", "mistral_window"][rng.below(2) as usize];
@@ -139,16 +152,7 @@ fn chaos(seed: u64) -> Totals {
                 break;
             }
         }
-        let (a, b) = (rng.below(2) as usize, 2);
-        match rng.below(6) {
-            0 => world.kill(rng.below(3) as usize),
-            1 => world.stall(a, b, rng.below(16_000)),
-            2 => world.cut(a, b, rng.below(3_000)),
-            3 if world.coordinator.is_some() => world.kill_gmanager(),
-            3 => world.start_gmanager(),
-            4 => world.break_device(a, Fault::Guest),
-            _ => {}
-        }
+        fault(&mut world, &mut rng);
         (0..rng.below(500)).for_each(|_| world.step());
         if rng.below(3) == 0 {
             world.run_for(rng.below(4_000));
