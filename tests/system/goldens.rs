@@ -55,10 +55,9 @@ fn cpu_matches_transformers_on_the_bundled_model() {
     check("passkey", CpuDevice::new);
 }
 
-/// The software adapter is slow to compile kernels: the variants that differ in kernels or in masks.
 #[test]
 fn wgpu_matches_transformers() {
-    for name in ["llama3_old", "mistral_window", "bf16", "f16", "tied_sentencepiece"] {
+    for name in MODELS.into_iter().chain(["passkey"]) {
         if let Err(reason) = lagoon_tests::wgpu() {
             return lagoon_tests::skip("wgpu_matches_transformers", &reason);
         }

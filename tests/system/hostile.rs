@@ -197,6 +197,42 @@ fn bad_writes_seals_and_reads_are_refused() {
     goes_on(world);
 }
 
+/// A frame that finds a full queue is dropped, and the connection stands: what depended on it is computed again, over
+/// the same connection.
+#[test]
+fn a_dropped_frame_is_recovered_from() {
+    let kinds = [
+        (0, "ticket"),
+        (0, "query"),
+        (1, "partial"),
+        (0, "write"),
+        (0, "seal"),
+        (0, "read"),
+        (1, "data"),
+        (0, "control"),
+        (1, "control"),
+    ];
+    for (node, kind) in kinds {
+        let remote = if kind == "read" || kind == "data" { RemotePolicy::Fetch } else { RemotePolicy::Ship };
+        let mut world = World::pool(pool(), None, &[Spec { remote, ..Spec::cpu(8) }, Spec::cpu(30)]);
+        let request = world.submit(0, greedy(prompt(112, 80, 128), 16));
+        world.run_until(|w| w.sent("write").0 > 4);
+        world.fill_queue(node, kind);
+        world.run();
+        assert!(world.requests[request].end.is_some());
+        assert_equals_single(&format!("{kind} of node {node} is dropped"), &world, &pool());
+        world.run_for(16_000);
+        world.check_empty();
+        let failed = world.nodes[0].live().status().recoveries;
+        assert!(failed <= 1 && (kind == "control" || failed == 1), "{kind} of node {node}: {failed} recoveries");
+        // They still talk to each other.
+        world.submit(0, greedy(prompt(113, 80, 128), 2));
+        let before = world.now_ms;
+        world.run();
+        assert!(world.now_ms < before + 1_000, "{kind}: the peers do not find each other");
+    }
+}
+
 /// What was sampled stays sampled: the draw depends on the seed and the token's number, not on how often it was
 /// computed or where.
 #[test]

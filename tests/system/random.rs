@@ -114,13 +114,15 @@ fn chaos_says_nothing_false() {
 
 fn fault(world: &mut World, rng: &mut Rng) {
     let (a, b) = (rng.below(2) as usize, 2);
-    match rng.below(6) {
+    let kinds = ["control", "ticket", "query", "partial", "write", "seal", "read", "data"];
+    match rng.below(7) {
         0 => world.kill(rng.below(3) as usize),
         1 => world.stall(a, b, rng.below(16_000)),
         2 => world.cut(a, b, rng.below(3_000)),
         3 if world.coordinator.is_some() => world.kill_gmanager(),
         3 => world.start_gmanager(),
         4 => world.break_device(a, Fault::Guest),
+        5 => world.fill_queue(rng.below(3) as usize, kinds[rng.below(8) as usize]),
         _ => {}
     }
 }

@@ -43,7 +43,7 @@ pub enum Event {
         peer: PeerKey,
         frame: BulkFrame,
     },
-    /// A frame could not be queued: the peer does not keep up or is gone.
+    /// A frame could not be queued and was dropped: the peer does not keep up or is gone. The connection may stand.
     SendFailed {
         peer: PeerKey,
     },

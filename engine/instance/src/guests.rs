@@ -105,6 +105,26 @@ impl Guests {
 }
 
 impl Instance {
+    /// Ends a peer's steps and waiting reads, and says so.
+    pub(crate) fn refuse_guest(&mut self, peer: PeerKey, instance: InstanceId, detail: &str) {
+        let code = RefuseCode::Overloaded;
+        let of = |key: &&(InstanceId, StepId)| key.0 == instance;
+        let steps = self.guests.tickets.keys().filter(of);
+        self.effects.extend(steps.map(|(_, step)| Effect::Partials {
+            peer,
+            frame: PartialsFrame::Refused { step: *step, code, detail: detail.to_owned() },
+        }));
+        let reads = self.guests.waiting.iter().filter(|(_, from, _, _)| *from == instance);
+        self.effects.extend(reads.filter_map(|(_, _, _, waiting)| match waiting {
+            Waiting::Read { id, lease, .. } => Some(Effect::Bulk {
+                peer,
+                frame: BulkFrame::Refused { id: *id, lease: *lease, code, detail: detail.to_owned() },
+            }),
+            Waiting::Query { .. } => None,
+        }));
+        self.guests.forget(instance);
+    }
+
     /// A frame of the partials class that concerns this instance as creditor.
     pub(crate) fn on_guest_partials(&mut self, peer: PeerKey, from: InstanceId, frame: PartialsFrame) {
         let (step, result) = match frame {

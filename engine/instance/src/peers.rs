@@ -139,6 +139,15 @@ impl Instance {
         self.forget_peer(peer);
     }
 
+    /// A frame to a peer was dropped and the connection stands, so nobody will say Hello again: the peer stays known.
+    /// What depended on the frame is given up on both sides; control messages are repeated by themselves.
+    pub(crate) fn on_send_failed(&mut self, peer: PeerKey) {
+        let Some(known) = self.peers.known(peer) else { return };
+        let detail = "a frame could not be sent";
+        self.refuse_guest(peer, known.instance, detail);
+        self.lose_creditor(known.instance, detail);
+    }
+
     fn forget_peer(&mut self, peer: PeerKey) {
         let Some(known) = self.peers.known.remove(&peer) else { return };
         self.peers.keys.remove(&known.instance);

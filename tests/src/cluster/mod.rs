@@ -93,6 +93,8 @@ pub struct World {
     gmanagers: u32,
     /// Nodes between which nothing is delivered until then, without anybody being told.
     stalled: Vec<(usize, usize, u64)>,
+    /// The next frame of this kind that this node sends finds a full queue.
+    full: Option<(usize, &'static str)>,
     /// The node whose device fails at its next report of this kind.
     faulty: Option<(usize, Fault)>,
     /// Leases of creditors that were killed.
@@ -122,6 +124,7 @@ impl World {
             steps: 0,
             gmanagers: 0,
             stalled: Vec::new(),
+            full: None,
             faulty: None,
             dead_leases: BTreeSet::new(),
         }
@@ -226,6 +229,11 @@ impl World {
     /// The next write of KV arrives with another last byte.
     pub fn corrupt_next_write(&mut self) {
         self.net.corrupt_next_write = true;
+    }
+
+    /// The next frame of a kind that a node sends is dropped, and the node is told.
+    pub fn fill_queue(&mut self, node: usize, kind: &'static str) {
+        self.full = Some((node, kind));
     }
 
     /// A node's device fails once.
@@ -480,6 +488,9 @@ impl World {
             self.apply(node, effect);
         }
         self.check();
+        while let Some(peer) = self.nodes[node].refused_sends.pop() {
+            self.handle(node, Event::SendFailed { peer });
+        }
     }
 
     fn apply(&mut self, node: usize, effect: Effect) {
@@ -522,9 +533,13 @@ impl World {
     }
 
     fn send(&mut self, node: usize, peer: PeerKey, frame: Frame, ready_ms: u64) {
-        let peer = peer.0 as usize;
-        if let Some(generation) = self.session(node, peer) {
-            self.net.send(node, peer, frame, ready_ms, generation);
+        let index = peer.0 as usize;
+        let Some(generation) = self.session(node, index) else { return };
+        if self.full == Some((node, net::kind(&frame))) {
+            self.full = None;
+            self.nodes[node].refused_sends.push(peer);
+        } else {
+            self.net.send(node, index, frame, ready_ms, generation);
         }
     }
 

@@ -154,7 +154,7 @@ pub(super) fn decode(class: Class, bytes: Vec<u8>) -> Frame {
     frame
 }
 
-fn kind(frame: &Frame) -> &'static str {
+pub(super) fn kind(frame: &Frame) -> &'static str {
     use lagoon_protocol::{BulkFrame as B, PartialsFrame as P};
     match frame {
         Frame::Control(_) => "control",

@@ -2,7 +2,7 @@
 
 use lagoon_backend::{Device, cpu::CpuDevice};
 use lagoon_cluster::GManager;
-use lagoon_instance::{Instance, InstanceConfig, RemotePolicy};
+use lagoon_instance::{Instance, InstanceConfig, PeerKey, RemotePolicy};
 use lagoon_model::{Checkpoint, LlamaWeights, ModelConfig, Rope, model_hash};
 use lagoon_protocol::{PoolShape, Role};
 use lagoon_runner::{Command, Executor, ExecutorConfig, Model, Report};
@@ -106,6 +106,8 @@ pub struct Node {
     pub(super) busy: bool,
     /// The generation of the connection to each node that this one knows to stand.
     pub(super) view: BTreeMap<usize, u64>,
+    /// Peers to which a frame could not be queued.
+    pub(super) refused_sends: Vec<PeerKey>,
     pub(super) next_tick_ms: u64,
     /// Why the gManager refused it.
     pub rejected: Option<String>,
@@ -179,6 +181,7 @@ impl Node {
             reports: VecDeque::new(),
             busy: false,
             view: BTreeMap::new(),
+            refused_sends: Vec::new(),
             next_tick_ms: 0,
             rejected: None,
             closed: Vec::new(),
