@@ -57,7 +57,7 @@ fn cpu_matches_transformers_on_the_bundled_model() {
 
 #[test]
 fn wgpu_matches_transformers() {
-    for name in MODELS.into_iter().chain(["passkey"]) {
+    for name in MODELS {
         if let Err(reason) = lagoon_tests::wgpu() {
             return lagoon_tests::skip("wgpu_matches_transformers", &reason);
         }
