@@ -2,6 +2,7 @@
 
 use crate::instance::Instance;
 use lagoon_cluster::RManager;
+use lagoon_kv::KvAccount;
 use lagoon_types::{InstanceId, SeqId};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -45,6 +46,20 @@ impl Instance {
     #[must_use]
     pub fn rmanager(&self) -> &RManager {
         &self.rm
+    }
+
+    /// Bytes of its KV store, and of what it keeps beside: its pool's table, block tables, hashing state of leases on
+    /// both sides.
+    #[must_use]
+    pub fn kv_account(&self) -> KvAccount {
+        let borrowed = self.seqs.values().flat_map(|s| s.leases.values().map(|held| &held.hasher));
+        KvAccount::of(
+            &self.config.kv,
+            self.config.block_tokens,
+            self.rm.pool(),
+            self.seqs.values().map(|s| &s.blocks),
+            self.rm.lent_hashers().chain(borrowed),
+        )
     }
 
     /// See [`InstanceStatus`].

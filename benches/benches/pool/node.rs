@@ -1,0 +1,280 @@
+//! One process of the benchmark: an instance with its device thread and transport, in the same loop as
+//! `lagoon serve`. The gManager takes no part in a step; what it would say is fixed here.
+
+use crate::echo::Pem;
+use crate::timed::{Clock, Timed};
+use crate::{Scenario, as_u32};
+use anyhow::{Context, Result, bail};
+use lagoon_instance::{Effect, Event, Instance, InstanceConfig, PeerKey, RemotePolicy, TICK_MS};
+use lagoon_model::Rope;
+use lagoon_protocol::{
+    BorrowAdvice, Candidate, ControlBody, HeartbeatAck, PartialsFrame, Registered, Role, VERSION_MAX,
+};
+use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, Model, Report};
+use lagoon_sched::SchedulerConfig;
+use lagoon_transport::{
+    Bound, Class, Event as NetEvent, Frame, Identity, Inbound, Inbox, Node, PeerId, TransportConfig,
+};
+use lagoon_types::limits::{BLOCK_TOKENS_DEFAULT, HEARTBEAT_MS};
+use lagoon_types::{DType, GenerateRequest, InstanceId, ModelHash, SamplingParams, SeqId, TokenEvent};
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+use tokio::sync::mpsc;
+use tokio::time::Interval;
+
+/// A report and when the device thread made it.
+pub(crate) type Stamped = (Instant, Report);
+
+/// The creditor's number; the debtor is [`DEBTOR`].
+pub(crate) const CREDITOR: u32 = 2;
+pub(crate) const DEBTOR: u32 = 1;
+const STEP_ROWS: u32 = 2048;
+
+/// See the module's documentation.
+pub(crate) struct Side {
+    instance: Instance,
+    executor: ExecutorThread,
+    pub(crate) clock: Clock,
+    pub(crate) reports: mpsc::UnboundedReceiver<Stamped>,
+    pub(crate) net: Option<Bound>,
+    /// Whom to borrow from.
+    creditor: Option<SocketAddr>,
+    number: u32,
+    started: Instant,
+    tick: Interval,
+    /// The first sequence that failed, and why.
+    failed: Option<String>,
+}
+
+fn instance_config(scenario: &Scenario, blocks: u32, quic: Option<SocketAddr>) -> InstanceConfig {
+    let model = scenario.model();
+    InstanceConfig {
+        name: "bench".to_owned(),
+        quic_addr: quic.map(|a| a.to_string()).unwrap_or_default(),
+        http_addr: String::new(),
+        backend: "cpu".to_owned(),
+        role: Role::Instance,
+        incarnation: rand::random(),
+        model_hash: ModelHash([7; 32]),
+        geometry: model.geometry,
+        kv: model.kv_shape(DType::F16),
+        window: None,
+        max_positions: model.max_positions,
+        vocab: as_u32(model.vocab),
+        block_tokens: BLOCK_TOKENS_DEFAULT,
+        blocks_total: blocks,
+        lend_blocks_max: blocks,
+        lend_reserve_blocks: 0,
+        sched: SchedulerConfig { queue: 64, running: 64, step_rows: STEP_ROWS },
+        remote: RemotePolicy::Ship,
+        wire: DType::F32,
+        fetch_tokens: 0,
+        link_bytes_per_s: 1e9,
+        attention_flops: 5e10,
+    }
+}
+
+impl Side {
+    /// An instance with `blocks` rBlocks, in a pool if it has a certificate.
+    pub(crate) fn start(scenario: &Scenario, blocks: u32, number: u32, pem: Option<&Pem>) -> Result<Self> {
+        let config = scenario.model();
+        let clock = if number == CREDITOR { Clock::creditor() } else { Clock::default() };
+        let mut device = Timed::new(1, clock.clone());
+        let model = Model { weights: device.weights(&config, DType::F16)?, rope: Rope::new(&config) };
+        let sizes = ExecutorConfig {
+            slots: (blocks * BLOCK_TOKENS_DEFAULT) as usize,
+            kv_dtype: DType::F16,
+            step_rows: STEP_ROWS as usize,
+            step_seqs: 64,
+            fetch_tokens: 0,
+        };
+        let executor = Executor::new(device, &config, Some(model), sizes)?;
+        let (report, reports) = mpsc::unbounded_channel();
+        let notes = clock.clone();
+        let executor = lagoon_runner::spawn(executor, move |r| {
+            notes.on_report(&r);
+            // The loop ends before the device thread does.
+            let _ = report.send((Instant::now(), r));
+        });
+        let net = pem.map(|pem| {
+            let identity = Identity::from_pem(&pem.ca, &pem.cert, &pem.key)?;
+            anyhow::Ok(Node::bind(SocketAddr::from(([127, 0, 0, 1], 0)), &identity, TransportConfig::default())?)
+        });
+        let net = net.transpose()?;
+        let quic = net.as_ref().map(|n| n.node.local_addr());
+        let mut tick = tokio::time::interval(Duration::from_millis(TICK_MS));
+        tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut side = Self {
+            instance: Instance::new(instance_config(scenario, blocks, quic))?,
+            executor,
+            clock,
+            reports,
+            net,
+            creditor: None,
+            number,
+            started: Instant::now(),
+            tick,
+            failed: None,
+        };
+        if side.net.is_some() {
+            side.step(Event::GManagerUp);
+        }
+        Ok(side)
+    }
+
+    pub(crate) fn instance(&self) -> &Instance {
+        &self.instance
+    }
+
+    /// From now on borrows go there.
+    pub(crate) fn borrow_from(&mut self, creditor: SocketAddr) {
+        self.creditor = Some(creditor);
+    }
+
+    pub(crate) fn submit(&mut self, scenario: &Scenario) {
+        for seq in 0..scenario.batch {
+            let request = GenerateRequest {
+                prompt: vec![1 + seq; scenario.context as usize],
+                max_tokens: scenario.tokens_max(),
+                sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
+                stop_ids: Vec::new(),
+                return_logits: false,
+            };
+            self.step(Event::Submit { seq: SeqId(u64::from(seq)), request });
+        }
+    }
+
+    /// Runs until the next step's end, which is not handled yet: the instance pauses. [`Side::step`] goes on with it.
+    pub(crate) async fn until_done(&mut self) -> Result<Stamped> {
+        loop {
+            if let Some(why) = self.failed.take() {
+                bail!("a sequence failed: {why}");
+            }
+            if let Some(done) = self.turn().await? {
+                return Ok(done);
+            }
+        }
+    }
+
+    /// Handles the next thing that happens, in the order of `lagoon serve`'s loop; gives the end of a step instead.
+    pub(crate) async fn turn(&mut self) -> Result<Option<Stamped>> {
+        let Self { net, reports, instance, tick, .. } = self;
+        let (events, partials, bulk) = match net {
+            Some(Bound { events, partials, bulk, .. }) => (Some(events), Some(partials), Some(bulk)),
+            None => (None, None, None),
+        };
+        let event = tokio::select! {
+            biased;
+            Some(event) = recv(events) => match event {
+                NetEvent::Up { peer, .. } => Event::PeerUp { peer: PeerKey(peer.0) },
+                NetEvent::Control { peer, message, .. } => {
+                    Event::Control { peer: PeerKey(peer.0), body: message.body.context("a known message")? }
+                }
+                other => bail!("the network failed: {other:?}"),
+            },
+            Some((at, report)) = reports.recv() => match report {
+                Report::Done { .. } => return Ok(Some((at, report))),
+                Report::Failed { error, .. } => bail!("a step failed: {error}"),
+                report => Event::Runner(report),
+            },
+            Some(Inbound { peer, frame, .. }) = recv(partials) => Event::Partials { peer: PeerKey(peer.0), frame },
+            _ = tick.tick() => Event::Tick,
+            Some(Inbound { peer, frame, .. }) = recv(bulk), if instance.takes_bulk() => {
+                Event::Bulk { peer: PeerKey(peer.0), frame }
+            }
+        };
+        let stage = match &event {
+            Event::Runner(Report::Queries { frames, .. }) if !frames.is_empty() => Some((1, Some(2))),
+            Event::Runner(Report::GuestPartial { .. }) => Some((6, Some(7))),
+            Event::Partials { frame: PartialsFrame::Query { .. }, .. } => Some((3, None)),
+            Event::Partials { frame: PartialsFrame::Partial { .. }, .. } => Some((8, None)),
+            _ => None,
+        };
+        if let Some((taken, _)) = stage {
+            self.clock.mark(taken);
+        }
+        self.step(event);
+        if let Some((_, Some(sent))) = stage {
+            self.clock.mark(sent);
+        }
+        Ok(None)
+    }
+
+    pub(crate) fn step(&mut self, event: Event) {
+        let mut pending = vec![event];
+        while let Some(event) = pending.pop() {
+            let now = u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX);
+            for effect in self.instance.handle(event, now) {
+                pending.extend(self.apply(effect));
+            }
+        }
+    }
+
+    fn apply(&mut self, effect: Effect) -> Option<Event> {
+        match effect {
+            Effect::ToGManager(body) => return self.advise(body).map(Event::GManager),
+            Effect::Connect { quic_addr, .. } => {
+                let node = &self.net.as_ref()?.node;
+                node.connect(quic_addr.parse().ok()?, &Class::ALL);
+            }
+            Effect::Control { peer, body } => self.send(peer, &Frame::Control(body.into())),
+            Effect::Partials { peer, frame } => self.send(peer, &Frame::Partials(frame)),
+            Effect::Bulk { peer, frame } => self.send(peer, &Frame::Bulk(frame)),
+            Effect::Runner(command) => {
+                if self.executor.send(command).is_err() {
+                    self.failed = Some("the device thread has ended".to_owned());
+                }
+            }
+            Effect::Emit { event: TokenEvent::Failed(error), .. } => self.failed = Some(error.to_string()),
+            Effect::Close { reason, .. } | Effect::Rejected { reason } => self.failed = Some(reason),
+            Effect::Emit { event: TokenEvent::Finished { .. }, .. } => {
+                self.failed = Some("it ended before enough steps were measured".to_owned());
+            }
+            Effect::Emit { .. } => {}
+        }
+        None
+    }
+
+    fn send(&mut self, peer: PeerKey, frame: &Frame) {
+        let sent = self.net.as_ref().map(|net| net.node.try_send(PeerId(peer.0), frame));
+        if let Some(Err(error)) = sent {
+            self.failed = Some(error.to_string());
+        }
+    }
+
+    /// What a gManager would answer in a pool of two.
+    fn advise(&self, body: ControlBody) -> Option<ControlBody> {
+        const MANY: u32 = 1 << 24;
+        match body {
+            ControlBody::Register(_) => Some(ControlBody::Registered(Registered {
+                version: VERSION_MAX,
+                instance: self.number,
+                heartbeat_ms: HEARTBEAT_MS,
+            })),
+            ControlBody::Heartbeat(_) => {
+                Some(ControlBody::HeartbeatAck(HeartbeatAck { known: true, pool_blocks_total: MANY.into() }))
+            }
+            ControlBody::BorrowQuery(query) => {
+                let candidate = |addr: SocketAddr| Candidate {
+                    instance: InstanceId(CREDITOR).0,
+                    quic_addr: addr.to_string(),
+                    blocks_lendable: MANY,
+                };
+                Some(ControlBody::BorrowAdvice(BorrowAdvice {
+                    query: query.query,
+                    candidates: self.creditor.map(candidate).into_iter().collect(),
+                    pool_blocks_total: MANY.into(),
+                    pool_blocks_lendable: MANY.into(),
+                }))
+            }
+            _ => None,
+        }
+    }
+}
+
+async fn recv<T>(inbox: Option<&mut Inbox<T>>) -> Option<T> {
+    match inbox {
+        Some(inbox) => inbox.recv().await,
+        None => std::future::pending().await,
+    }
+}

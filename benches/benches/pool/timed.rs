@@ -1,0 +1,285 @@
+//! A host device that notes when layers wait and when guests are served, and that computes decode steps only.
+//!
+//! Prefill (steps of more than [`DECODE_ROWS_MAX`] rows) moves all its bytes and keeps all its counts but computes
+//! nothing: a benchmark of decoding over 64k tokens must not first spend minutes on attention over them. What attention
+//! costs does not depend on the values in the KV.
+
+use bytes::Bytes;
+use lagoon_backend::cpu::{CpuKv, CpuTensor, CpuWeight};
+use lagoon_backend::{AttnBatch, CpuDevice, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
+use lagoon_model::{LlamaWeights, LoadedTensor, ModelConfig, ModelError};
+use lagoon_runner::Report;
+use lagoon_types::{AttentionGeometry, DType, KvShape};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// Steps with more rows than this are prefill.
+pub(crate) const DECODE_ROWS_MAX: usize = 64;
+
+/// What one layer in the remote lane waited.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wait {
+    /// From the hand-out of the queries until the device thread begins to merge.
+    pub(crate) trip: Duration,
+    /// The part of it after local attention: the device had nothing to do.
+    pub(crate) idle: Duration,
+}
+
+/// Where a layer's queries and partials pass, in order: 0 the debtor's device thread hands out queries, 1 its loop takes
+/// them, 2 and has sent them; 3 the creditor's loop has them, 4 its device thread begins, 5 and ends, 6 its loop takes the
+/// partials, 7 and has sent them; 8 the debtor's loop has them, 9 its device thread merges them.
+pub(crate) const STAGES: usize = 10;
+
+#[derive(Debug, Default)]
+struct Notes {
+    /// When each stage was reached, once a layer, in microseconds of the machine's clock.
+    stages: [Vec<f64>; STAGES],
+    queries_at: Option<Instant>,
+    attended_at: Option<Instant>,
+    guest_at: Option<Instant>,
+    /// This is a creditor, whose tensors are written for guests only.
+    serves: bool,
+    waits: Vec<Wait>,
+    served: Vec<Duration>,
+}
+
+/// Notes of one device thread, in the order of its layers.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Clock(Arc<Mutex<Notes>>);
+
+impl Notes {
+    fn mark(&mut self, stage: usize) {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        self.stages[stage].push(now.as_secs_f64() * 1e6);
+    }
+}
+
+impl Clock {
+    pub(crate) fn creditor() -> Self {
+        Self(Arc::new(Mutex::new(Notes { serves: true, ..Notes::default() })))
+    }
+
+    fn notes(&self) -> std::sync::MutexGuard<'_, Notes> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn mark(&self, stage: usize) {
+        self.notes().mark(stage);
+    }
+
+    pub(crate) fn stages(&self) -> [Vec<f64>; STAGES] {
+        self.notes().stages.clone()
+    }
+
+    /// To be called with every report, on the device thread.
+    pub(crate) fn on_report(&self, report: &Report) {
+        let mut notes = self.notes();
+        match report {
+            // A first chunk may have nothing to ask.
+            Report::Queries { frames, .. } if frames.is_empty() => notes.queries_at = None,
+            Report::Queries { .. } => {
+                notes.queries_at = Some(Instant::now());
+                notes.mark(0);
+            }
+            Report::GuestPartial { .. } => {
+                notes.mark(5);
+                let served = notes.guest_at.take().map(|at| at.elapsed());
+                notes.served.extend(served);
+            }
+            _ => {}
+        }
+    }
+
+    pub(crate) fn waits(&self) -> Vec<Wait> {
+        self.notes().waits.clone()
+    }
+
+    /// How long each guest's query took, from the first write of its queries to the encoded partial.
+    pub(crate) fn served(&self) -> Vec<Duration> {
+        self.notes().served.clone()
+    }
+
+    pub(crate) fn served_len(&self) -> usize {
+        self.notes().served.len()
+    }
+
+    /// Tensors are written when a pass starts, when a guest's queries come, and when partials are merged.
+    fn on_write(&self) {
+        let mut notes = self.notes();
+        let now = Instant::now();
+        notes.guest_at = Some(now);
+        if notes.serves {
+            notes.mark(4);
+        }
+        if let Some(at) = notes.queries_at.take() {
+            let since = notes.attended_at.map_or(at, |attended| attended.max(at));
+            notes.mark(9);
+            notes.waits.push(Wait { trip: now - at, idle: now - since });
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Timed {
+    inner: CpuDevice,
+    clock: Clock,
+}
+
+impl Timed {
+    pub(crate) fn new(threads: usize, clock: Clock) -> Self {
+        Self { inner: CpuDevice::with_threads(threads), clock }
+    }
+
+    /// Random weights of `config`, small enough that activations stay finite.
+    pub(crate) fn weights(&mut self, config: &ModelConfig, dtype: DType) -> Result<LlamaWeights<Self>, ModelError> {
+        let mut state = 7u64;
+        LlamaWeights::build(self, config, dtype, &mut |_, _| {}, &mut |_, shape| {
+            let values: Vec<f32> = (0..shape.iter().product())
+                .map(|_| {
+                    state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    (f32::from(u16::try_from(state >> 48).unwrap_or(0)) / 32768.0 - 1.0) / 16.0
+                })
+                .collect();
+            let mut bytes = Vec::new();
+            dtype.encode(&values, &mut bytes);
+            Ok(LoadedTensor { dtype, bytes: Bytes::from(bytes) })
+        })
+    }
+}
+
+fn skipped(rows: usize) -> bool {
+    rows > DECODE_ROWS_MAX
+}
+
+impl Device for Timed {
+    type Tensor = CpuTensor;
+    type Weight = CpuWeight;
+    type Kv = CpuKv;
+
+    fn info(&self) -> DeviceInfo {
+        self.inner.info()
+    }
+
+    fn tensor(&mut self, rows: usize, cols: usize) -> Result<CpuTensor, DeviceError> {
+        self.inner.tensor(rows, cols)
+    }
+
+    fn weight(&mut self, source: WeightSource) -> Result<CpuWeight, DeviceError> {
+        self.inner.weight(source)
+    }
+
+    fn kv(&mut self, shape: KvShape, slots: usize) -> Result<CpuKv, DeviceError> {
+        self.inner.kv(shape, slots)
+    }
+
+    fn write(&mut self, tensor: &mut CpuTensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
+        self.clock.on_write();
+        self.inner.write(tensor, row0, data)
+    }
+
+    fn read(
+        &mut self,
+        tensor: &CpuTensor,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        self.inner.read(tensor, rows, cols, out)
+    }
+
+    fn kv_write(&mut self, kv: &mut CpuKv, layer: usize, slot0: u32, bytes: &[u8]) -> Result<(), DeviceError> {
+        self.inner.kv_write(kv, layer, slot0, bytes)
+    }
+
+    fn kv_read(
+        &mut self,
+        kv: &CpuKv,
+        layer: usize,
+        slot0: u32,
+        tokens: u32,
+        out: &mut Vec<u8>,
+    ) -> Result<(), DeviceError> {
+        self.inner.kv_read(kv, layer, slot0, tokens, out)
+    }
+
+    fn sync(&mut self) -> Result<(), DeviceError> {
+        self.inner.sync()
+    }
+
+    fn embed(&mut self, table: &CpuWeight, ids: &[u32], out: &mut CpuTensor) -> Result<(), DeviceError> {
+        self.inner.embed(table, ids, out)
+    }
+
+    fn rms_norm(
+        &mut self,
+        x: &CpuTensor,
+        weight: &CpuWeight,
+        eps: f32,
+        rows: usize,
+        out: &mut CpuTensor,
+    ) -> Result<(), DeviceError> {
+        if skipped(rows) { Ok(()) } else { self.inner.rms_norm(x, weight, eps, rows, out) }
+    }
+
+    fn matmul(
+        &mut self,
+        x: &CpuTensor,
+        weight: &CpuWeight,
+        rows: usize,
+        mode: Mode,
+        out: &mut CpuTensor,
+    ) -> Result<(), DeviceError> {
+        if skipped(rows) { Ok(()) } else { self.inner.matmul(x, weight, rows, mode, out) }
+    }
+
+    fn rope_append(
+        &mut self,
+        qkv: &mut CpuTensor,
+        rope: &CpuTensor,
+        geometry: AttentionGeometry,
+        slots: &[u32],
+        kv: &mut CpuKv,
+        layer: usize,
+    ) -> Result<(), DeviceError> {
+        if skipped(slots.len()) { Ok(()) } else { self.inner.rope_append(qkv, rope, geometry, slots, kv, layer) }
+    }
+
+    fn attention(
+        &mut self,
+        q: &CpuTensor,
+        batch: &AttnBatch<'_>,
+        kv: &CpuKv,
+        layer: usize,
+        out: &mut Partials<CpuTensor>,
+    ) -> Result<(), DeviceError> {
+        if skipped(batch.rows()) {
+            batch.fill_counts(&mut out.count);
+        } else {
+            self.inner.attention(q, batch, kv, layer, out)?;
+        }
+        self.clock.notes().attended_at = Some(Instant::now());
+        Ok(())
+    }
+
+    fn merge(
+        &mut self,
+        acc: &mut Partials<CpuTensor>,
+        other: &Partials<CpuTensor>,
+        geometry: AttentionGeometry,
+    ) -> Result<(), DeviceError> {
+        if skipped(other.count.len()) {
+            acc.count.iter_mut().zip(&other.count).for_each(|(acc, other)| *acc += other);
+            return Ok(());
+        }
+        self.inner.merge(acc, other, geometry)
+    }
+
+    fn silu_mul(&mut self, x: &CpuTensor, rows: usize, out: &mut CpuTensor) -> Result<(), DeviceError> {
+        if skipped(rows) { Ok(()) } else { self.inner.silu_mul(x, rows, out) }
+    }
+
+    fn gather_rows(&mut self, x: &CpuTensor, rows: &[u32], out: &mut CpuTensor) -> Result<(), DeviceError> {
+        self.inner.gather_rows(x, rows, out)
+    }
+}
