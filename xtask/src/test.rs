@@ -1,4 +1,4 @@
-//! `cargo xtask test`: rustfmt, tidy, clippy and every test, and one line of numbers at the end.
+//! `cargo xtask test`: rustfmt, tidy, clippy, the `lagoon` binary and every test, and one line of numbers at the end.
 //!
 //! Every step runs even when an earlier one failed, so that one run shows everything. A skipped test that tests/skips.toml
 //! does not list fails the command.
@@ -38,6 +38,8 @@ pub(crate) fn run(root: &Path, lint: bool) -> Result<bool> {
         let clippy = ["clippy", "--locked", "--release", "--workspace", "--all-targets", "--", "-D", "warnings"];
         step("clippy", cargo(root, &clippy));
     }
+    // The tests of processes start the real binary, which `cargo test` builds for the tests of its own package only.
+    step("build", cargo(root, &["build", "--locked", "--release", "--package", "lagoon"]));
     let outcome = tests(root)?;
     if !outcome.good {
         broken.push("tests");

@@ -8,7 +8,7 @@ use lagoon_transport::{Bound, Event, Frame, Node, PeerId, TransportConfig};
 use lagoon_types::InstanceId;
 use std::collections::HashMap;
 use std::net::SocketAddr;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// `lagoon gmanager`.
 #[derive(Clone, Debug, clap::Args)]
@@ -27,6 +27,18 @@ pub(crate) struct GManagerArgs {
     /// Stop when standard input ends.
     #[arg(long, hide = true)]
     exit_with_stdin: bool,
+    /// Number of the first instance that registers [default: by the clock].
+    #[arg(long, value_name = "N", hide = true, value_parser = clap::value_parser!(u32).range(1..))]
+    first_instance: Option<u32>,
+}
+
+/// Where a gManager starts to number: seconds since 2025. Whoever replaces a gManager knows nothing of the instances
+/// that it numbered and that have not come back yet; by starting later it numbers from where the first one cannot have
+/// got to, unless more than one instance a second registered throughout its life.
+fn first_instance_by_clock(now: SystemTime) -> u32 {
+    const YEAR_2025: Duration = Duration::from_secs(1_735_689_600);
+    let seconds = now.duration_since(UNIX_EPOCH + YEAR_2025).map_or(0, |age| age.as_secs());
+    u32::try_from(seconds).unwrap_or(u32::MAX / 2).max(1)
 }
 
 /// Runs until Ctrl-C.
@@ -42,7 +54,8 @@ pub(crate) async fn run(args: GManagerArgs) -> anyhow::Result<()> {
     } else {
         println!("gManager on {addr}");
     }
-    let mut pool = Registry { gmanager: GManager::new(1), registered: HashMap::new(), started: Instant::now() };
+    let first = args.first_instance.unwrap_or_else(|| first_instance_by_clock(SystemTime::now()));
+    let mut pool = Registry { gmanager: GManager::new(first), registered: HashMap::new(), started: Instant::now() };
     let mut tick = tokio::time::interval(Duration::from_secs(1));
     loop {
         tokio::select! {
@@ -97,8 +110,21 @@ impl Registry {
             Event::Down { peer, .. } => {
                 self.registered.remove(&peer);
             }
-            Event::Refused { addr, reason } => tracing::warn!(%addr, reason, "refused a connection"),
-            Event::Up { .. } | Event::Unreachable { .. } | Event::Expired { .. } => {}
+            // The transport has logged what it refused.
+            Event::Refused { .. } | Event::Up { .. } | Event::Unreachable { .. } | Event::Expired { .. } => {}
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_later_gmanager_numbers_from_further_on() {
+        let at = |seconds| first_instance_by_clock(UNIX_EPOCH + Duration::from_secs(seconds));
+        assert_eq!(at(0), 1);
+        assert_eq!(at(1_735_689_600 + 7), 7);
+        assert_eq!(at(1_795_000_060) - at(1_795_000_000), 60);
     }
 }

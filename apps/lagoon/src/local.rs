@@ -141,7 +141,7 @@ pub(crate) async fn start_pool(
     api_key: Option<&str>,
     mut progress: impl FnMut(usize),
 ) -> anyhow::Result<LocalPool> {
-    let mut command = vec!["gmanager".to_owned(), "--listen=127.0.0.1:0".to_owned()];
+    let mut command = vec!["gmanager".to_owned(), "--listen=127.0.0.1:0".to_owned(), "--first-instance=1".to_owned()];
     command.extend(ca.flags("gmanager")?);
     let gmanager = ChildNode::start("the gManager", command, None).await?;
     let address = gmanager.address("quic")?;

@@ -19,12 +19,14 @@ mod local;
 mod model;
 mod node;
 mod pool_client;
+mod quiet;
 mod serve;
 mod shutdown;
 mod status;
 mod up;
 
 use clap::{Parser, Subcommand};
+use std::io::IsTerminal as _;
 use std::process::ExitCode;
 
 /// Serve long-context LLMs from a pool of instances that lend each other KV cache.
@@ -64,8 +66,10 @@ enum Command {
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    quiet::restart_without_display_probe();
     let filter = tracing_subscriber::EnvFilter::try_new(&cli.log).unwrap_or_else(|_| "warn".into());
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    let colours = std::io::stderr().is_terminal();
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(colours).init();
     match dispatch(cli.command) {
         Ok(code) => code,
         Err(error) => {
@@ -97,7 +101,13 @@ fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
 /// `error: what: why`, then hints on lines of their own.
 #[allow(clippy::print_stderr, reason = "errors of a command go to stderr")]
 fn report(error: &anyhow::Error) {
-    let text = error.chain().map(ToString::to_string).collect::<Vec<_>>().join(": ");
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        // Many errors end with their cause's words already.
+        if !text.ends_with(&cause) {
+            text = if text.is_empty() { cause } else { format!("{text}: {cause}") };
+        }
+    }
     let (hints, message): (Vec<&str>, Vec<&str>) =
         text.split('\n').map(str::trim).partition(|line| line.starts_with("hint:"));
     eprintln!("error: {}", message.join("\n"));

@@ -99,7 +99,7 @@ impl NodeLoop {
         }
     }
 
-    /// Runs until `stop`, or until the gManager refuses this instance.
+    /// Runs until `stop`, or until this instance cannot go on: its error says why.
     pub(crate) async fn run(mut self, stop: CancellationToken) -> anyhow::Result<()> {
         let mut tick = tokio::time::interval(Duration::from_millis(TICK_MS));
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -126,7 +126,7 @@ impl NodeLoop {
                 }
             }
             if let Some(reason) = self.fatal.take() {
-                anyhow::bail!("the gManager refused this instance: {reason}");
+                anyhow::bail!(reason);
             }
         }
         if let Some(pool) = &self.pool {
@@ -197,7 +197,8 @@ impl NodeLoop {
                 }
             }
             NetEvent::Expired { peer, .. } => self.step(Event::SendFailed { peer: PeerKey(peer.0) }),
-            NetEvent::Refused { addr, reason } => tracing::warn!(%addr, reason, "refused a connection"),
+            // The transport has logged it.
+            NetEvent::Refused { .. } => {}
             NetEvent::Control { peer, session, message } => {
                 let Some(body) = message.body else { return };
                 if self.sessions.get(&peer) != Some(&session) {
@@ -308,7 +309,10 @@ impl NodeLoop {
             }
             Effect::Emit { seq, event } => self.emit(seq, event),
             Effect::Rejected { reason } => {
-                self.fatal = Some(reason);
+                self.fatal = Some(format!(
+                    "the gManager refused this instance: {reason}\n\
+                     hint: all of a pool serve the same model, with the same --dtype, --kv-dtype and --block-tokens"
+                ));
                 None
             }
         }

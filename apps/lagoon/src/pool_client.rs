@@ -94,7 +94,14 @@ impl PoolClient {
                         return Ok(reply.instances.into_iter().map(PoolRow::from).collect());
                     }
                 }
-                Event::Unreachable { addr, reason, .. } => bail!("the gManager at {addr} cannot be reached: {reason}"),
+                Event::Unreachable { addr, reason, .. } => {
+                    let hint = if reason.contains("certificate") {
+                        "\nhint: both ends need certificates of the same CA"
+                    } else {
+                        ""
+                    };
+                    bail!("the gManager at {addr} cannot be reached: {reason}{hint}")
+                }
                 _ => {}
             }
         }

@@ -67,7 +67,7 @@ pub(crate) struct ServeArgs {
     /// Allow `return_logits` in requests (for comparisons).
     #[arg(long)]
     expose_logits: bool,
-    /// The model's identity in hexadecimal, for a kv node without weights (`lagoon status` shows it).
+    /// The model's identity in hexadecimal, for a kv node without weights (the others print it when they start).
     #[arg(long, value_name = "HEX", value_parser = parse_hash)]
     model_hash: Option<ModelHash>,
     #[command(flatten)]
@@ -109,7 +109,7 @@ fn open(args: &ServeArgs, dir: &Path) -> anyhow::Result<OpenModel> {
         (RoleArg::Kv, Some(hash)) => OpenModel::open_shape(dir, id, args.engine.kv_dtype.or(args.engine.dtype), hash),
         (RoleArg::Kv, None) => {
             let mut model = OpenModel::open(dir, id, args.engine.dtype)
-                .context("a kv node without weights needs --model-hash (`lagoon status` shows it)")?;
+                .context("a kv node without weights needs --model-hash (the others print it when they start)")?;
             model.checkpoint = None;
             Ok(model)
         }
@@ -258,7 +258,9 @@ fn router(args: &ServeArgs, dir: &Path, model: &OpenModel, engine: Arc<NodeEngin
     crate::node::describe_metrics();
     let state = ServerState {
         engine: engine.clone(),
-        tokenizer: Arc::new(Tokenizer::open(dir)?),
+        tokenizer: Arc::new(
+            Tokenizer::open(dir).context("open the tokenizer\nhint: a model directory needs its tokenizer.json")?,
+        ),
         template: ChatTemplate::open(dir)?.map(Arc::new),
         defaults: defaults(dir, &model.config)?,
         api_key: args.api_key.clone(),
