@@ -7,6 +7,7 @@
 
 pub mod cluster;
 pub mod golden;
+pub mod process;
 pub mod single;
 
 use std::io::Write as _;

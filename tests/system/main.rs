@@ -7,4 +7,8 @@ mod failures;
 mod goldens;
 mod hostile;
 mod pooled;
+mod process_cli;
+mod process_cluster;
+mod process_http;
+mod process_up;
 mod random;

@@ -101,17 +101,43 @@ fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
 /// `error: what: why`, then hints on lines of their own.
 #[allow(clippy::print_stderr, reason = "errors of a command go to stderr")]
 fn report(error: &anyhow::Error) {
-    let mut text = String::new();
+    eprint!("{}", in_words(error));
+}
+
+/// Every cause may bring hints; they come last.
+fn in_words(error: &anyhow::Error) -> String {
+    let (mut text, mut hints) = (String::new(), String::new());
     for cause in error.chain().map(ToString::to_string) {
+        let (own, message): (Vec<&str>, Vec<&str>) =
+            cause.lines().map(str::trim).partition(|line| line.starts_with("hint:"));
+        let message = message.join("\n");
         // Many errors end with their cause's words already.
-        if !text.ends_with(&cause) {
-            text = if text.is_empty() { cause } else { format!("{text}: {cause}") };
+        if !text.ends_with(&message) {
+            text = if text.is_empty() { message } else { format!("{text}: {message}") };
+        }
+        for hint in own {
+            if !hints.contains(hint) {
+                hints.push_str(hint);
+                hints.push('\n');
+            }
         }
     }
-    let (hints, message): (Vec<&str>, Vec<&str>) =
-        text.split('\n').map(str::trim).partition(|line| line.starts_with("hint:"));
-    eprintln!("error: {}", message.join("\n"));
-    for hint in hints {
-        eprintln!("{hint}");
+    format!("error: {text}\n{hints}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hints_come_after_all_causes_once() {
+        let cause = anyhow::anyhow!("address in use\nhint: look with ss");
+        let error = cause.context("listen on 1.2.3.4\nhint: --http names another");
+        assert_eq!(
+            in_words(&error),
+            "error: listen on 1.2.3.4: address in use\nhint: --http names another\nhint: look with ss\n"
+        );
+        let said = anyhow::anyhow!("gone").context("cannot read x: gone");
+        assert_eq!(in_words(&said), "error: cannot read x: gone\n");
     }
 }

@@ -1,8 +1,9 @@
 //! `lagoon up`: a whole pool on this machine behind one OpenAI endpoint.
 
+use crate::api_client::ApiClient;
 use crate::args::EngineArgs;
 use crate::gateway::{Backend, Gateway};
-use crate::local::{EphemeralCa, start_pool};
+use crate::local::{EphemeralCa, LocalPool, start_pool};
 use crate::pool_client::{PoolClient, PoolRow};
 use crate::serve::guarded;
 use crate::{bundled, device, model};
@@ -96,6 +97,7 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     let rows = Arc::new(RwLock::new(Vec::<PoolRow>::new()));
     let mut client = PoolClient::new(pool.gmanager, &ca.identity()?)?;
     wait_registered(&mut client, &rows, count).await?;
+    wait_acquainted(&pool, &rows, args.api_key.as_ref()).await?;
     tokio::spawn(watch(client, rows.clone(), stop.clone()));
 
     let (source, block_tokens) = (rows.clone(), u64::from(args.engine.block_tokens));
@@ -113,7 +115,7 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
 }
 
 #[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
-fn announce(args: &UpArgs, model: &str, http: SocketAddr, pool: &crate::local::LocalPool) -> anyhow::Result<()> {
+fn announce(args: &UpArgs, model: &str, http: SocketAddr, pool: &LocalPool) -> anyhow::Result<()> {
     let device = pool.instances.first().map_or("", |i| i.device());
     if args.json {
         let pids: Vec<Option<u32>> = pool.instances.iter().map(crate::local::ChildNode::pid).collect();
@@ -146,6 +148,25 @@ async fn wait_registered(client: &mut PoolClient, rows: &RwLock<Vec<PoolRow>>, c
         );
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
+}
+
+/// Waits until every instance has heard how large the pool is: before that it refuses what is larger than itself.
+async fn wait_acquainted(pool: &LocalPool, rows: &RwLock<Vec<PoolRow>>, key: Option<&String>) -> anyhow::Result<()> {
+    let deadline = tokio::time::Instant::now() + REGISTER_DEADLINE;
+    let whole: u64 =
+        rows.read().unwrap_or_else(PoisonError::into_inner).iter().map(|row| u64::from(row.blocks_total)).sum();
+    for instance in &pool.instances {
+        let client = ApiClient::new(&format!("http://{}", instance.http()?), key.cloned())?;
+        while client.get("/lagoon/status").await?["pool_blocks_total"].as_u64() < Some(whole) {
+            anyhow::ensure!(
+                tokio::time::Instant::now() < deadline,
+                "an instance did not hear of the others within {} s",
+                REGISTER_DEADLINE.as_secs()
+            );
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+    Ok(())
 }
 
 /// Keeps the rows fresh; when the gManager is silent the last ones stand.

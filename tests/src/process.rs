@@ -1,0 +1,404 @@
+//! Processes of the real binary: started, read until they say that they are ready, killed when dropped.
+//!
+//! The binary is the one of the tests' own build directory; `cargo xtask test` builds it before the tests.
+
+use base64::{Engine as _, engine::general_purpose::STANDARD};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Read};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+use tokio::runtime::Runtime;
+
+/// Time that anything gets which should take a second or a few; generous, because the machine may be busy.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The binary.
+///
+/// # Panics
+/// If it was not built.
+#[must_use]
+pub fn binary() -> PathBuf {
+    let tests = std::env::current_exe().unwrap();
+    // target/release/deps/system-…
+    let path =
+        tests.parent().and_then(|deps| deps.parent()).unwrap().join(format!("lagoon{}", std::env::consts::EXE_SUFFIX));
+    assert!(path.exists(), "{} is missing: `cargo build --release -p lagoon` builds it", path.display());
+    path
+}
+
+/// A command of the binary, with nothing of this machine's configuration.
+#[must_use]
+pub fn lagoon(arguments: &[&str]) -> Command {
+    let mut command = Command::new(binary());
+    command.args(arguments).stdin(Stdio::null());
+    for name in ["LAGOON_API_KEY", "LAGOON_LOG", "LAGOON_TLS_CA", "LAGOON_TLS_CERT", "LAGOON_TLS_KEY"] {
+        command.env_remove(name);
+    }
+    command
+}
+
+/// What a command that has ended came to.
+#[derive(Debug)]
+pub struct Ended {
+    pub code: Option<i32>,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+/// Runs a command to its end.
+///
+/// # Panics
+/// If it does not end in time.
+#[must_use]
+pub fn run(arguments: &[&str]) -> Ended {
+    let mut child = lagoon(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let (stdout, stderr) = (collect(child.stdout.take().unwrap()), collect(child.stderr.take().unwrap()));
+    let status = wait(&mut child);
+    Ended { code: status.code(), stdout: stdout.recv().unwrap(), stderr: stderr.recv().unwrap() }
+}
+
+/// Waits for the end, for as long as the demo may take on a busy machine.
+fn wait(child: &mut Child) -> std::process::ExitStatus {
+    let deadline = Instant::now() + 3 * PATIENCE;
+    loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status;
+        }
+        if Instant::now() > deadline {
+            let _ = child.kill();
+            panic!("the command did not end within {:?}", 3 * PATIENCE);
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn collect(mut pipe: impl Read + Send + 'static) -> mpsc::Receiver<String> {
+    let (sender, receiver) = mpsc::channel();
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        let _ = pipe.read_to_end(&mut bytes);
+        let _ = sender.send(String::from_utf8_lossy(&bytes).into_owned());
+    });
+    receiver
+}
+
+/// A server that is ready. It and its children stop when it is dropped.
+#[derive(Debug)]
+pub struct Server {
+    child: Child,
+    /// Its children watch their own; it watches this one.
+    stdin: Option<ChildStdin>,
+    stderr: mpsc::Receiver<String>,
+    /// What it said when it was ready.
+    pub ready: Value,
+}
+
+impl Server {
+    /// Starts a command that understands `--json` and `--exit-with-stdin`, and waits until it is ready.
+    ///
+    /// # Panics
+    /// If it ends first, or takes too long.
+    #[must_use]
+    pub fn start(arguments: &[&str]) -> Self {
+        Self::try_start(arguments).unwrap_or_else(|ended| panic!("{arguments:?} ended: {ended:?}"))
+    }
+
+    /// As [`Self::start`]; if it ends before it is ready, what it came to.
+    ///
+    /// # Errors
+    /// That.
+    ///
+    /// # Panics
+    /// If it takes too long, or says what is no JSON.
+    pub fn try_start(arguments: &[&str]) -> Result<Self, Ended> {
+        let mut command = lagoon(arguments);
+        command.args(["--json", "--exit-with-stdin"]);
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let stdin = child.stdin.take();
+        let stderr = collect(child.stderr.take().unwrap());
+        let (sender, line) = mpsc::channel();
+        let mut stdout = BufReader::new(child.stdout.take().unwrap());
+        std::thread::spawn(move || {
+            let mut line = String::new();
+            let _ = stdout.read_line(&mut line);
+            let _ = sender.send(line);
+            let _ = std::io::copy(&mut stdout, &mut std::io::sink());
+        });
+        let mut server = Self { child, stdin, stderr, ready: Value::Null };
+        let line = line.recv_timeout(PATIENCE).unwrap();
+        if line.is_empty() {
+            return Err(server.ended());
+        }
+        server.ready = serde_json::from_str(&line).unwrap();
+        Ok(server)
+    }
+
+    /// Waits until it has ended by itself.
+    ///
+    /// # Panics
+    /// If it does not.
+    #[must_use]
+    pub fn ended(&mut self) -> Ended {
+        let status = wait(&mut self.child);
+        Ended { code: status.code(), stdout: String::new(), stderr: self.stderr.recv_timeout(PATIENCE).unwrap() }
+    }
+
+    /// Asks it to stop, as a parent that goes away does, and waits until it has.
+    ///
+    /// # Panics
+    /// If it does not.
+    #[must_use]
+    pub fn stop(mut self) -> Ended {
+        self.stdin = None;
+        self.ended()
+    }
+
+    /// A text of the ready line.
+    ///
+    /// # Panics
+    /// If it has none of this name.
+    #[must_use]
+    pub fn said(&self, field: &str) -> String {
+        self.ready[field].as_str().unwrap_or_else(|| panic!("{field} in {}", self.ready)).to_owned()
+    }
+
+    /// A client of its endpoint.
+    ///
+    /// # Panics
+    /// If it did not say where that is.
+    #[must_use]
+    pub fn client(&self) -> Client {
+        Client::new(self.said("http").parse().unwrap())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Children end when this pipe does; a server that hangs must not outlive its test.
+        self.stdin = None;
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while self.child.try_wait().is_ok_and(|status| status.is_none()) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Kills a process at once, as a crash would.
+///
+/// # Panics
+/// If that fails.
+pub fn kill(pid: u64) {
+    assert!(Command::new("kill").args(["-9", &pid.to_string()]).status().unwrap().success());
+}
+
+/// An answer.
+#[derive(Debug)]
+pub struct Answer {
+    pub status: u16,
+    pub headers: reqwest::header::HeaderMap,
+    pub text: String,
+}
+
+impl Answer {
+    /// The body as JSON.
+    ///
+    /// # Panics
+    /// If it is none.
+    #[must_use]
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.text).unwrap_or_else(|error| panic!("{error}: {}", self.text))
+    }
+
+    /// Which instance answered.
+    #[must_use]
+    pub fn instance(&self) -> Option<&str> {
+        self.headers.get("x-lagoon-instance").and_then(|v| v.to_str().ok())
+    }
+}
+
+/// An HTTP client that waits.
+#[derive(Debug)]
+pub struct Client {
+    runtime: Runtime,
+    http: reqwest::Client,
+    base: String,
+    key: Option<String>,
+}
+
+impl Client {
+    /// # Panics
+    /// If it cannot be set up.
+    #[must_use]
+    pub fn new(addr: SocketAddr) -> Self {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let http = reqwest::Client::builder().no_proxy().timeout(2 * PATIENCE).build().unwrap();
+        Self { runtime, http, base: format!("http://{addr}"), key: None }
+    }
+
+    /// With an API key.
+    #[must_use]
+    pub fn with_key(self, key: &str) -> Self {
+        Self { key: Some(key.to_owned()), ..self }
+    }
+
+    fn send(&self, request: reqwest::RequestBuilder) -> reqwest::Response {
+        let request = match &self.key {
+            Some(key) => request.bearer_auth(key),
+            None => request,
+        };
+        // Its deadline is a timer of the runtime, made when it is sent.
+        self.runtime.block_on(async { request.send().await }).unwrap()
+    }
+
+    fn whole(&self, response: reqwest::Response) -> Answer {
+        let (status, headers) = (response.status().as_u16(), response.headers().clone());
+        Answer { status, headers, text: self.runtime.block_on(response.text()).unwrap() }
+    }
+
+    /// # Panics
+    /// If there is no answer.
+    #[must_use]
+    pub fn get(&self, path: &str) -> Answer {
+        self.whole(self.send(self.http.get(format!("{}{path}", self.base))))
+    }
+
+    /// # Panics
+    /// If there is no answer.
+    #[must_use]
+    pub fn post(&self, path: &str, body: &Value) -> Answer {
+        self.post_text(path, body.to_string())
+    }
+
+    /// # Panics
+    /// If there is no answer.
+    #[must_use]
+    pub fn post_text(&self, path: &str, body: String) -> Answer {
+        let request = self.http.post(format!("{}{path}", self.base)).header("content-type", "application/json");
+        self.whole(self.send(request.body(body)))
+    }
+
+    /// A greedy completion of token ids, with `extra` fields.
+    ///
+    /// # Panics
+    /// If it is refused.
+    #[must_use]
+    pub fn complete(&self, prompt: &[u32], max_tokens: u32, extra: &Value) -> Answer {
+        let answer = self.post("/v1/completions", &completion(prompt, max_tokens, extra));
+        assert_eq!(answer.status, 200, "{}", answer.text);
+        answer
+    }
+
+    /// The same as a stream of events.
+    ///
+    /// # Panics
+    /// If it is refused.
+    #[must_use]
+    pub fn stream(&self, path: &str, body: &Value) -> Events<'_> {
+        let request = self.http.post(format!("{}{path}", self.base)).header("content-type", "application/json");
+        let response = self.send(request.body(body.to_string()));
+        assert_eq!(response.status().as_u16(), 200);
+        Events { client: self, response, text: String::new() }
+    }
+
+    /// Asks again until the answer satisfies.
+    ///
+    /// # Panics
+    /// If it does not in time.
+    pub fn wait_until(&self, path: &str, what: &str, satisfied: impl Fn(&Value) -> bool) -> Value {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let value = self.get(path).json();
+            if satisfied(&value) {
+                return value;
+            }
+            assert!(Instant::now() < deadline, "not {what} within {PATIENCE:?}: {value}");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+/// The body of a greedy completion.
+#[must_use]
+pub fn completion(prompt: &[u32], max_tokens: u32, extra: &Value) -> Value {
+    let mut body = json!({
+        "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": true, "return_token_ids": true,
+    });
+    for (name, value) in extra.as_object().into_iter().flatten() {
+        body[name] = value.clone();
+    }
+    body
+}
+
+/// Generated token ids of an answer's first choice.
+///
+/// # Panics
+/// If it has none.
+#[must_use]
+pub fn token_ids(answer: &Value) -> Vec<u32> {
+    serde_json::from_value(answer["choices"][0]["token_ids"].clone()).unwrap_or_else(|e| panic!("{e}: {answer}"))
+}
+
+/// Logits of an answer's first choice, one vector a token.
+///
+/// # Panics
+/// If it has none.
+#[must_use]
+pub fn logits(answer: &Value) -> Vec<Vec<f32>> {
+    let rows = answer["choices"][0]["logits_b64"].as_array().unwrap();
+    let row = |text: &Value| {
+        let bytes = STANDARD.decode(text.as_str().unwrap()).unwrap();
+        bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+    };
+    rows.iter().map(row).collect()
+}
+
+/// Events of a stream. Dropping it closes the connection.
+#[derive(Debug)]
+pub struct Events<'a> {
+    client: &'a Client,
+    response: reqwest::Response,
+    text: String,
+}
+
+impl Events<'_> {
+    /// Which instance answers.
+    #[must_use]
+    pub fn instance(&self) -> Option<String> {
+        self.response.headers().get("x-lagoon-instance").and_then(|v| v.to_str().ok()).map(str::to_owned)
+    }
+
+    /// The next event's data; `None` after the last.
+    ///
+    /// # Panics
+    /// If the connection breaks.
+    pub fn next_data(&mut self) -> Option<String> {
+        loop {
+            if let Some(end) = self.text.find("\n\n") {
+                let event: String = self.text.drain(..end + 2).collect();
+                match event.trim().strip_prefix("data: ") {
+                    Some(data) => return Some(data.to_owned()),
+                    None => continue,
+                }
+            }
+            let chunk = self.client.runtime.block_on(self.response.chunk()).unwrap()?;
+            self.text.push_str(std::str::from_utf8(&chunk).unwrap());
+        }
+    }
+
+    /// All that is left, as JSON, without the closing `[DONE]`; whether that came.
+    pub fn rest(&mut self) -> (Vec<Value>, bool) {
+        let mut values = Vec::new();
+        while let Some(data) = self.next_data() {
+            if data == "[DONE]" {
+                return (values, true);
+            }
+            values.push(serde_json::from_str(&data).unwrap());
+        }
+        (values, false)
+    }
+}

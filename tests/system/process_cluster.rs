@@ -1,0 +1,166 @@
+//! A cluster made by hand: certificates, a gManager, instances that join it, and those that may not.
+
+use crate::process_up::{golden_prompt, single};
+use lagoon_tests::golden::max_diff;
+use lagoon_tests::process::{Client, Server, logits, run, token_ids};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+struct Cluster {
+    ca: TempDir,
+    gmanager: Server,
+}
+
+fn certificates(dir: &TempDir, name: &str) -> [String; 3] {
+    let at = |file: &str| dir.path().join(file).to_string_lossy().into_owned();
+    let issued = run(&["certs", "issue", &dir.path().to_string_lossy(), name]);
+    assert_eq!(issued.code, Some(0), "{issued:?}");
+    [
+        format!("--tls-ca={}", at("ca.pem")),
+        format!("--tls-cert={}", at(&format!("{name}.pem"))),
+        format!("--tls-key={}", at(&format!("{name}.key"))),
+    ]
+}
+
+fn new_ca() -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let made = run(&["certs", "init", &dir.path().to_string_lossy()]);
+    assert_eq!(made.code, Some(0), "{made:?}");
+    dir
+}
+
+impl Cluster {
+    fn new() -> Self {
+        let ca = new_ca();
+        let tls = certificates(&ca, "gm");
+        let [a, b, c] = &tls;
+        let gmanager = Server::start(&["gmanager", "--listen=127.0.0.1:0", a, b, c]);
+        Self { ca, gmanager }
+    }
+
+    /// Starts `serve` as a member of the cluster, with a certificate of `ca`.
+    fn serve_with(&self, ca: &TempDir, name: &str, model: &str, flags: &[&str]) -> Result<Server, String> {
+        let gmanager = format!("--gmanager={}", self.gmanager.said("quic"));
+        let [a, b, c] = certificates(ca, name);
+        let own = ["serve", model, &gmanager, &a, &b, &c, "--name", name];
+        let common = ["--http=127.0.0.1:0", "--threads=1", "--block-tokens=8", "--expose-logits"];
+        Server::try_start(&[&own[..], &common[..], flags].concat()).map_err(|ended| ended.stderr)
+    }
+
+    fn serve(&self, name: &str, model: &str, flags: &[&str]) -> Server {
+        self.serve_with(&self.ca, name, model, flags).unwrap()
+    }
+}
+
+fn wait_for_pool(client: &Client, blocks: u64) {
+    client.wait_until("/lagoon/status", "a whole pool", |s| s["pool_blocks_total"].as_u64() == Some(blocks));
+}
+
+/// One request on `client` equals the one of a single large instance.
+fn equals_single(client: &Client, model: &str, prompt: &[u32]) {
+    let extra = json!({"return_logits": true});
+    let reference = single(model, "256");
+    let expected = reference.client().complete(prompt, 12, &extra).json();
+    let answer = client.complete(prompt, 12, &extra).json();
+    assert_eq!(token_ids(&answer), token_ids(&expected));
+    for (ours, theirs) in logits(&answer).iter().zip(&logits(&expected)) {
+        assert!(max_diff(ours, theirs) < 1e-3, "{}", max_diff(ours, theirs));
+    }
+}
+
+fn partials_sent(client: &Client) -> u64 {
+    client.get("/lagoon/status").json()["partials_bytes_sent"].as_u64().unwrap()
+}
+
+#[test]
+fn a_node_without_weights_lends_memory_and_attention() {
+    let cluster = Cluster::new();
+    let (model, prompt) = golden_prompt();
+    let instance = cluster.serve("node", &model, &["--backend=cpu", "--kv-tokens=64"]);
+    let shape = tempfile::tempdir().unwrap();
+    std::fs::copy(format!("{model}/config.json"), shape.path().join("config.json")).unwrap();
+    let hash = format!("--model-hash={}", instance.said("model_hash"));
+    let flags = ["--role=kv", "--backend=cpu", "--kv-tokens=128", &hash];
+    let kv = cluster.serve("memory", &shape.path().to_string_lossy(), &flags);
+    let client = instance.client();
+    wait_for_pool(&client, 24);
+    equals_single(&client, &model, &prompt);
+    assert!(partials_sent(&kv.client()) > 0);
+    assert_eq!(kv.client().get("/v1/models").status, 404);
+
+    let [a, b, c] = certificates(&cluster.ca, "looker");
+    let status = run(&["status", "--json", "--gmanager", &cluster.gmanager.said("quic"), &a, &b, &c]);
+    let status: Value = serde_json::from_str(&status.stdout).unwrap_or_else(|e| panic!("{e}: {status:?}"));
+    let roles: Vec<&Value> = status["instances"].as_array().unwrap().iter().map(|row| &row["role"]).collect();
+    assert_eq!(roles, ["instance", "kv"]);
+    // A standalone gManager numbers by the clock: what it numbered in an earlier life is not given away.
+    assert!(status["instances"][0]["instance"].as_u64() > Some(1_000_000), "{status}");
+}
+
+#[test]
+fn a_cpu_and_a_wgpu_instance_serve_one_request() {
+    if let Err(reason) = lagoon_tests::wgpu() {
+        return lagoon_tests::skip("process_cluster::a_cpu_and_a_wgpu_instance_serve_one_request", &reason);
+    }
+    let cluster = Cluster::new();
+    let (model, prompt) = golden_prompt();
+    let cpu = cluster.serve("cpu", &model, &["--backend=cpu", "--kv-tokens=64"]);
+    let wgpu = cluster.serve("wgpu", &model, &["--backend=wgpu", "--kv-tokens=64", "--step-tokens=32"]);
+    assert_eq!(wgpu.said("backend"), "wgpu");
+    for (debtor, creditor) in [(&cpu, &wgpu), (&wgpu, &cpu)] {
+        let before = partials_sent(&creditor.client());
+        wait_for_pool(&debtor.client(), 16);
+        equals_single(&debtor.client(), &model, &prompt);
+        assert!(partials_sent(&creditor.client()) > before);
+    }
+}
+
+#[test]
+fn another_model_or_shape_is_refused_with_both_values() {
+    let cluster = Cluster::new();
+    let (model, _) = golden_prompt();
+    let first = cluster.serve("first", &model, &["--backend=cpu", "--kv-tokens=64"]);
+    first.client().wait_until("/lagoon/status", "registered", |s| s["registered"] == true);
+    let refused = |name: &str, model: &str, flags: &[&str]| {
+        let flags = [&["--backend=cpu", "--kv-tokens=64"], flags].concat();
+        // It may be ready before the gManager has spoken; then it ends by itself.
+        let text = match cluster.serve_with(&cluster.ca, name, model, &flags) {
+            Ok(mut server) => {
+                let ended = server.ended();
+                assert_eq!(ended.code, Some(1), "{ended:?}");
+                ended.stderr
+            }
+            Err(stderr) => stderr,
+        };
+        assert!(text.contains("refused this instance"), "{text}");
+        text
+    };
+    let (own, other) = (first.said("model_hash"), "ab".repeat(32));
+    let text = refused("hash", &model, &["--role=kv", &format!("--model-hash={other}")]);
+    assert!(text.contains(&own[..16]) && text.contains(&other[..16]) && text.contains("hint:"), "{text}");
+    let text = refused("dtype", &model, &["--kv-dtype=f16"]);
+    assert!(text.contains("f16") && text.contains("f32"), "{text}");
+    let passkey = lagoon_tests::root().join("models/passkey");
+    refused("model", &passkey.to_string_lossy(), &[]);
+    assert_eq!(first.client().get("/lagoon/status").json()["registered"], true);
+}
+
+#[test]
+fn only_certificates_of_the_cluster_get_in() {
+    let cluster = Cluster::new();
+    let (model, _) = golden_prompt();
+    let foreign = new_ca();
+    let [a, b, c] = certificates(&foreign, "stranger");
+    let status = run(&["status", "--gmanager", &cluster.gmanager.said("quic"), &a, &b, &c]);
+    assert_eq!(status.code, Some(1), "{status:?}");
+    assert!(status.stderr.contains("certificate"), "{status:?}");
+    let stranger = cluster.serve_with(&foreign, "other", &model, &["--backend=cpu", "--kv-tokens=64"]).unwrap();
+    std::thread::sleep(std::time::Duration::from_secs(2));
+    assert_eq!(stranger.client().get("/lagoon/status").json()["registered"], false);
+    let log = stranger.stop().stderr;
+    assert!(log.contains("cannot be reached") && log.contains("certificate"), "{log}");
+
+    let bare = run(&["serve", &model, "--backend=cpu", "--http=127.0.0.1:0", "--gmanager=127.0.0.1:7600"]);
+    assert_eq!(bare.code, Some(1));
+    assert!(bare.stderr.contains("--tls-cert") && bare.stderr.contains("hint:"), "{bare:?}");
+}

@@ -1,0 +1,173 @@
+//! `lagoon up`: a pool of processes behind one endpoint, and what becomes of it when one is killed.
+
+use lagoon_tests::golden::{Golden, max_diff};
+use lagoon_tests::process::{Client, Server, completion, kill, logits, token_ids};
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::path::Path;
+
+/// 100 tokens of a golden model with a tokenizer.
+pub(crate) fn golden_prompt() -> (String, Vec<u32>) {
+    let golden = Golden::load("tied_sentencepiece");
+    let prompt = golden.description.tokens.iter().cycle().take(100).copied().collect();
+    (golden.dir.to_string_lossy().into_owned(), prompt)
+}
+
+/// One instance outside any pool with room for everything.
+pub(crate) fn single(model: &str, kv_tokens: &str) -> Server {
+    let flags = ["--backend=cpu", "--threads=1", "--http=127.0.0.1:0", "--block-tokens=8", "--expose-logits"];
+    Server::start(&[&["serve", model, "--kv-tokens", kv_tokens], &flags[..]].concat())
+}
+
+fn up(model: &str, instances: &str, kv_tokens: &str, extra: &[&str]) -> Server {
+    let flags = ["--backend=cpu", "--threads=1", "--port=0", "--block-tokens=8", "--expose-logits"];
+    Server::start(&[&["up", model, "--instances", instances, "--kv-tokens", kv_tokens], &flags[..], extra].concat())
+}
+
+fn passkey() -> String {
+    lagoon_tests::root().join("models/passkey").to_string_lossy().into_owned()
+}
+
+/// Every living instance's blocks are free, and nobody has borrowed.
+fn is_empty(status: &Value) -> bool {
+    status["instances"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter(|row| row["alive"] == true)
+        .all(|row| row["blocks_free"] == row["blocks_total"] && row["blocks_lent"] == 0 && row["blocks_borrowed"] == 0)
+}
+
+#[test]
+fn every_instance_serves_what_none_can_hold_alone() {
+    let (model, prompt) = golden_prompt();
+    let pool = up(&model, "2", "64", &[]);
+    let client = pool.client();
+    let extra = json!({"return_logits": true});
+    let reference = single(&model, "256");
+    let expected = reference.client().complete(&prompt, 12, &extra).json();
+    let mut served = BTreeSet::new();
+    for _ in 0..6 {
+        let answer = client.complete(&prompt, 12, &extra);
+        served.insert(answer.instance().unwrap().to_owned());
+        let answer = answer.json();
+        assert_eq!(token_ids(&answer), token_ids(&expected));
+        for (ours, theirs) in logits(&answer).iter().zip(&logits(&expected)) {
+            assert!(max_diff(ours, theirs) < 1e-3);
+        }
+        client.wait_until("/lagoon/status", "empty", is_empty);
+    }
+    assert_eq!(served, BTreeSet::from(["instance-0".to_owned(), "instance-1".to_owned()]));
+    look_at(&pool, &client);
+}
+
+fn look_at(pool: &Server, client: &Client) {
+    let url = format!("http://{}", pool.said("http"));
+    let status = lagoon_tests::process::run(&["status", "--json", "--url", &url]);
+    assert_eq!(status.code, Some(0), "{status:?}");
+    let status: Value = serde_json::from_str(&status.stdout).unwrap();
+    let rows = status["instances"].as_array().unwrap();
+    assert_eq!(rows.len(), 2);
+    for (index, row) in rows.iter().enumerate() {
+        assert_eq!(row["instance"], index + 1);
+        assert_eq!(row["name"], format!("instance-{index}"));
+        assert_eq!((&row["blocks_total"], &row["alive"], &row["role"]), (&json!(8), &json!(true), &json!("instance")));
+    }
+    let table = lagoon_tests::process::run(&["status", "--url", &url]);
+    assert!(table.stdout.starts_with("ID") && table.stdout.contains("instance-1"), "{table:?}");
+
+    let metrics = client.get("/metrics").text;
+    assert!(metrics.contains("lagoon_gateway_requests_total{instance=\"instance-0\",status=\"200\"}"), "{metrics}");
+    let instance = Client::new(rows[0]["http_addr"].as_str().unwrap().parse().unwrap());
+    let metrics = instance.get("/metrics").text;
+    for name in ["lagoon_kv_blocks_total 8", "lagoon_wire_bytes_sent_total{class=\"partials\"}"] {
+        assert!(metrics.contains(name), "{name}: {metrics}");
+    }
+}
+
+#[test]
+fn a_client_that_goes_away_frees_blocks_everywhere() {
+    let pool = up(&passkey(), "2", "1024", &[]);
+    let client = pool.client();
+    let mut events = client.stream("/v1/completions", &completion(&[7; 1500], 400, &json!({"stream": true})));
+    assert!(events.next_data().is_some());
+    client.wait_until("/lagoon/status", "lent", |s| {
+        s["instances"].as_array().unwrap().iter().any(|row| row["blocks_lent"].as_u64() > Some(0))
+    });
+    drop(events);
+    client.wait_until("/lagoon/status", "empty", is_empty);
+}
+
+/// Who serves the stream, and who lends to it, as places in the ready line's `pids`.
+fn debtor_and_creditor(client: &Client, debtor: &str) -> (usize, usize) {
+    let place = |name: &str| name.strip_prefix("instance-").unwrap().parse::<usize>().unwrap();
+    let status = client.get("/lagoon/status").json();
+    let rows = status["instances"].as_array().unwrap();
+    let row = rows.iter().find(|row| row["name"] == debtor).unwrap();
+    let instance = Client::new(row["http_addr"].as_str().unwrap().parse().unwrap());
+    let own = instance.wait_until("/lagoon/status", "borrowing", |s| {
+        s["sequences"][0]["remote_blocks"].as_object().is_some_and(|o| !o.is_empty())
+    });
+    let creditor = own["sequences"][0]["remote_blocks"].as_object().unwrap().keys().next().unwrap().clone();
+    let row = rows.iter().find(|row| row["instance"].to_string() == creditor).unwrap();
+    (place(debtor), place(row["name"].as_str().unwrap()))
+}
+
+fn pid(pool: &Server, place: usize) -> u64 {
+    pool.ready["pids"][place].as_u64().unwrap()
+}
+
+/// The pool serves, from whichever is left.
+fn goes_on(client: &Client, model: &str) {
+    client.wait_until("/lagoon/status", "empty", is_empty);
+    for _ in 0..3 {
+        let answer = client.post("/v1/completions", &completion(&[7; 60], 5, &json!({})));
+        assert_eq!(answer.status, 200, "{model}: {}", answer.text);
+    }
+    assert_eq!(client.get("/health").status, 200);
+}
+
+#[test]
+fn a_killed_creditor_harms_one_request_at_most() {
+    let model = passkey();
+    let pool = up(&model, "3", "1024", &[]);
+    let client = pool.client();
+    let body = completion(&[7; 1200], 300, &json!({"stream": true}));
+    let mut events = client.stream("/v1/completions", &body);
+    let mut tokens = Vec::new();
+    tokens.extend(token_ids(&serde_json::from_str(&events.next_data().unwrap()).unwrap()));
+    let (debtor, creditor) = debtor_and_creditor(&client, &events.instance().unwrap());
+    assert_ne!(debtor, creditor);
+    kill(pid(&pool, creditor));
+    let (rest, done) = events.rest();
+    match rest.iter().find(|event| event["error"].is_object()) {
+        Some(error) => assert!(error["error"]["message"].is_string(), "{error}"),
+        None => {
+            assert!(done);
+            tokens.extend(rest.iter().flat_map(token_ids));
+            let reference = single(&model, "2048");
+            let expected = reference.client().complete(&[7; 1200], 300, &json!({})).json();
+            assert_eq!(tokens, token_ids(&expected), "it went on, but not with the same tokens");
+        }
+    }
+    goes_on(&client, &model);
+    assert!(Path::new(&model).exists());
+}
+
+#[test]
+fn a_killed_debtor_gives_back_what_it_borrowed() {
+    let model = passkey();
+    let pool = up(&model, "2", "1024", &[]);
+    let client = pool.client();
+    let mut events = client.stream("/v1/completions", &completion(&[7; 1200], 600, &json!({"stream": true})));
+    assert!(events.next_data().is_some());
+    let (debtor, _) = debtor_and_creditor(&client, &events.instance().unwrap());
+    kill(pid(&pool, debtor));
+    let (rest, done) = events.rest();
+    let last = rest.last().unwrap();
+    assert!(!done && last["error"]["code"] == "instance_lost", "{last}");
+    client.wait_until("/lagoon/status", "noticed", |s| {
+        s["instances"].as_array().unwrap().iter().filter(|row| row["alive"] == true).count() == 1
+    });
+    goes_on(&client, &model);
+}
