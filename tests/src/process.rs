@@ -305,6 +305,18 @@ impl Client {
         Events { client: self, response, text: String::new() }
     }
 
+    /// Asks again until the answer has `text`: gauges are set twice a second.
+    ///
+    /// # Panics
+    /// If it does not in time.
+    pub fn wait_for_text(&self, path: &str, text: &str) {
+        let deadline = Instant::now() + PATIENCE;
+        while !self.get(path).text.contains(text) {
+            assert!(Instant::now() < deadline, "no {text} in {path} within {PATIENCE:?}");
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
     /// Asks again until the answer satisfies.
     ///
     /// # Panics
