@@ -103,6 +103,10 @@ pub(crate) struct EngineArgs {
     /// Threads of the CPU backend [default: all cores].
     #[arg(long, value_name = "N")]
     pub(crate) threads: Option<usize>,
+    /// Microseconds to poll for a peer's frame that is due before sleeping; about 1000 shortens each layer's wait where
+    /// the instance has a processor to spare [default: sleep at once].
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=100_000))]
+    pub(crate) poll_us: u64,
     /// How KV on other instances is attended to.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) remote_attention: RemoteArg,
@@ -122,6 +126,7 @@ impl EngineArgs {
             format!("--max-queue={}", self.max_queue),
             format!("--lend-percent={}", self.lend_percent),
             format!("--wire-dtype={}", self.wire_dtype),
+            format!("--poll-us={}", self.poll_us),
         ];
         let remote = match self.remote_attention {
             RemoteArg::Auto => "auto",

@@ -187,6 +187,7 @@ fn engine_args(args: &DemoArgs, backend: &str) -> EngineArgs {
         max_queue: 8,
         lend_percent: 100,
         threads: None,
+        poll_us: 0,
         remote_attention: args.remote_attention,
         wire_dtype: lagoon_types::DType::F32,
     }

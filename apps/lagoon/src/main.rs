@@ -16,6 +16,7 @@ mod engine;
 mod gateway;
 mod gmanager;
 mod local;
+mod loop_thread;
 mod model;
 mod node;
 mod pool_client;

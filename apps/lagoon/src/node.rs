@@ -57,9 +57,12 @@ enum Happened {
     Bulk(Inbound<BulkFrame>),
     Input(Input),
     Tick,
+    /// The loop polls: the network had its turn.
+    Nothing,
 }
 
 /// See the module's documentation.
+#[derive(Debug)]
 pub(crate) struct NodeLoop {
     instance: Instance,
     executor: ExecutorThread,
@@ -71,6 +74,11 @@ pub(crate) struct NodeLoop {
     outputs: BTreeMap<SeqId, mpsc::Sender<TokenEvent>>,
     shared: Arc<Shared>,
     started: Instant,
+    /// How long the loop polls for a frame that is due before it sleeps. Waking a processor that has gone to sleep costs
+    /// more than a frame's whole way between two that are awake.
+    poll: Duration,
+    /// When something last came, the clock's ticks apart.
+    last: Instant,
     fatal: Option<String>,
 }
 
@@ -95,8 +103,16 @@ impl NodeLoop {
             outputs: BTreeMap::new(),
             shared,
             started: Instant::now(),
+            poll: Duration::ZERO,
+            last: Instant::now(),
             fatal: None,
         }
+    }
+
+    /// Polls for so long for frames that are due, instead of sleeping at once.
+    #[must_use]
+    pub(crate) fn polling(self, poll: Duration) -> Self {
+        Self { poll, ..self }
     }
 
     /// Runs until `stop`, or until this instance cannot go on: its error says why.
@@ -105,7 +121,11 @@ impl NodeLoop {
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut ticks = 0u64;
         loop {
-            match self.next(&stop, &mut tick).await {
+            let happened = self.next(&stop, &mut tick).await;
+            if !matches!(happened, Happened::Tick | Happened::Nothing) {
+                self.last = Instant::now();
+            }
+            match happened {
                 Happened::Stop => break,
                 Happened::Net(event) => self.on_net(event),
                 Happened::Report(report) => self.step(Event::Runner(report)),
@@ -120,6 +140,7 @@ impl NodeLoop {
                     }
                 }
                 Happened::Input(input) => self.on_input(input),
+                Happened::Nothing => {}
                 Happened::Tick => {
                     ticks += 1;
                     self.on_tick(ticks);
@@ -137,6 +158,7 @@ impl NodeLoop {
 
     /// The next thing that happens: what is latency-bound first, the bulk class last.
     async fn next(&mut self, stop: &CancellationToken, tick: &mut Interval) -> Happened {
+        let polls = self.instance.expects_frames() && self.last.elapsed() < self.poll;
         let Self { pool, reports, inputs, instance, .. } = self;
         let (events, partials, bulk) = match pool {
             Some(Pool { bound: Bound { events, partials, bulk, .. }, .. }) => {
@@ -153,6 +175,7 @@ impl NodeLoop {
             Some(input) = inputs.recv() => Happened::Input(input),
             _ = tick.tick() => Happened::Tick,
             Some(inbound) = recv(bulk), if instance.takes_bulk() => Happened::Bulk(inbound),
+            () = tokio::task::yield_now(), if polls => Happened::Nothing,
         }
     }
 

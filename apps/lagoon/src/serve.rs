@@ -3,6 +3,7 @@
 use crate::args::{EngineArgs, RemoteArg, TlsArgs};
 use crate::device::{self, FETCH_TOKENS, Sizes};
 use crate::engine::NodeEngine;
+use crate::loop_thread::LoopThread;
 use crate::model::{OpenModel, defaults, resolve, short_name};
 use crate::node::{NodeLoop, Pool, Shared};
 use anyhow::Context;
@@ -23,6 +24,7 @@ use lagoon_types::ModelHash;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
@@ -158,12 +160,15 @@ pub(crate) async fn run(args: ServeArgs) -> anyhow::Result<()> {
         .await
         .with_context(|| format!("listen on {}\nhint: choose another address with --http", args.http))?;
     let http_addr = listener.local_addr()?;
+    let loop_thread = LoopThread::spawn(stop.clone())?;
     let pool = match args.gmanager {
         None => None,
         Some(gmanager) => {
             let config = TransportConfig { advertise: args.advertise, ..TransportConfig::default() };
-            let bound = Node::bind(args.quic, &args.tls.identity()?, config)
-                .with_context(|| format!("accept peers on {}", args.quic))?;
+            let identity = args.tls.identity()?;
+            let _network = loop_thread.handle().enter();
+            let bound =
+                Node::bind(args.quic, &identity, config).with_context(|| format!("accept peers on {}", args.quic))?;
             Some(Pool { bound, gmanager })
         }
     };
@@ -180,18 +185,19 @@ pub(crate) async fn run(args: ServeArgs) -> anyhow::Result<()> {
         ready: true,
     };
     let engine = Arc::new(NodeEngine::new(input, shared.clone(), info));
-    let node = NodeLoop::new(instance, running.thread, reports, inputs, pool, shared);
+    let node = NodeLoop::new(instance, running.thread, reports, inputs, pool, shared)
+        .polling(Duration::from_micros(args.engine.poll_us));
     let router = router(&args, &dir, &model, engine)?;
     announce(&args, &model, &running.info, sizes, http_addr, quic_addr)?;
     let server = lagoon_http::serve(listener, router, stop.clone().cancelled_owned());
-    let (served, looped) = tokio::join!(server, run_loop(node, stop));
+    let (served, looped) = tokio::join!(server, run_loop(loop_thread, node, stop));
     served.context("serve HTTP")?;
     looped
 }
 
 /// The loop's end ends the server, whatever the reason.
-async fn run_loop(node: NodeLoop, stop: CancellationToken) -> anyhow::Result<()> {
-    let result = node.run(stop.clone()).await;
+async fn run_loop(thread: LoopThread, node: NodeLoop, stop: CancellationToken) -> anyhow::Result<()> {
+    let result = thread.run(node).await;
     stop.cancel();
     result
 }

@@ -60,6 +60,10 @@ struct Args {
     /// Which thread runs the loop.
     #[arg(long, value_enum, default_value_t)]
     runtime: RuntimeArg,
+    /// Microseconds that a loop polls for a peer's frame that is due before it sleeps (`serve --poll-us`). Not to be
+    /// measured where a process has one processor for loop and device, or shares it.
+    #[arg(long, default_value_t = 0)]
+    poll_us: u64,
     /// Processors of debtor and creditor.
     #[arg(long, value_delimiter = ',', default_value = "0,1")]
     cpus: Vec<u32>,
@@ -80,12 +84,12 @@ enum Role {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum RuntimeArg {
-    /// The process's first thread, beside tokio's workers, as in `lagoon serve`.
-    #[default]
+    /// The process's first thread, beside tokio's workers.
     Main,
     /// One of tokio's workers.
     Worker,
-    /// One thread for the loop and the network.
+    /// One thread for the loop and the network, as in `lagoon serve`.
+    #[default]
     Current,
 }
 
@@ -98,6 +102,7 @@ struct Scenario {
     steps: u32,
     echoes: u32,
     runtime: RuntimeArg,
+    poll_us: u64,
 }
 
 /// What a child process is told in a line on its standard input.
@@ -373,8 +378,15 @@ fn stages(debtor: &Value, creditor: &Value, first: usize) -> Value {
 }
 
 fn measure(args: &Args, context: u32, batch: u32, pinned: bool) -> Result<Value> {
-    let scenario =
-        Scenario { context, batch, layers: args.layers, steps: args.steps, echoes: args.echoes, runtime: args.runtime };
+    let scenario = Scenario {
+        context,
+        batch,
+        layers: args.layers,
+        steps: args.steps,
+        echoes: args.echoes,
+        runtime: args.runtime,
+        poll_us: args.poll_us,
+    };
     let ca = ClusterCa::generate("bench")?;
     let cpu = |at: usize| args.cpus.get(at).copied().filter(|_| pinned);
     let order = Order { scenario: scenario.clone(), pem: Pem::issue(&ca, "creditor")?, creditor: None };
@@ -466,7 +478,7 @@ fn main() -> Result<()> {
     if args.json {
         let object = json!({
             "benchmark": "pool", "layers": args.layers, "steps": args.steps, "runtime": args.runtime,
-            "pinned": pinned.then_some(args.cpus), "results": results,
+            "poll_us": args.poll_us, "pinned": pinned.then_some(args.cpus), "results": results,
         });
         println!("{object:#}");
     }

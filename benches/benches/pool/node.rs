@@ -42,6 +42,10 @@ pub(crate) struct Side {
     number: u32,
     started: Instant,
     tick: Interval,
+    /// How long it polls for a frame that is due before it sleeps.
+    poll: Duration,
+    /// When something last came.
+    last: Instant,
     /// The first sequence that failed, and why.
     failed: Option<String>,
 }
@@ -114,6 +118,8 @@ impl Side {
             number,
             started: Instant::now(),
             tick,
+            poll: Duration::from_micros(scenario.poll_us),
+            last: Instant::now(),
             failed: None,
         };
         if side.net.is_some() {
@@ -158,6 +164,7 @@ impl Side {
 
     /// Handles the next thing that happens, in the order of `lagoon serve`'s loop; gives the end of a step instead.
     pub(crate) async fn turn(&mut self) -> Result<Option<Stamped>> {
+        let polls = self.instance.expects_frames() && self.last.elapsed() < self.poll;
         let Self { net, reports, instance, tick, .. } = self;
         let (events, partials, bulk) = match net {
             Some(Bound { events, partials, bulk, .. }) => (Some(events), Some(partials), Some(bulk)),
@@ -182,7 +189,12 @@ impl Side {
             Some(Inbound { peer, frame, .. }) = recv(bulk), if instance.takes_bulk() => {
                 Event::Bulk { peer: PeerKey(peer.0), frame }
             }
+            // Gives the network a turn and comes back at once.
+            () = tokio::task::yield_now(), if polls => return Ok(None),
         };
+        if !matches!(event, Event::Tick) {
+            self.last = Instant::now();
+        }
         let stage = match &event {
             Event::Runner(Report::Queries { frames, .. }) if !frames.is_empty() => Some((1, Some(2))),
             Event::Runner(Report::GuestPartial { .. }) => Some((6, Some(7))),

@@ -98,6 +98,11 @@ impl Guests {
         steps
     }
 
+    /// Whether a peer's step goes on with queries that are not here yet.
+    pub(crate) fn expects_queries(&self) -> bool {
+        !self.tickets.is_empty() && self.load() == 0
+    }
+
     /// Frames of peers that wait or are on the device.
     pub(crate) fn load(&self) -> usize {
         self.waiting.len() + self.outstanding.len()

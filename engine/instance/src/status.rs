@@ -48,6 +48,13 @@ impl Instance {
         &self.rm
     }
 
+    /// Whether a peer's frame is due at any moment: the partials of a layer whose queries are out, or the next queries of
+    /// a step that is served here. A shell with a processor to spare then polls instead of sleeping.
+    #[must_use]
+    pub fn expects_frames(&self) -> bool {
+        self.lanes.iter().flatten().any(|f| f.unanswered > 0) || self.guests.expects_queries()
+    }
+
     /// Bytes of its KV store, and of what it keeps beside: its pool's table, block tables, hashing state of leases on
     /// both sides.
     #[must_use]

@@ -22,6 +22,8 @@ pub(crate) struct InFlight {
     /// Creditors that have a ticket.
     creditors: Vec<InstanceId>,
     fetches: Vec<Fetch>,
+    /// Frames of queries that are not answered yet.
+    pub(crate) unanswered: usize,
     /// With the sequence that each belongs to.
     writes: Vec<(SeqId, WriteSegment)>,
     /// Without progress until then, the step fails. Only steps with creditors have one.
@@ -76,6 +78,7 @@ impl Instance {
             chunks: plan.chunks,
             creditors,
             fetches: work.remote.fetches.clone(),
+            unanswered: 0,
             writes,
             deadline_ms: remote.then_some(self.now_ms + STEP_DEADLINE_MS),
         });
@@ -147,6 +150,7 @@ impl Instance {
         let deadline = self.now_ms + STEP_DEADLINE_MS;
         let Some(flight) = self.flight(step) else { return };
         flight.deadline_ms = Some(deadline);
+        flight.unanswered = frames.len();
         for (creditor, rows, queries) in frames {
             if let Some(peer) = self.peers.key(creditor) {
                 let frame = PartialsFrame::Query { step, layer, rows, queries };
@@ -192,7 +196,8 @@ impl Instance {
         lse: Bytes,
         count: Bytes,
     ) {
-        if self.flight(step).is_some_and(|f| f.creditors.contains(&creditor)) {
+        if let Some(flight) = self.flight(step).filter(|f| f.creditors.contains(&creditor)) {
+            flight.unanswered = flight.unanswered.saturating_sub(1);
             let part = RemotePart { creditor, out, lse, count };
             self.effects.push(Effect::Runner(Command::Part { step, layer, part }));
         }
