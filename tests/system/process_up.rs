@@ -108,7 +108,7 @@ fn debtor_and_creditor(client: &Client, debtor: &str) -> (usize, usize) {
         s["sequences"][0]["remote_blocks"].as_object().is_some_and(|o| !o.is_empty())
     });
     let creditor = own["sequences"][0]["remote_blocks"].as_object().unwrap().keys().next().unwrap().clone();
-    let row = rows.iter().find(|row| row["instance"].to_string() == creditor).unwrap();
+    let row = rows.iter().find(|row| row["instance"].as_u64() == creditor.parse().ok()).unwrap();
     (place(debtor), place(row["name"].as_str().unwrap()))
 }
 
