@@ -16,7 +16,7 @@ use axum::routing::MethodRouter;
 use lagoon_http::server::{bears_key, unauthorized};
 use lagoon_http::{EngineInfo, Limits, ServerState};
 use lagoon_instance::{Instance, InstanceConfig, RemotePolicy};
-use lagoon_protocol::Role;
+use lagoon_protocol::{MemoryTier, Role};
 use lagoon_sched::SchedulerConfig;
 use lagoon_text::{ChatTemplate, Tokenizer};
 use lagoon_transport::{Node, TransportConfig};
@@ -225,6 +225,8 @@ fn instance_config(
             RoleArg::Instance => Role::Instance,
             RoleArg::Kv => Role::Kv,
         },
+        tier: MemoryTier::Device,
+        calibration: None,
         incarnation: rand::random(),
         model_hash: model.hash,
         geometry: model.config.geometry,

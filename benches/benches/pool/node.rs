@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use lagoon_instance::{Effect, Event, Instance, InstanceConfig, PeerKey, RemotePolicy, TICK_MS};
 use lagoon_model::Rope;
 use lagoon_protocol::{
-    BorrowAdvice, Candidate, ControlBody, HeartbeatAck, PartialsFrame, Registered, Role, VERSION_MAX,
+    BorrowAdvice, Candidate, ControlBody, HeartbeatAck, MemoryTier, PartialsFrame, Registered, Role, VERSION_MAX,
 };
 use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, Model, Report};
 use lagoon_sched::SchedulerConfig;
@@ -58,6 +58,8 @@ fn instance_config(scenario: &Scenario, blocks: u32, quic: Option<SocketAddr>) -
         http_addr: String::new(),
         backend: "cpu".to_owned(),
         role: Role::Instance,
+        tier: MemoryTier::Device,
+        calibration: None,
         incarnation: rand::random(),
         model_hash: ModelHash([7; 32]),
         geometry: model.geometry,
@@ -262,10 +264,13 @@ impl Side {
                 version: VERSION_MAX,
                 instance: self.number,
                 heartbeat_ms: HEARTBEAT_MS,
+                ..Default::default()
             })),
-            ControlBody::Heartbeat(_) => {
-                Some(ControlBody::HeartbeatAck(HeartbeatAck { known: true, pool_blocks_total: MANY.into() }))
-            }
+            ControlBody::Heartbeat(_) => Some(ControlBody::HeartbeatAck(HeartbeatAck {
+                known: true,
+                pool_blocks_total: MANY.into(),
+                ..Default::default()
+            })),
             ControlBody::BorrowQuery(query) => {
                 let candidate = |addr: SocketAddr| Candidate {
                     instance: InstanceId(CREDITOR).0,

@@ -1,7 +1,7 @@
 //! What an instance is configured with; nothing of it changes while it runs.
 
 use crate::cost::RemotePolicy;
-use lagoon_protocol::{PoolShape, Role};
+use lagoon_protocol::{Calibration, MemoryTier, PoolShape, Role};
 use lagoon_sched::SchedulerConfig;
 use lagoon_types::{AttentionGeometry, DType, KvShape, ModelHash};
 
@@ -17,6 +17,10 @@ pub struct InstanceConfig {
     /// `cpu`, `wgpu` or `cuda`.
     pub backend: String,
     pub role: Role,
+    /// Where its rBlocks are.
+    pub tier: MemoryTier,
+    /// What was measured of this instance at start, for the planner.
+    pub calibration: Option<Calibration>,
     /// Random per process.
     pub incarnation: u64,
     pub model_hash: ModelHash,

@@ -217,6 +217,8 @@ impl Instance {
             blocks_total: config.blocks_total,
             backend: config.backend.clone(),
             instance: self.id.map_or(0, |id| id.0),
+            calibration: config.calibration.clone(),
+            tier: config.tier.into(),
         })));
     }
 
@@ -249,7 +251,7 @@ impl Instance {
     fn heartbeat(&mut self) {
         self.heartbeat_at_ms = self.now_ms + HEARTBEAT_MS;
         let links = self.peers.iter().filter(|k| k.rtt_us > 0);
-        let links = links.map(|k| Link { peer: k.instance.0, rtt_us: k.rtt_us }).collect();
+        let links = links.map(|k| Link { peer: k.instance.0, rtt_us: k.rtt_us, ..Default::default() }).collect();
         let as_u32 = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
         let (running, waiting) = (as_u32(self.sched.running_len()), as_u32(self.sched.waiting().len()));
         let heartbeat = self.rm.heartbeat(running, waiting, links);

@@ -1,12 +1,22 @@
-//! Control messages: membership, the contract protocol (Infinite-LLM v1 §4.4) and leases. Evolvable: fields are
-//! tagged, unknown ones are skipped, a body that this build does not know decodes as `None`.
+//! Control messages: membership, the contract protocol (Infinite-LLM v1 §4.4) and leases; those of planning and
+//! movement are in [`crate::placement`]. Evolvable: fields are tagged, unknown ones are skipped, a body that this build
+//! does not know decodes as `None`.
+
+use crate::placement::{
+    AdminQuery, AdminReply, Calibration, DrainOrder, Fenced, Freeze, Frozen, LeaseRevoked, LeaseSealed, Load,
+    MoveKvCache, MoveOutcome, NotLeader, PlacementEntry, Recall, Thaw,
+};
 
 use prost::{Enumeration, Message, Oneof};
 
 /// The envelope of every control message.
 #[derive(Clone, PartialEq, Message)]
 pub struct Control {
-    #[prost(oneof = "ControlBody", tags = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19")]
+    #[prost(
+        oneof = "ControlBody",
+        tags = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, \
+                28, 29, 30, 31, 32"
+    )]
     pub body: Option<ControlBody>,
 }
 
@@ -58,6 +68,34 @@ pub enum ControlBody {
     LeaseRenew(LeaseRenew),
     #[prost(message, tag = "19")]
     LeaseRenewed(LeaseRenewed),
+    #[prost(message, tag = "20")]
+    LeaseSealed(LeaseSealed),
+    #[prost(message, tag = "21")]
+    Recall(Recall),
+    #[prost(message, tag = "22")]
+    LeaseRevoked(LeaseRevoked),
+    // Placement (Infinite-LLM v2 §6) and DGFM (v1 §4.5): gManager and instance.
+    #[prost(message, tag = "23")]
+    MoveKvCache(MoveKvCache),
+    #[prost(message, tag = "24")]
+    MoveOutcome(MoveOutcome),
+    #[prost(message, tag = "25")]
+    Freeze(Freeze),
+    #[prost(message, tag = "26")]
+    Frozen(Frozen),
+    #[prost(message, tag = "27")]
+    Thaw(Thaw),
+    #[prost(message, tag = "28")]
+    Fenced(Fenced),
+    #[prost(message, tag = "29")]
+    DrainOrder(DrainOrder),
+    #[prost(message, tag = "30")]
+    NotLeader(NotLeader),
+    // Operators and gManager.
+    #[prost(message, tag = "31")]
+    AdminQuery(AdminQuery),
+    #[prost(message, tag = "32")]
+    AdminReply(AdminReply),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Enumeration)]
@@ -124,6 +162,22 @@ pub struct Register {
     /// The number that an earlier gManager gave, 0 if none: a reconnecting instance keeps it.
     #[prost(uint32, tag = "11")]
     pub instance: u32,
+    /// What it measured of itself at start; absent on nodes that run no requests or measured nothing.
+    #[prost(message, optional, tag = "12")]
+    pub calibration: Option<Calibration>,
+    /// Where its rBlocks are.
+    #[prost(enumeration = "MemoryTier", tag = "13")]
+    pub tier: i32,
+}
+
+/// Which memory an instance's rBlocks are in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Enumeration)]
+#[repr(i32)]
+pub enum MemoryTier {
+    /// Of the device that computes attention there.
+    Device = 0,
+    /// Of the host: large and slow; micro attention runs on the host's processor.
+    Host = 1,
 }
 
 /// The registration is accepted.
@@ -135,6 +189,9 @@ pub struct Registered {
     pub instance: u32,
     #[prost(uint64, tag = "3")]
     pub heartbeat_ms: u64,
+    /// Which gManager this is: a larger term is a later one. A full heartbeat follows a change.
+    #[prost(uint64, tag = "4")]
+    pub term: u64,
 }
 
 /// The registration, or a peer's Hello, is refused; the connection closes after it.
@@ -184,6 +241,21 @@ pub struct Heartbeat {
     /// Round trips measured to peers, in microseconds, for locality.
     #[prost(message, repeated, tag = "11")]
     pub links: Vec<Link>,
+    /// Rows of the request placement map that changed since the last heartbeat that was acknowledged (v2 §6.2), or
+    /// every row if `placements_full`.
+    #[prost(message, repeated, tag = "12")]
+    pub placements: Vec<PlacementEntry>,
+    #[prost(bool, tag = "13")]
+    pub placements_full: bool,
+    /// What the planner's model needs of its batch and queue; absent on nodes that run no requests.
+    #[prost(message, optional, tag = "14")]
+    pub load: Option<Load>,
+    /// It takes no new requests and lends no more: its blocks are leaving (`lagoon drain`).
+    #[prost(bool, tag = "15")]
+    pub draining: bool,
+    /// The DGFM cycle that it is frozen for; 0 if none.
+    #[prost(uint64, tag = "16")]
+    pub frozen: u64,
 }
 
 /// A measured link to a peer.
@@ -193,6 +265,9 @@ pub struct Link {
     pub peer: u32,
     #[prost(uint32, tag = "2")]
     pub rtt_us: u32,
+    /// Bulk rate, measured on transfers; 0 if none was measured yet.
+    #[prost(uint64, tag = "3")]
+    pub bytes_per_s: u64,
 }
 
 /// Tells the sender whether the gManager knows it; if not, it registers again.
@@ -203,6 +278,19 @@ pub struct HeartbeatAck {
     /// Blocks of all live instances, free or not: the largest request that the pool could ever hold.
     #[prost(uint64, tag = "2")]
     pub pool_blocks_total: u64,
+    /// The gManager lacks rows: the next heartbeat carries all of them.
+    #[prost(bool, tag = "3")]
+    pub placements_wanted: bool,
+    /// The sender was declared dead: what it lent is written off. It forgets all leases, draws a new incarnation and
+    /// registers again.
+    #[prost(bool, tag = "4")]
+    pub fenced: bool,
+    /// As in `Registered`.
+    #[prost(uint64, tag = "5")]
+    pub term: u64,
+    /// Acknowledges the rows of this heartbeat.
+    #[prost(uint64, tag = "6")]
+    pub seq: u64,
 }
 
 /// A debtor is short of blocks.
@@ -217,6 +305,19 @@ pub struct BorrowQuery {
     /// Creditors that refused in this negotiation.
     #[prost(uint32, repeated, tag = "4")]
     pub exclude: Vec<u32>,
+    #[prost(enumeration = "TierWish", tag = "5")]
+    pub tier: i32,
+}
+
+/// Which creditors a debtor wants named.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Enumeration)]
+#[repr(i32)]
+pub enum TierWish {
+    /// Device memory first, then host memory.
+    Any = 0,
+    DeviceOnly = 1,
+    /// To park a sequence that is taken out of the batch.
+    HostOnly = 2,
 }
 
 /// A creditor that may lend.
@@ -327,6 +428,21 @@ pub struct LeaseRequest {
     /// Grant fewer rather than refuse, but at least this many.
     #[prost(uint32, tag = "4")]
     pub blocks_min: u32,
+    #[prost(enumeration = "LeasePurpose", tag = "5")]
+    pub purpose: i32,
+}
+
+/// What a lease is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Enumeration)]
+#[repr(i32)]
+pub enum LeasePurpose {
+    /// A prompt or a growing sequence: written by steps.
+    Growth = 0,
+    /// `try_move_kvcache` (v2 §6.2): a reservation that expires soon unless it is written; sealed entries are
+    /// acknowledged with `LeaseSealed`.
+    Move = 1,
+    /// As `Move`, for a swap around a frozen cycle: the reserve that is never lent may be used.
+    Swap = 2,
 }
 
 #[derive(Clone, PartialEq, Eq, Message)]
@@ -361,9 +477,12 @@ pub struct LeaseRelease {
     pub lease: u64,
     #[prost(uint64, tag = "2")]
     pub epoch: u64,
-    /// Leading entries to free (a sliding window moved past them). The whole lease when it covers all entries.
+    /// End of the entries to free: those from `first` on, below it.
     #[prost(uint32, tag = "3")]
     pub entries: u32,
+    /// First entry to free. 0 for leading ones (a sliding window moved past them) and for the whole lease.
+    #[prost(uint32, tag = "4")]
+    pub first: u32,
 }
 
 /// The release has happened; the debtor stops repeating it.
@@ -373,6 +492,8 @@ pub struct LeaseReleased {
     pub lease: u64,
     #[prost(uint32, tag = "2")]
     pub entries: u32,
+    #[prost(uint32, tag = "3")]
+    pub first: u32,
 }
 
 #[derive(Clone, PartialEq, Eq, Message)]

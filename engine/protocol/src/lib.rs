@@ -13,9 +13,11 @@
 
 pub mod control;
 pub mod data;
+pub mod placement;
 
 pub use control::*;
 pub use data::*;
+pub use placement::*;
 
 /// Versions of this protocol that this build speaks. Peers agree on the highest common one in their handshake.
 pub const VERSION_MIN: u32 = 1;

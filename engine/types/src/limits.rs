@@ -51,7 +51,9 @@ pub const TICKET_RUNS_MAX: usize = 16 << 10;
 /// Text for people in a refusal, in bytes; longer text is cut when it is encoded.
 pub const DETAIL_BYTES_MAX: usize = 1 << 10;
 /// Instances in one pool.
-pub const INSTANCES_MAX: usize = 1024;
+pub const INSTANCES_MAX: usize = 16 << 10;
+/// Waiting requests whose needs a heartbeat tells.
+pub const LOAD_QUEUE_MAX: usize = 32;
 
 /// Time between heartbeats.
 pub const HEARTBEAT_MS: u64 = 250;

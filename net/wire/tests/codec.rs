@@ -95,7 +95,9 @@ fn control() -> impl Strategy<Value = ControlBody> {
         prop::collection::vec(any::<u64>(), 0..50).prop_map(|l| ControlBody::LeaseRenew(LeaseRenew { leases: l }));
     let rejected = ".{0,300}".prop_map(|reason| ControlBody::Rejected(Rejected { reason }));
     let query = (any::<u64>(), any::<u32>(), any::<u32>(), prop::collection::vec(any::<u32>(), 0..20)).prop_map(
-        |(query, debtor, blocks, exclude)| ControlBody::BorrowQuery(BorrowQuery { query, debtor, blocks, exclude }),
+        |(query, debtor, blocks, exclude)| {
+            ControlBody::BorrowQuery(BorrowQuery { query, debtor, blocks, exclude, ..Default::default() })
+        },
     );
     let grant = any::<(u64, u64, u64, u32, u64)>().prop_map(|(request, lease, epoch, blocks, ttl_ms)| {
         ControlBody::LeaseGrant(LeaseGrant { request, lease, epoch, blocks, ttl_ms })

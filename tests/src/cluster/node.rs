@@ -4,7 +4,7 @@ use lagoon_backend::{Device, cpu::CpuDevice};
 use lagoon_cluster::GManager;
 use lagoon_instance::{Instance, InstanceConfig, PeerKey, RemotePolicy};
 use lagoon_model::{Checkpoint, LlamaWeights, ModelConfig, Rope, model_hash};
-use lagoon_protocol::{PoolShape, Role};
+use lagoon_protocol::{MemoryTier, PoolShape, Role};
 use lagoon_runner::{Command, Executor, ExecutorConfig, Model, Report};
 use lagoon_sched::SchedulerConfig;
 use lagoon_types::{DType, InstanceId};
@@ -144,6 +144,8 @@ impl Node {
             http_addr: String::new(),
             backend: format!("{:?}", spec.backend),
             role: spec.role,
+            tier: MemoryTier::Device,
+            calibration: None,
             incarnation: 0x1000 * (index as u64 + 1) + life,
             model_hash: hash,
             geometry: config.geometry,

@@ -144,7 +144,7 @@ impl GManager {
             },
         );
         let version = m.version_max.min(VERSION_MAX);
-        Ok(Registered { version, instance: number.0, heartbeat_ms: limits::HEARTBEAT_MS })
+        Ok(Registered { version, instance: number.0, heartbeat_ms: limits::HEARTBEAT_MS, term: 0 })
     }
 
     /// The number that a registering process has or gets.
@@ -180,7 +180,7 @@ impl GManager {
                 instance.heartbeat = Some(m.clone());
             }
         }
-        HeartbeatAck { known, pool_blocks_total: self.pool_blocks_total(now_ms) }
+        HeartbeatAck { known, pool_blocks_total: self.pool_blocks_total(now_ms), seq: m.seq, ..Default::default() }
     }
 
     /// A debtor is short of blocks: at most three creditors, best first.

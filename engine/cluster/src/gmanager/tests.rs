@@ -30,6 +30,7 @@ fn register(incarnation: u64) -> Register {
         blocks_total: 100,
         backend: "cpu".to_owned(),
         instance: 0,
+        ..Register::default()
     }
 }
 
@@ -56,7 +57,8 @@ fn pool(lendable: &[u32]) -> GManager {
 }
 
 fn ask(gm: &mut GManager, debtor: u32, blocks: u32, exclude: &[u32]) -> Vec<u32> {
-    let advice = gm.on_borrow_query(&BorrowQuery { query: 5, debtor, blocks, exclude: exclude.to_vec() }, 0);
+    let advice = gm
+        .on_borrow_query(&BorrowQuery { query: 5, debtor, blocks, exclude: exclude.to_vec(), ..Default::default() }, 0);
     assert_eq!(advice.query, 5);
     advice.candidates.iter().map(|c| c.instance).collect()
 }
@@ -129,7 +131,7 @@ fn the_pool_has_a_largest_size() {
         let quic_addr = format!("10.1.{}.{}:1", i / 256, i % 256);
         gm.on_register(&Register { incarnation: 1000 + i as u64, quic_addr, ..register(1) }, 0).unwrap();
     }
-    assert!(reason(gm.on_register(&register(1), 0)).contains("1024"));
+    assert!(reason(gm.on_register(&register(1), 0)).contains("16384"));
 }
 
 #[test]
@@ -153,7 +155,10 @@ fn the_most_available_come_first_and_the_unfit_not_at_all() {
     // Silent instances are skipped, and their blocks are not counted.
     let now_ms = limits::HEARTBEAT_STALE_MS;
     gm.on_heartbeat(&heartbeat(2, 2, 10), now_ms);
-    let advice = gm.on_borrow_query(&BorrowQuery { query: 1, debtor: 1, blocks: 1, exclude: vec![] }, now_ms);
+    let advice = gm.on_borrow_query(
+        &BorrowQuery { query: 1, debtor: 1, blocks: 1, exclude: vec![], ..Default::default() },
+        now_ms,
+    );
     assert_eq!(advice.candidates.iter().map(|c| c.instance).collect::<Vec<_>>(), [2]);
     assert_eq!((advice.pool_blocks_total, advice.pool_blocks_lendable), (100, 10));
     let alive: Vec<_> = gm.status(now_ms).iter().map(|s| s.alive).collect();
@@ -164,7 +169,7 @@ fn the_most_available_come_first_and_the_unfit_not_at_all() {
 fn near_creditors_come_before_large_ones() {
     let mut gm = pool(&[0, 10, 90, 50]);
     // 2 is near by its own measurement, 3 far by the debtor's; 4 is unmeasured.
-    let link = |peer, rtt_us| vec![Link { peer, rtt_us }];
+    let link = |peer, rtt_us| vec![Link { peer, rtt_us, ..Default::default() }];
     gm.on_heartbeat(&Heartbeat { links: link(3, 20_000), ..heartbeat(1, 2, 0) }, 0);
     gm.on_heartbeat(&Heartbeat { links: link(1, 60), ..heartbeat(2, 2, 10) }, 0);
     assert_eq!(ask(&mut gm, 1, 0, &[]), [2, 4, 3]);
@@ -222,7 +227,9 @@ fn the_ledger_is_what_creditors_say() {
 fn nobody_speaks_in_anothers_name() {
     let mut gm = pool(&[0, 30]);
     let mut say = |from: Option<u32>, body: ControlBody| gm.on_control(from.map(InstanceId), &body, 0);
-    let query = || ControlBody::BorrowQuery(BorrowQuery { query: 1, debtor: 1, blocks: 1, exclude: vec![] });
+    let query = || {
+        ControlBody::BorrowQuery(BorrowQuery { query: 1, debtor: 1, blocks: 1, exclude: vec![], ..Default::default() })
+    };
     assert!(matches!(say(Some(1), query()), Some(ControlBody::BorrowAdvice(_))));
     assert_eq!(say(Some(2), query()), None);
     assert_eq!(say(None, query()), None);

@@ -160,7 +160,7 @@ impl Creditor {
                 lease.whole = lease.whole.split_off(&m.entries);
             }
         }
-        LeaseReleased { lease: m.lease, entries: m.entries }
+        LeaseReleased { lease: m.lease, entries: m.entries, first: m.first }
     }
 
     fn remove(&mut self, id: LeaseId, pool: &mut BlockPool) -> LeaseEnded {

@@ -222,7 +222,13 @@ impl Debtor {
         let State::Advice { query, asked_ms } = &mut borrow.state else { panic!("{id:?} waits for no advice") };
         *asked_ms = Some(now_ms);
         let exclude = borrow.asked.iter().map(|i| i.0).collect();
-        let message = BorrowQuery { query: *query, debtor: debtor.0, blocks: borrow.wanted - borrow.got, exclude };
+        let message = BorrowQuery {
+            query: *query,
+            debtor: debtor.0,
+            blocks: borrow.wanted - borrow.got,
+            exclude,
+            ..Default::default()
+        };
         self.held.outputs.push_back(Output::ToGManager(ControlBody::BorrowQuery(message)));
     }
 
@@ -257,7 +263,13 @@ impl Debtor {
         // Less per creditor, and the sequence would need more creditors than it may have.
         let blocks_min = blocks.div_ceil(u32::try_from(limits::CREDITORS_MAX).expect("a small constant"));
         borrow.state = State::Asking { request, candidate, sent_ms: now_ms, blocks };
-        let body = ControlBody::LeaseRequest(LeaseRequest { request, seq: borrow.seq.0, blocks, blocks_min });
+        let body = ControlBody::LeaseRequest(LeaseRequest {
+            request,
+            seq: borrow.seq.0,
+            blocks,
+            blocks_min,
+            ..Default::default()
+        });
         self.held.outputs.push_back(Output::ToPeer { instance, quic_addr, body });
     }
 

@@ -221,6 +221,6 @@ fn gave_up(renewals: &Renewals, now_ms: u64) -> bool {
 }
 
 fn release_message((instance, lease): (InstanceId, LeaseId), r: &Releasing) -> Output {
-    let release = LeaseRelease { lease: lease.0, epoch: r.epoch.0, entries: r.entries };
+    let release = LeaseRelease { lease: lease.0, epoch: r.epoch.0, entries: r.entries, first: 0 };
     Output::ToPeer { instance, quic_addr: r.quic_addr.clone(), body: ControlBody::LeaseRelease(release) }
 }

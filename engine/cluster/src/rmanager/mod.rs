@@ -255,6 +255,7 @@ impl RManager {
             requests_running,
             requests_waiting,
             links,
+            ..Heartbeat::default()
         }
     }
 

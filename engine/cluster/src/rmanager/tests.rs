@@ -33,7 +33,7 @@ fn manager() -> RManager {
 }
 
 fn request(request: u64, blocks: u32, blocks_min: u32) -> LeaseRequest {
-    LeaseRequest { request, seq: 1, blocks, blocks_min }
+    LeaseRequest { request, seq: 1, blocks, blocks_min, ..Default::default() }
 }
 
 /// Lends `blocks` to `A`.
@@ -44,9 +44,9 @@ fn lend(rm: &mut RManager, id: u64, blocks: u32) -> (LeaseId, Epoch) {
 }
 
 fn release(rm: &mut RManager, from: InstanceId, lease: LeaseId, epoch: Epoch, entries: u32) {
-    let m = LeaseRelease { lease: lease.0, epoch: epoch.0, entries };
+    let m = LeaseRelease { lease: lease.0, epoch: epoch.0, entries, ..Default::default() };
     let answer = rm.on_peer_control(from, ControlBody::LeaseRelease(m), 0);
-    let released = LeaseReleased { lease: lease.0, entries };
+    let released = LeaseReleased { lease: lease.0, entries, ..Default::default() };
     assert_eq!(answer, Some(ControlBody::LeaseReleased(released)), "releases are always acknowledged");
 }
 

@@ -273,6 +273,7 @@ impl World {
             blocks_total: BLOCKS,
             backend: "cpu".to_owned(),
             instance: self.nodes[node].remembers.map_or(0, |i| i.0),
+            ..Register::default()
         };
         self.send_gmanager(node, ControlBody::Register(register));
     }

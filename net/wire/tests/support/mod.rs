@@ -34,7 +34,8 @@ fn heartbeat() -> Heartbeat {
         blocks_borrowed: 7,
         requests_running: 4,
         requests_waiting: 1,
-        links: vec![Link { peer: 2, rtt_us: 120 }],
+        links: vec![Link { peer: 2, rtt_us: 120, ..Default::default() }],
+        ..Default::default()
     }
 }
 
@@ -51,6 +52,7 @@ fn membership() -> Vec<(&'static str, ControlBody)> {
         blocks_total: 1000,
         backend: "wgpu".into(),
         instance: 3,
+        ..Default::default()
     };
     let status = InstanceStatus {
         instance: 3,
@@ -66,13 +68,25 @@ fn membership() -> Vec<(&'static str, ControlBody)> {
     let candidate = Candidate { instance: 9, quic_addr: "10.0.0.9:7000".into(), blocks_lendable: 77 };
     vec![
         ("register", ControlBody::Register(register)),
-        ("registered", ControlBody::Registered(Registered { version: 1, instance: 3, heartbeat_ms: 250 })),
+        (
+            "registered",
+            ControlBody::Registered(Registered { version: 1, instance: 3, heartbeat_ms: 250, ..Default::default() }),
+        ),
         ("rejected", ControlBody::Rejected(Rejected { reason: "another model: 0303 and 0a0a".into() })),
         ("heartbeat", ControlBody::Heartbeat(heartbeat())),
-        ("heartbeat_ack", ControlBody::HeartbeatAck(HeartbeatAck { known: true, pool_blocks_total: 3000 })),
+        (
+            "heartbeat_ack",
+            ControlBody::HeartbeatAck(HeartbeatAck { known: true, pool_blocks_total: 3000, ..Default::default() }),
+        ),
         (
             "borrow_query",
-            ControlBody::BorrowQuery(BorrowQuery { query: 5, debtor: 3, blocks: 40, exclude: vec![7, 300] }),
+            ControlBody::BorrowQuery(BorrowQuery {
+                query: 5,
+                debtor: 3,
+                blocks: 40,
+                exclude: vec![7, 300],
+                ..Default::default()
+            }),
         ),
         (
             "borrow_advice",
@@ -94,7 +108,16 @@ fn contract() -> Vec<(&'static str, ControlBody)> {
     let hello = Hello { version_min: 1, version_max: 1, instance: 3, incarnation: 42, shape: Some(shape()) };
     vec![
         ("hello", ControlBody::Hello(hello)),
-        ("lease_request", ControlBody::LeaseRequest(LeaseRequest { request: 8, seq: 1, blocks: 40, blocks_min: 10 })),
+        (
+            "lease_request",
+            ControlBody::LeaseRequest(LeaseRequest {
+                request: 8,
+                seq: 1,
+                blocks: 40,
+                blocks_min: 10,
+                ..Default::default()
+            }),
+        ),
         (
             "lease_grant",
             ControlBody::LeaseGrant(LeaseGrant { request: 8, lease: 11, epoch: 12, blocks: 40, ttl_ms: 15_000 }),
@@ -103,8 +126,11 @@ fn contract() -> Vec<(&'static str, ControlBody)> {
             "lease_refuse",
             ControlBody::LeaseRefuse(LeaseRefuse { request: 8, blocks_lendable: 3, reason: "busy".into() }),
         ),
-        ("lease_release", ControlBody::LeaseRelease(LeaseRelease { lease: 11, epoch: 12, entries: 40 })),
-        ("lease_released", ControlBody::LeaseReleased(LeaseReleased { lease: 11, entries: 40 })),
+        (
+            "lease_release",
+            ControlBody::LeaseRelease(LeaseRelease { lease: 11, epoch: 12, entries: 40, ..Default::default() }),
+        ),
+        ("lease_released", ControlBody::LeaseReleased(LeaseReleased { lease: 11, entries: 40, ..Default::default() })),
         ("lease_renew", ControlBody::LeaseRenew(LeaseRenew { leases: vec![11, 1 << 40] })),
         ("lease_renewed", ControlBody::LeaseRenewed(LeaseRenewed { unknown: vec![11] })),
     ]

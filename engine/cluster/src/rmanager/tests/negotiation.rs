@@ -61,7 +61,7 @@ fn release_to(instance: InstanceId, lease: u64, entries: u32) -> Output {
     Output::ToPeer {
         instance,
         quic_addr,
-        body: ControlBody::LeaseRelease(LeaseRelease { lease, epoch: lease + 1000, entries }),
+        body: ControlBody::LeaseRelease(LeaseRelease { lease, epoch: lease + 1000, entries, ..Default::default() }),
     }
 }
 
@@ -122,7 +122,7 @@ fn a_failed_borrow_gives_back_what_it_got() {
     let failed = Output::BorrowFailed { borrow: id, seq: SeqId(5), reason: BorrowFailure::Refused };
     assert_eq!(outputs(&mut rm), [release_to(A, 7, 6), failed]);
     assert_eq!((rm.borrowed(), rm.releasing()), (0, 1));
-    rm.on_peer_control(A, ControlBody::LeaseReleased(LeaseReleased { lease: 7, entries: 6 }), 0);
+    rm.on_peer_control(A, ControlBody::LeaseReleased(LeaseReleased { lease: 7, entries: 6, ..Default::default() }), 0);
     assert_eq!(rm.releasing(), 0);
 }
 
@@ -284,7 +284,7 @@ fn releases_are_repeated_until_acknowledged_or_moot() {
     assert_eq!(rm.borrowed(), 2);
     rm.release(&entries(4), 20);
     assert_eq!(outputs(&mut rm), [release_to(A, 7, 4)]);
-    rm.on_peer_control(A, ControlBody::LeaseReleased(LeaseReleased { lease: 7, entries: 2 }), 20);
+    rm.on_peer_control(A, ControlBody::LeaseReleased(LeaseReleased { lease: 7, entries: 2, ..Default::default() }), 20);
     assert_eq!(rm.releasing(), 1, "that was the first one");
     rm.tick(20 + limits::CONTROL_REPEAT_MS);
     assert_eq!(outputs(&mut rm), [release_to(A, 7, 4)]);
