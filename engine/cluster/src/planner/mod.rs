@@ -1,0 +1,156 @@
+//! The planner: which blocks of which request shall lie where (Infinite-LLM v2 §5, Algorithm 1).
+//!
+//! ```text
+//! gManager: PoolView (kept up to date) ── plan() ──> Plan { orders } ── move_kvcache ──> debtors
+//!                                          └ commit(): what was really ordered, for the hysteresis
+//! ```
+mod view;
+
+pub use view::{InstanceView, PoolView, RemoteBlocks, RequestView};
+
+use crate::perf::{LinkView, ModelConfig};
+use lagoon_protocol::{BatchPoint, Calibration};
+use lagoon_types::{InstanceId, SeqId};
+use std::collections::BTreeMap;
+
+/// Why the planner gives an order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Why {
+    /// The creditor is being drained, or the debtor wants nothing left on it.
+    Drain,
+    /// The creditor needs its memory back.
+    Reclaim,
+    /// The debtor has room again.
+    Retrieve,
+    /// Space or time on the debtor is worth more than on the creditor.
+    Offload,
+}
+
+/// `move_kvcache(seq, blocks, target)` to `debtor`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Order {
+    pub debtor: InstanceId,
+    pub seq: SeqId,
+    /// Not 0.
+    pub blocks: u32,
+    /// Where they lie: the debtor or a creditor.
+    pub source: InstanceId,
+    /// Where they shall lie: the debtor or a creditor; not the source.
+    pub target: InstanceId,
+    pub why: Why,
+    /// Expected change of the pool's throughput when the whole move that this order is a part of is done. Orders that
+    /// are given for another reason (reclaim, drain) may have a negative one.
+    pub gain_tokens_per_s: f64,
+}
+
+/// The outcome of a round.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Plan {
+    /// At most [`PlannerConfig::orders_max`]; drains first, then reclaims, retrievals and offloads.
+    pub orders: Vec<Order>,
+    /// Instances without a calibration, for which [`PlannerConfig::assumed`] stood in: a log line and a metric, not a
+    /// silent guess.
+    pub assumed: u32,
+    /// Predicted throughput of the pool before the orders (v2 Eq. 7), in tokens per second.
+    pub tokens_per_s: f64,
+}
+
+/// How the planner decides. [`PlannerConfig::default`] is meant for production.
+#[derive(Clone, Debug)]
+pub struct PlannerConfig {
+    pub model: ModelConfig,
+    /// Stands in for the calibration that an instance did not report.
+    pub assumed: Calibration,
+    /// Stands in for a link that neither end measured.
+    pub assumed_link: LinkView,
+    /// β^thres: an instance with at most so many sequences is a debtor even if nothing waits there.
+    pub batch_small: u32,
+    /// U^thres: an instance whose memory is used to at most this share is a creditor.
+    pub creditor_use_max: f64,
+    /// A creditor's step takes at most so many times what it takes without guests (v1 §4.6: lending compute has a
+    /// threshold).
+    pub creditor_stretch_max: f64,
+    /// Growth is foreseen this far ahead: blocks are moved before they are missing.
+    pub horizon_ms: u64,
+    /// A move takes at most this long at its link's rate; longer ones are cut.
+    pub move_ms_max: u64,
+    /// Gain below which nothing moves, as a share of what the two instances do now.
+    pub gain_min: f64,
+    /// What was moved is not moved back for so long (reclaims and drains may).
+    pub hold_ms: u64,
+    /// Requests of one debtor that are considered, longest first.
+    pub requests_max: usize,
+    /// Creditors that are compared for one move.
+    pub creditors_max: usize,
+    /// Orders to one debtor in a round.
+    pub debtor_orders_max: usize,
+    /// Blocks of one order; the rest of a larger move follows in later rounds.
+    pub order_blocks_max: u32,
+    /// Orders of a round.
+    pub orders_max: usize,
+}
+
+impl Default for PlannerConfig {
+    fn default() -> Self {
+        // A small model on a processor: the point where nothing is known. Every other instance is compared with it, so it
+        // must be slow rather than fast: an unknown creditor then gets less work, not more.
+        let point = |batch, step_us| BatchPoint { batch, step_us };
+        Self {
+            model: ModelConfig::default(),
+            assumed: Calibration {
+                batches: vec![point(1, 50_000.0), point(16, 100_000.0)],
+                attention_us_per_ktoken: 2_000.0,
+                prefill_us_per_token: 5_000.0,
+                copy_bytes_per_s: 1e9,
+            },
+            assumed_link: LinkView { rtt_us: 1_000.0, bytes_per_s: 1e8 },
+            batch_small: 4,
+            creditor_use_max: 0.8,
+            creditor_stretch_max: 2.0,
+            horizon_ms: 1_000,
+            move_ms_max: 30_000,
+            gain_min: 0.02,
+            hold_ms: 10_000,
+            requests_max: 4,
+            creditors_max: 4,
+            debtor_orders_max: 4,
+            order_blocks_max: 1_024,
+            orders_max: 4_096,
+        }
+    }
+}
+
+/// The planner, with its memory of recent orders. See the module.
+#[derive(Debug)]
+pub struct Planner {
+    config: PlannerConfig,
+    /// When a request's blocks were last ordered away from its debtor (`true`) or back to it.
+    recent: BTreeMap<(InstanceId, SeqId), (u64, bool)>,
+}
+
+impl Planner {
+    #[must_use]
+    pub fn new(config: PlannerConfig) -> Self {
+        Self { config, recent: BTreeMap::new() }
+    }
+
+    #[must_use]
+    pub fn config(&self) -> &PlannerConfig {
+        &self.config
+    }
+
+    /// The orders of a round. Changes nothing: what is really ordered is told with [`Planner::commit`], so that an
+    /// operator may look at a plan (`AdminPlan`).
+    #[must_use]
+    pub fn plan(&self, _view: &PoolView) -> Plan {
+        Plan::default()
+    }
+
+    /// These orders were given at `now_ms`: they are not undone at once. Forgets what is older than
+    /// [`PlannerConfig::hold_ms`].
+    pub fn commit(&mut self, orders: &[Order], now_ms: u64) {
+        let hold = self.config.hold_ms;
+        self.recent.retain(|_, (at, _)| now_ms < *at + hold);
+        self.recent.extend(orders.iter().map(|o| ((o.debtor, o.seq), (now_ms, o.target != o.debtor))));
+    }
+}
