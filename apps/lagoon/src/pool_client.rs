@@ -23,6 +23,8 @@ pub(crate) struct PoolRow {
     pub(crate) heartbeat_age_ms: u64,
     pub(crate) blocks_total: u32,
     pub(crate) blocks_free: u32,
+    /// What it may ever lend.
+    pub(crate) blocks_lend_max: u32,
     pub(crate) blocks_lent: u32,
     pub(crate) blocks_borrowed: u32,
     pub(crate) requests_running: u32,
@@ -44,6 +46,7 @@ impl From<InstanceStatus> for PoolRow {
             heartbeat_age_ms: row.heartbeat_age_ms,
             blocks_total: h.blocks_total,
             blocks_free: h.blocks_free,
+            blocks_lend_max: row.lend_blocks_max.unwrap_or(h.blocks_total),
             blocks_lent: h.lent.iter().map(|d| d.blocks).sum(),
             blocks_borrowed: h.blocks_borrowed,
             requests_running: h.requests_running,

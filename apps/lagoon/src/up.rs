@@ -153,10 +153,12 @@ async fn wait_registered(client: &mut PoolClient, rows: &RwLock<Vec<PoolRow>>, c
 /// Waits until every instance has heard how large the pool is: before that it refuses what is larger than itself.
 async fn wait_acquainted(pool: &LocalPool, rows: &RwLock<Vec<PoolRow>>, key: Option<&String>) -> anyhow::Result<()> {
     let deadline = tokio::time::Instant::now() + REGISTER_DEADLINE;
-    let whole: u64 =
-        rows.read().unwrap_or_else(PoisonError::into_inner).iter().map(|row| u64::from(row.blocks_total)).sum();
+    let rows = rows.read().unwrap_or_else(PoisonError::into_inner).clone();
     for instance in &pool.instances {
-        let client = ApiClient::new(&format!("http://{}", instance.http()?), key.cloned())?;
+        let http = instance.http()?.to_string();
+        let share = |row: &PoolRow| if row.http_addr == http { row.blocks_total } else { row.blocks_lend_max };
+        let whole: u64 = rows.iter().map(|row| u64::from(share(row))).sum();
+        let client = ApiClient::new(&format!("http://{http}"), key.cloned())?;
         while client.get("/lagoon/status").await?["pool_blocks_total"].as_u64() < Some(whole) {
             anyhow::ensure!(
                 tokio::time::Instant::now() < deadline,

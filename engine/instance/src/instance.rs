@@ -219,6 +219,9 @@ impl Instance {
             instance: self.id.map_or(0, |id| id.0),
             calibration: config.calibration.clone(),
             tier: config.tier.into(),
+            lend_blocks_max: Some(
+                config.lend_blocks_max.min(config.blocks_total.saturating_sub(config.lend_reserve_blocks)),
+            ),
         })));
     }
 

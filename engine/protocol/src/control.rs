@@ -168,6 +168,9 @@ pub struct Register {
     /// Where its rBlocks are.
     #[prost(enumeration = "MemoryTier", tag = "13")]
     pub tier: i32,
+    /// rBlocks that it lends at most; all of them if absent.
+    #[prost(uint32, optional, tag = "14")]
+    pub lend_blocks_max: Option<u32>,
 }
 
 /// Which memory an instance's rBlocks are in.
@@ -275,7 +278,7 @@ pub struct Link {
 pub struct HeartbeatAck {
     #[prost(bool, tag = "1")]
     pub known: bool,
-    /// Blocks of all live instances, free or not: the largest request that the pool could ever hold.
+    /// The sender's blocks and what all other live instances may ever lend: the largest request that it could ever hold.
     #[prost(uint64, tag = "2")]
     pub pool_blocks_total: u64,
     /// The gManager lacks rows: the next heartbeat carries all of them.
@@ -338,7 +341,7 @@ pub struct BorrowAdvice {
     pub query: u64,
     #[prost(message, repeated, tag = "2")]
     pub candidates: Vec<Candidate>,
-    /// Blocks of all live instances.
+    /// As in `HeartbeatAck`.
     #[prost(uint64, tag = "3")]
     pub pool_blocks_total: u64,
     /// Lendable blocks of all live instances but the debtor.
@@ -375,6 +378,9 @@ pub struct StatusReply {
     pub query: u64,
     #[prost(message, repeated, tag = "2")]
     pub instances: Vec<InstanceStatus>,
+    /// Of the gManager that answers; as in `Registered`.
+    #[prost(uint64, tag = "3")]
+    pub term: u64,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -398,6 +404,13 @@ pub struct InstanceStatus {
     pub heartbeat_age_ms: u64,
     #[prost(bool, tag = "9")]
     pub alive: bool,
+    #[prost(enumeration = "MemoryTier", tag = "10")]
+    pub tier: i32,
+    #[prost(message, optional, tag = "11")]
+    pub calibration: Option<Calibration>,
+    /// As in `Register`.
+    #[prost(uint32, optional, tag = "12")]
+    pub lend_blocks_max: Option<u32>,
 }
 
 /// First message between instances on each connection, both ways.

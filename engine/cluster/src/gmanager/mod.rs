@@ -101,9 +101,11 @@ impl GManager {
                 self.on_deregister(InstanceId(m.instance));
                 None
             }
-            ControlBody::StatusQuery(m) => {
-                Some(ControlBody::StatusReply(StatusReply { query: m.query, instances: self.status(now_ms) }))
-            }
+            ControlBody::StatusQuery(m) => Some(ControlBody::StatusReply(StatusReply {
+                query: m.query,
+                instances: self.status(now_ms),
+                ..Default::default()
+            })),
             _ => None,
         }
     }
@@ -180,7 +182,8 @@ impl GManager {
                 instance.heartbeat = Some(m.clone());
             }
         }
-        HeartbeatAck { known, pool_blocks_total: self.pool_blocks_total(now_ms), seq: m.seq, ..Default::default() }
+        let pool_blocks_total = self.capacity_of(InstanceId(m.instance), now_ms);
+        HeartbeatAck { known, pool_blocks_total, seq: m.seq, ..Default::default() }
     }
 
     /// A debtor is short of blocks: at most three creditors, best first.
@@ -191,7 +194,7 @@ impl GManager {
         BorrowAdvice {
             query: query.query,
             candidates,
-            pool_blocks_total: self.pool_blocks_total(now_ms),
+            pool_blocks_total: self.capacity_of(debtor, now_ms),
             pool_blocks_lendable: others.map(|(_, i)| u64::from(i.lendable)).sum(),
         }
     }
@@ -217,11 +220,15 @@ impl GManager {
         forgotten
     }
 
-    /// Blocks of all live instances.
+    /// Blocks of the largest request that `debtor` could ever hold: its own and what other live instances may lend.
     #[must_use]
-    pub fn pool_blocks_total(&self, now_ms: u64) -> u64 {
-        let live = self.instances.values().filter(|i| i.is_live(now_ms));
-        live.map(|i| u64::from(i.registration.blocks_total)).sum()
+    pub fn capacity_of(&self, debtor: InstanceId, now_ms: u64) -> u64 {
+        let live = self.instances.iter().filter(|(_, i)| i.is_live(now_ms));
+        let share = |(id, i): (&InstanceId, &Instance)| {
+            let total = i.registration.blocks_total;
+            if *id == debtor { total } else { i.registration.lend_blocks_max.map_or(total, |cap| cap.min(total)) }
+        };
+        live.map(|row| u64::from(share(row))).sum()
     }
 
     /// The shape that instances of this pool have; `None` before the first.
@@ -253,6 +260,9 @@ impl GManager {
             heartbeat: i.heartbeat.clone(),
             heartbeat_age_ms: now_ms.saturating_sub(i.seen_ms),
             alive: i.is_live(now_ms),
+            tier: i.registration.tier,
+            calibration: i.registration.calibration.clone(),
+            lend_blocks_max: i.registration.lend_blocks_max,
         };
         self.instances.iter().map(row).collect()
     }

@@ -147,6 +147,18 @@ fn stale_heartbeats_change_nothing() {
 }
 
 #[test]
+fn what_is_never_lent_is_capacity_of_its_owner_only() {
+    let mut gm = GManager::default();
+    for (incarnation, lend_blocks_max) in [(1, None), (2, Some(30)), (3, Some(0))] {
+        gm.on_register(&Register { lend_blocks_max, ..register(incarnation) }, 0).unwrap();
+    }
+    let capacities = [1, 2, 3].map(|debtor| gm.capacity_of(InstanceId(debtor), 0));
+    assert_eq!(capacities, [100 + 30, 100 + 100, 100 + 100 + 30]);
+    let advice = gm.on_borrow_query(&BorrowQuery { debtor: 1, ..Default::default() }, 0);
+    assert_eq!(advice.pool_blocks_total, 130);
+}
+
+#[test]
 fn the_most_available_come_first_and_the_unfit_not_at_all() {
     let mut gm = pool(&[90, 10, 30, 0, 20, 5]);
     assert_eq!(ask(&mut gm, 1, 0, &[]), [3, 5, 2]);

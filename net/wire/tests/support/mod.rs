@@ -64,6 +64,7 @@ fn membership() -> Vec<(&'static str, ControlBody)> {
         heartbeat: Some(heartbeat()),
         heartbeat_age_ms: 17,
         alive: true,
+        ..Default::default()
     };
     let candidate = Candidate { instance: 9, quic_addr: "10.0.0.9:7000".into(), blocks_lendable: 77 };
     vec![
@@ -100,7 +101,10 @@ fn membership() -> Vec<(&'static str, ControlBody)> {
         ("refusal", ControlBody::Refusal(Refusal { creditor: 9, blocks_lendable: 2 })),
         ("deregister", ControlBody::Deregister(Deregister { instance: 3 })),
         ("status_query", ControlBody::StatusQuery(StatusQuery { query: 6 })),
-        ("status_reply", ControlBody::StatusReply(StatusReply { query: 6, instances: vec![status] })),
+        (
+            "status_reply",
+            ControlBody::StatusReply(StatusReply { query: 6, instances: vec![status], ..Default::default() }),
+        ),
     ]
 }
 
