@@ -2,11 +2,14 @@
 //!
 //! Invariants:
 //! * logical block `i` holds positions `[i * block_tokens, (i + 1) * block_tokens)`, wherever it lies;
-//! * the entries of a lease are in the table in order and one behind the other, so that what a window frees of a lease
-//!   are its leading entries;
+//! * the entries of a lease are in the table in order, so that what a window frees of a lease are its leading entries;
+//!   other blocks may lie between them where the lease fills holes;
 //! * blocks that are [`Placement::Gone`] are a prefix of the table, and wholly behind the window;
+//! * KV is valid at every position below [`SeqBlocks::written`] except those of [`SeqBlocks::lost`] (see `holes.rs`);
 //! * for every `len` and window, [`SeqBlocks::local_runs`] and [`SeqBlocks::remote_runs`] together list every position
 //!   from the window's first block to `len` exactly once.
+
+mod holes;
 
 use crate::pool::{BlockPool, BlockState};
 use lagoon_types::{Epoch, InstanceId, KvRun, LeaseId, LeaseRun, PhysBlock};
@@ -20,6 +23,8 @@ pub enum Placement {
     Local(PhysBlock),
     /// In an entry of a lease.
     Remote(RemoteBlock),
+    /// Lost with a creditor, and without a new place yet.
+    Hole,
     /// Behind the window, freed.
     Gone,
 }
@@ -126,6 +131,8 @@ pub struct SeqBlocks {
     blocks: Vec<Placement>,
     gone: u32,
     written: u32,
+    /// Positions below `written` whose KV was lost: ascending, disjoint, never empty.
+    lost: Vec<Range<u32>>,
 }
 
 fn index(block: u32) -> usize {
@@ -140,7 +147,7 @@ impl SeqBlocks {
     #[must_use]
     pub fn new(block_tokens: u32) -> Self {
         assert!(block_tokens > 0, "an rBlock holds tokens");
-        Self { block_tokens, blocks: Vec::new(), gone: 0, written: 0 }
+        Self { block_tokens, blocks: Vec::new(), gone: 0, written: 0, lost: Vec::new() }
     }
 
     #[must_use]
@@ -166,7 +173,7 @@ impl SeqBlocks {
         self.blocks() * self.block_tokens
     }
 
-    /// Tokens whose KV is written in every layer.
+    /// Tokens whose KV was written in every layer. What was lost of it since is in [`SeqBlocks::lost`].
     #[must_use]
     pub fn written(&self) -> u32 {
         self.written
@@ -188,7 +195,7 @@ impl SeqBlocks {
     /// Blocks that lie here.
     #[must_use]
     pub fn local_blocks(&self) -> u32 {
-        self.blocks() - self.gone - self.remote_blocks()
+        self.blocks() - self.gone - self.remote_blocks() - self.holes()
     }
 
     /// The last block, if it lies here: growth is best right behind it.
@@ -212,35 +219,31 @@ impl SeqBlocks {
     /// If the lease is in the table already.
     pub fn push_remote(&mut self, grant: &RemoteGrant) {
         let &RemoteGrant { creditor, lease, epoch, blocks } = grant;
-        assert!(
-            self.leases().all(|l| (l.creditor, l.lease) != (creditor, lease)),
-            "{creditor}'s {lease} is in the table"
-        );
+        self.assert_new(creditor, lease);
         let entries = (0..blocks).map(|entry| Placement::Remote(RemoteBlock { creditor, lease, epoch, entry }));
         self.blocks.extend(entries);
         self.assert_capacity();
+    }
+
+    fn assert_new(&self, creditor: InstanceId, lease: LeaseId) {
+        let known = self.leases().any(|l| (l.creditor, l.lease) == (creditor, lease));
+        assert!(!known, "{creditor}'s {lease} is in the table");
     }
 
     fn assert_capacity(&self) {
         assert!(self.blocks().checked_mul(self.block_tokens).is_some(), "a sequence's capacity fits 32 bits");
     }
 
-    /// The leases in the table, in order, each with all of its entries that the table ever held.
+    /// The leases in the table, in the order of their first entries, each with all of its entries that the table ever
+    /// held.
     pub fn leases(&self) -> impl Iterator<Item = RemoteEntries> + '_ {
-        let mut blocks = self.blocks.iter().peekable();
-        std::iter::from_fn(move || {
-            loop {
-                let Placement::Remote(block) = blocks.next()? else { continue };
-                let ends = match blocks.peek() {
-                    Some(Placement::Remote(next)) => (next.creditor, next.lease) != (block.creditor, block.lease),
-                    _ => true,
-                };
-                if ends {
-                    let &RemoteBlock { creditor, lease, epoch, entry } = block;
-                    return Some(RemoteEntries { creditor, lease, epoch, entries: entry + 1 });
-                }
+        let mut leases = Vec::new();
+        self.blocks.iter().for_each(|placement| {
+            if let Placement::Remote(block) = placement {
+                add_entry(&mut leases, block);
             }
-        })
+        });
+        leases.into_iter()
     }
 
     /// `tokens` more tokens are written in every layer.
@@ -250,18 +253,26 @@ impl SeqBlocks {
     pub fn advance(&mut self, tokens: u32) -> Advance {
         let (from, to) = (self.written, self.written + tokens);
         assert!(to <= self.capacity_tokens(), "{to} tokens written, room for {}", self.capacity_tokens());
+        assert!(self.lost.is_empty() || tokens == 0, "what was lost is written before anything new");
+        self.written = to;
+        self.changes(from..to)
+    }
+
+    /// What writing positions `range` changes: blocks whose first position is among them fill, those whose last is are
+    /// sealed.
+    fn changes(&self, range: Range<u32>) -> Advance {
         let mut change = Advance::default();
-        for block in from / self.block_tokens..to.div_ceil(self.block_tokens) {
+        for block in range.start / self.block_tokens..range.end.div_ceil(self.block_tokens) {
             let (start, end) = (block * self.block_tokens, (block + 1) * self.block_tokens);
             match self.blocks[index(block)] {
-                Placement::Local(b) if to >= end => change.sealed.push(b),
-                Placement::Local(b) if from <= start => change.filling.push(b),
-                Placement::Remote(b) if to >= end => change.sealed_remote.push(b),
+                Placement::Local(b) if range.end >= end => change.sealed.push(b),
+                Placement::Local(b) if range.start <= start => change.filling.push(b),
+                Placement::Remote(b) if range.end >= end => change.sealed_remote.push(b),
                 Placement::Local(_) | Placement::Remote(_) => {}
+                Placement::Hole => panic!("block {block} has no place and cannot be written"),
                 Placement::Gone => panic!("block {block} is behind the window and cannot be written"),
             }
         }
-        self.written = to;
         change
     }
 
@@ -275,6 +286,7 @@ impl SeqBlocks {
             let len = (self.block_tokens - within).min(range.end - pos);
             let piece = match self.blocks[index(pos / self.block_tokens)] {
                 Placement::Gone => None,
+                Placement::Hole => panic!("position {pos} has no place"),
                 Placement::Local(block) => {
                     Some(Segment::Local(KvRun { base: block.0 * self.block_tokens + within, len, first_pos: pos }))
                 }
@@ -326,10 +338,11 @@ impl SeqBlocks {
     /// The remote runs of the same positions, by creditor, ascending, consecutive entries of a lease merged.
     ///
     /// # Panics
-    /// As [`SeqBlocks::local_runs`].
+    /// As [`SeqBlocks::local_runs`], and if one of the positions was lost and not written again yet.
     #[must_use]
     pub fn remote_runs(&self, upto_len: u32, window_start: u32) -> BTreeMap<InstanceId, Vec<LeaseRun>> {
         let mut runs: BTreeMap<InstanceId, Vec<LeaseRun>> = BTreeMap::new();
+        assert!(self.lost.first().is_none_or(|lost| lost.start >= upto_len), "{:?} are lost", self.lost);
         self.pieces(self.visible(upto_len, window_start), |piece| {
             if let Segment::Remote { creditor, run } = piece {
                 runs.entry(creditor).or_default().push(run);
@@ -350,6 +363,7 @@ impl SeqBlocks {
             Placement::Remote(RemoteBlock { creditor, lease, epoch, entry }) => {
                 SlotRef::Remote { creditor, lease, epoch, offset: entry * self.block_tokens + within }
             }
+            Placement::Hole => panic!("position {pos} has no place"),
             Placement::Gone => panic!("position {pos} is behind the window"),
         }
     }
@@ -362,18 +376,13 @@ impl SeqBlocks {
         for block in self.gone..keep_from {
             match std::mem::replace(&mut self.blocks[index(block)], Placement::Gone) {
                 Placement::Local(phys) => freed.local.push(phys),
-                Placement::Remote(b) => {
-                    let entries =
-                        RemoteEntries { creditor: b.creditor, lease: b.lease, epoch: b.epoch, entries: b.entry + 1 };
-                    match freed.remote.last_mut() {
-                        Some(last) if (last.creditor, last.lease) == (b.creditor, b.lease) => *last = entries,
-                        _ => freed.remote.push(entries),
-                    }
-                }
+                Placement::Remote(b) => add_entry(&mut freed.remote, &b),
+                Placement::Hole => {}
                 Placement::Gone => panic!("block {block} was freed before"),
             }
         }
         self.gone = self.gone.max(keep_from);
+        self.forget_lost_before(self.gone * self.block_tokens);
         freed
     }
 
@@ -382,10 +391,11 @@ impl SeqBlocks {
         let remote = self.leases().collect();
         let local = self.blocks.drain(..).filter_map(|p| match p {
             Placement::Local(block) => Some(block),
-            Placement::Remote(_) | Placement::Gone => None,
+            Placement::Remote(_) | Placement::Hole | Placement::Gone => None,
         });
         let freed = Freed { local: local.collect(), remote };
         (self.gone, self.written) = (0, 0);
+        self.lost.clear();
         freed
     }
 
@@ -393,6 +403,15 @@ impl SeqBlocks {
     #[must_use]
     pub fn metadata_bytes(&self) -> usize {
         size_of::<Self>() + self.blocks.capacity() * size_of::<Placement>()
+    }
+}
+
+/// Adds an entry to its lease in a list of leases, the latest of which is the likeliest.
+fn add_entry(leases: &mut Vec<RemoteEntries>, block: &RemoteBlock) {
+    let &RemoteBlock { creditor, lease, epoch, entry } = block;
+    match leases.iter_mut().rev().find(|l| (l.creditor, l.lease) == (creditor, lease)) {
+        Some(known) => known.entries = entry + 1,
+        None => leases.push(RemoteEntries { creditor, lease, epoch, entries: entry + 1 }),
     }
 }
 
