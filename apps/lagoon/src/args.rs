@@ -107,6 +107,10 @@ pub(crate) struct EngineArgs {
     /// the instance has a processor to spare [default: sleep at once].
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=100_000))]
     pub(crate) poll_us: u64,
+    /// Take at least as long as the device that this JSON file describes (`PaceProfile`): for benchmarks of a whole
+    /// pool on one machine.
+    #[arg(long, value_name = "FILE", hide = true)]
+    pub(crate) pace: Option<PathBuf>,
     /// How KV on other instances is attended to.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) remote_attention: RemoteArg,
@@ -137,6 +141,7 @@ impl EngineArgs {
         flags.extend(self.dtype.map(|d| format!("--dtype={d}")));
         flags.extend(self.kv_dtype.map(|d| format!("--kv-dtype={d}")));
         flags.extend(self.kv_tokens.map(|n| format!("--kv-tokens={n}")));
+        flags.extend(self.pace.iter().map(|p| format!("--pace={}", p.display())));
         flags.extend(self.threads.map(|n| format!("--threads={n}")));
         flags
     }

@@ -3,8 +3,10 @@
 //! Every request has its own prompt of an exact length, made from the seed out of the server's own tokens, and asks
 //! for an exact number of output tokens (`ignore_eos`). Closed loop (`--concurrency`): a new request starts when one
 //! ends. Open loop (`--rate`): requests start at random times with that mean rate, whether or not others have ended.
+//! A trace (`--trace`) says when each request starts and how long it is.
 
 use crate::api_client::{ApiClient, ClientError};
+use crate::bench_trace::{self, Planned};
 use anyhow::{Context, bail, ensure};
 use futures::{StreamExt, stream};
 use hdrhistogram::Histogram;
@@ -15,6 +17,7 @@ use serde_json::{Value, json};
 use std::{
     collections::BTreeMap,
     io::{self, Write},
+    path::PathBuf,
     time::{Duration, Instant},
 };
 
@@ -56,6 +59,13 @@ pub(crate) struct BenchArgs {
     /// Tokens that each request generates.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
+    /// A CSV file with columns arrival_s, prompt_tokens and output_tokens (`lagoon sim trace` writes such): replaces
+    /// --requests, --prompt-tokens, --max-tokens and --rate.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["rate", "requests", "prompt_tokens", "max_tokens", "concurrency"])]
+    trace: Option<PathBuf>,
+    /// How many times faster than the trace says its requests arrive.
+    #[arg(long, value_name = "X", default_value_t = 1.0, value_parser = positive, requires = "trace")]
+    speed: f64,
     /// Sampling temperature.
     #[arg(long, default_value_t = 0.0)]
     temperature: f32,
@@ -98,7 +108,7 @@ pub(crate) async fn run(args: BenchArgs) -> anyhow::Result<()> {
 struct Report {
     url: String,
     model: String,
-    requests: u32,
+    requests: u64,
     ok: u64,
     /// By kind: `http_429`, `connect`, `midway`, `broken`, `timeout`, `length` (fewer or more tokens than asked for).
     errors: BTreeMap<String, u64>,
@@ -227,18 +237,21 @@ async fn measure(args: &BenchArgs) -> anyhow::Result<Report> {
         None => client.first_model().await?,
     };
     let pool = token_pool(&client, &model).await?;
-    let bar = progress(args.requests);
+    let planned = match &args.trace {
+        Some(path) => bench_trace::read(path, args.speed)?,
+        None => bench_trace::drawn(args.requests, args.prompt_tokens, args.max_tokens, args.rate, args.seed),
+    };
+    let bar = progress(planned.len() as u64);
     let mut tally = Tally::new();
-    let starts = start_times(args);
-    let open = if args.rate.is_some() { OPEN_MAX } else { usize::try_from(args.concurrency)? };
+    let open = if args.rate.is_some() || args.trace.is_some() { OPEN_MAX } else { usize::try_from(args.concurrency)? };
     let begun = Instant::now();
-    let runs = (0..args.requests).zip(starts).map(|(index, start)| {
-        let (client, request) = (&client, request(args, &model, &pool, index));
+    let runs = (0u32..).zip(&planned).map(|(index, planned)| {
+        let (client, request) = (&client, request(args, &model, &pool, index, planned));
         async move {
-            tokio::time::sleep_until((begun + start).into()).await;
+            tokio::time::sleep_until((begun + planned.start).into()).await;
             let limit = Duration::from_secs(args.timeout_s);
             let timed_out = || Failure { kind: "timeout".to_owned(), message: format!("no end within {limit:?}") };
-            match tokio::time::timeout(limit, one(client, &request, args.max_tokens)).await {
+            match tokio::time::timeout(limit, one(client, &request, planned.output_tokens)).await {
                 Ok(outcome) => outcome,
                 Err(_elapsed) => Err(timed_out()),
             }
@@ -252,7 +265,7 @@ async fn measure(args: &BenchArgs) -> anyhow::Result<Report> {
     }
     let elapsed = begun.elapsed();
     bar.finish_and_clear();
-    Ok(report(args, &model, tally, elapsed))
+    Ok(report(args, &model, planned.len() as u64, tally, elapsed))
 }
 
 /// Tokens that prompts are drawn from: the server's own ids of [`TEXT`].
@@ -268,30 +281,15 @@ async fn token_pool(client: &ApiClient, model: &str) -> anyhow::Result<Vec<u64>>
     Ok(ids)
 }
 
-fn request(args: &BenchArgs, model: &str, pool: &[u64], index: u32) -> Value {
+fn request(args: &BenchArgs, model: &str, pool: &[u64], index: u32, planned: &Planned) -> Value {
     let mut random =
         StdRng::seed_from_u64(args.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15).wrapping_add(u64::from(index)));
-    let prompt: Vec<u64> = (0..args.prompt_tokens).map(|_| pool[random.random_range(0..pool.len())]).collect();
+    let prompt: Vec<u64> = (0..planned.prompt_tokens).map(|_| pool[random.random_range(0..pool.len())]).collect();
     json!({
-        "model": model, "prompt": prompt, "max_tokens": args.max_tokens, "temperature": args.temperature,
+        "model": model, "prompt": prompt, "max_tokens": planned.output_tokens, "temperature": args.temperature,
         "seed": index, "ignore_eos": true, "stream": true, "stream_options": { "include_usage": true },
         // Makes every token visible, also one that adds no text yet.
         "return_token_ids": true,
-    })
-}
-
-/// When each request starts, counted from the beginning.
-fn start_times(args: &BenchArgs) -> impl Iterator<Item = Duration> + use<> {
-    let mut random = StdRng::seed_from_u64(args.seed);
-    let rate = args.rate;
-    let mut at = 0.0;
-    std::iter::repeat_with(move || {
-        let start = Duration::from_secs_f64(at);
-        if let Some(rate) = rate {
-            // Exponential gaps; the uniform number is below 1, so the logarithm is finite.
-            at += -(1.0 - random.random::<f64>()).ln() / rate;
-        }
-        start
     })
 }
 
@@ -334,24 +332,24 @@ async fn one(client: &ApiClient, request: &Value, max_tokens: u32) -> Result<Sam
     }
 }
 
-fn progress(requests: u32) -> ProgressBar {
+fn progress(requests: u64) -> ProgressBar {
     // Hidden by itself where stderr is no terminal.
     let style = ProgressStyle::with_template("{bar:40} {pos}/{len} requests, {elapsed}, {msg}");
-    ProgressBar::new(u64::from(requests)).with_style(style.expect("the template is valid"))
+    ProgressBar::new(requests).with_style(style.expect("the template is valid"))
 }
 
 #[allow(clippy::cast_precision_loss, reason = "counts under 2^52 are exact in f64")]
-fn report(args: &BenchArgs, model: &str, tally: Tally, elapsed: Duration) -> Report {
+fn report(args: &BenchArgs, model: &str, requests: u64, tally: Tally, elapsed: Duration) -> Report {
     let duration_s = elapsed.as_secs_f64().max(f64::MIN_POSITIVE);
     let per_s = |count: u64| count as f64 / duration_s;
     Report {
         url: args.url.clone(),
         model: model.to_owned(),
-        requests: args.requests,
+        requests,
         ok: tally.ok,
         errors: tally.errors,
         last_error: tally.last_error,
-        concurrency: args.rate.is_none().then_some(args.concurrency),
+        concurrency: (args.rate.is_none() && args.trace.is_none()).then_some(args.concurrency),
         rate: args.rate,
         seed: args.seed,
         duration_s,
@@ -371,7 +369,8 @@ impl Report {
     fn table(&self) -> String {
         let load = match (self.rate, self.concurrency) {
             (Some(rate), _) => format!("{rate} requests/s"),
-            (None, concurrency) => format!("concurrency {}", concurrency.unwrap_or_default()),
+            (None, Some(concurrency)) => format!("concurrency {concurrency}"),
+            (None, None) => "the trace's times".to_owned(),
         };
         let mut text = format!(
             "{} at {}\n{} of {} requests succeeded in {:.2} s at {load}\n\

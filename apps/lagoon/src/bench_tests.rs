@@ -93,17 +93,6 @@ async fn an_open_loop_does_not_wait_for_answers() {
     assert!(report.duration_s < 4.0, "{report:?}");
 }
 
-#[test]
-fn start_times_have_the_rate_asked_for() {
-    let args = Cli::parse_from(["bench", "--rate", "50"]).args;
-    let starts: Vec<_> = start_times(&args).take(5001).collect();
-    assert!(starts.is_sorted());
-    let mean = starts[5000].as_secs_f64() / 5000.0;
-    assert!((mean - 0.02).abs() < 0.001, "{mean}");
-    let together = Cli::parse_from(["bench"]).args;
-    assert!(start_times(&together).take(10).all(|start| start.is_zero()));
-}
-
 #[tokio::test]
 async fn nothing_that_succeeds_is_an_error_and_json_has_its_fields() {
     let engine = ScriptedEngine::new(|_| Err(RequestError::Unavailable("no device".to_owned())));

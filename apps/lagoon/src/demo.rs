@@ -188,6 +188,7 @@ fn engine_args(args: &DemoArgs, backend: &str) -> EngineArgs {
         lend_percent: 100,
         threads: None,
         poll_us: 0,
+        pace: None,
         remote_attention: args.remote_attention,
         wire_dtype: lagoon_types::DType::F32,
     }

@@ -3,11 +3,13 @@
 use crate::args::{BackendArg, EngineArgs};
 use crate::model::{OpenModel, bytes_bar};
 use anyhow::{Context, bail};
-use lagoon_backend::{Device, DeviceInfo, cpu::CpuDevice};
+use lagoon_backend::{Device, DeviceInfo, Lateness, PaceProfile, Paced, cpu::CpuDevice};
 use lagoon_cuda::CudaProbe;
 use lagoon_model::{LlamaWeights, Rope};
 use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, Model, Report};
 use lagoon_shaders::{AdapterChoice, WgpuDevice, list_adapters};
+use std::path::Path;
+use std::sync::Arc;
 
 /// Largest piece of remote KV that is fetched at once, in tokens.
 pub(crate) const FETCH_TOKENS: u32 = 512;
@@ -67,6 +69,19 @@ pub(crate) fn choose(backend: BackendArg) -> anyhow::Result<Chosen> {
 pub(crate) struct Running {
     pub(crate) thread: ExecutorThread,
     pub(crate) info: DeviceInfo,
+    /// Of a paced device: see `--pace`.
+    pub(crate) _lateness: Option<LatenessLog>,
+}
+
+/// Tells at the end how far a paced device fell behind.
+#[derive(Debug)]
+pub(crate) struct LatenessLog(Arc<Lateness>);
+
+impl Drop for LatenessLog {
+    fn drop(&mut self) {
+        let (late_us, modelled_us) = self.0.micros();
+        tracing::info!(late_us, modelled_us, "paced device");
+    }
 }
 
 /// What the executor is to hold.
@@ -87,12 +102,33 @@ pub(crate) fn start(
     let software = match chosen {
         Chosen::Cpu => {
             let device = args.threads.map_or_else(CpuDevice::new, CpuDevice::with_threads);
-            return load(device, args, model, sizes, report);
+            return pace(device, args, model, sizes, report);
         }
         Chosen::WgpuGpu => AdapterChoice::Gpu,
         Chosen::WgpuSoftware => AdapterChoice::Software,
     };
-    load(WgpuDevice::open(&software).context("open the wgpu adapter")?, args, model, sizes, report)
+    pace(WgpuDevice::open(&software).context("open the wgpu adapter")?, args, model, sizes, report)
+}
+
+/// Puts `--pace` around the device.
+fn pace<D: Device>(
+    device: D,
+    args: &EngineArgs,
+    model: &OpenModel,
+    sizes: Sizes,
+    report: impl FnMut(Report) + Send + 'static,
+) -> anyhow::Result<Running> {
+    let Some(path) = &args.pace else { return load(device, args, model, sizes, report) };
+    let device = Paced::new(device, pace_profile(path)?);
+    let lateness = device.lateness();
+    Ok(Running { _lateness: Some(LatenessLog(lateness)), ..load(device, args, model, sizes, report)? })
+}
+
+fn pace_profile(path: &Path) -> anyhow::Result<PaceProfile> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("read --pace {}", path.display()))?;
+    let profile: PaceProfile = serde_json::from_str(&text).with_context(|| format!("parse {}", path.display()))?;
+    profile.check().map_err(|error| anyhow::anyhow!("{}: {error}", path.display()))?;
+    Ok(profile)
 }
 
 fn load<D: Device>(
@@ -123,5 +159,5 @@ fn load<D: Device>(
     };
     let executor = Executor::new(device, &model.config, weights, config)
         .context("allocate the KV cache and buffers\nhint: choose a smaller --kv-tokens or --step-tokens")?;
-    Ok(Running { thread: lagoon_runner::spawn(executor, report), info })
+    Ok(Running { thread: lagoon_runner::spawn(executor, report), info, _lateness: None })
 }

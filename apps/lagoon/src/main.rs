@@ -6,6 +6,7 @@
 mod api_client;
 mod args;
 mod bench;
+mod bench_trace;
 mod bundled;
 mod certs;
 mod chat;

@@ -4,6 +4,8 @@
 pub mod conformance;
 pub mod cpu;
 pub mod device;
+pub mod paced;
 
 pub use cpu::CpuDevice;
 pub use device::{AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
+pub use paced::{Lateness, PaceProfile, Paced};

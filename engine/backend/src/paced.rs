@@ -1,0 +1,349 @@
+//! A device that takes as long as another one would: real arithmetic, then waiting until the modelled time has passed.
+//!
+//! For benchmarks of a whole pool on one machine: instances that share a processor would disturb each other's times,
+//! while paced ones mostly sleep. As on a GPU, operations queue their modelled time and only reads wait for it. The
+//! model is a roofline: a matrix product takes the longer of its weight bytes over the memory bandwidth and its
+//! operations over the peak rate; attention likewise with the KV bytes that it reads, once a sequence. Scales say how
+//! much larger than the real model the modelled one is. Where the real arithmetic takes longer than the model says, the
+//! device is late: [`Lateness`] counts that, and a benchmark that sees much of it measured the wrong thing.
+
+#![allow(clippy::cast_precision_loss, reason = "times are estimates")]
+
+use crate::device::{AttnBatch, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
+use lagoon_types::{AttentionGeometry, KvShape};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// What is modelled. All rates are effective ones, not peaks.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PaceProfile {
+    /// Bytes of weights and KV that are read per second.
+    pub bytes_per_s: f64,
+    /// Floating-point operations per second of matrix products and attention.
+    pub flops: f64,
+    /// Bytes of KV that are copied to and from the store per second.
+    pub copy_bytes_per_s: f64,
+    /// Time of one operation whatever its size, in microseconds.
+    pub launch_us: f64,
+    /// The modelled weights over the real ones, in bytes and in operations.
+    pub weight_scale: f64,
+    /// The modelled KV of a token over the real one, in bytes and in attention operations.
+    pub kv_scale: f64,
+}
+
+impl PaceProfile {
+    /// # Errors
+    /// Names the first number that is not positive and finite.
+    pub fn check(&self) -> Result<(), String> {
+        let fields = [
+            ("bytes_per_s", self.bytes_per_s),
+            ("flops", self.flops),
+            ("copy_bytes_per_s", self.copy_bytes_per_s),
+            ("weight_scale", self.weight_scale),
+            ("kv_scale", self.kv_scale),
+        ];
+        match fields.iter().find(|(_, v)| !v.is_finite() || *v <= 0.0) {
+            Some((name, value)) => Err(format!("{name} is {value}: expected a positive number")),
+            None if !self.launch_us.is_finite() || self.launch_us < 0.0 => {
+                Err(format!("launch_us is {}: expected 0 or more", self.launch_us))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Time of a matrix product of `rows` rows with a weight of `elements` elements in `bytes` bytes.
+    #[must_use]
+    pub fn matmul_s(&self, rows: usize, elements: usize, bytes: usize) -> f64 {
+        let operations = 2.0 * rows as f64 * elements as f64 * self.weight_scale;
+        (bytes as f64 * self.weight_scale / self.bytes_per_s).max(operations / self.flops)
+    }
+
+    /// Time of the attention of `rows` rows, `q_dim` wide, over `keys` keys of `token_bytes` bytes in one layer.
+    #[must_use]
+    pub fn attention_s(&self, rows: usize, q_dim: usize, keys: usize, token_bytes: usize) -> f64 {
+        let operations = 4.0 * rows as f64 * q_dim as f64 * keys as f64 * self.kv_scale;
+        (keys as f64 * token_bytes as f64 * self.kv_scale / self.bytes_per_s).max(operations / self.flops)
+    }
+}
+
+/// How far the real arithmetic fell behind the model, in microseconds, and the time that was modelled.
+#[derive(Debug, Default)]
+pub struct Lateness {
+    late_us: AtomicU64,
+    modelled_us: AtomicU64,
+}
+
+impl Lateness {
+    /// Late and modelled time so far, in microseconds.
+    #[must_use]
+    pub fn micros(&self) -> (u64, u64) {
+        (self.late_us.load(Ordering::Relaxed), self.modelled_us.load(Ordering::Relaxed))
+    }
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub struct Paced<D> {
+    inner: D,
+    profile: PaceProfile,
+    busy_until: Instant,
+    /// Something was queued since the last wait.
+    queued: bool,
+    lateness: Arc<Lateness>,
+}
+
+/// A weight of the inner device and its size.
+#[derive(Debug)]
+pub struct PacedWeight<W> {
+    inner: W,
+    elements: usize,
+    bytes: usize,
+}
+
+/// A KV store of the inner device and the bytes of a token in one layer.
+#[derive(Debug)]
+pub struct PacedKv<K> {
+    inner: K,
+    token_bytes: usize,
+}
+
+impl<D: Device> Paced<D> {
+    /// # Panics
+    /// If the profile is not valid: see [`PaceProfile::check`].
+    #[must_use]
+    pub fn new(inner: D, profile: PaceProfile) -> Self {
+        assert_eq!(profile.check(), Ok(()));
+        Self { inner, profile, busy_until: Instant::now(), queued: false, lateness: Arc::default() }
+    }
+
+    /// Its counters, to be read while the device works.
+    #[must_use]
+    pub fn lateness(&self) -> Arc<Lateness> {
+        self.lateness.clone()
+    }
+
+    /// Queues `seconds` of modelled time.
+    fn queue(&mut self, seconds: f64) {
+        let cost = Duration::from_secs_f64(seconds + self.profile.launch_us * 1e-6);
+        let now = Instant::now();
+        self.busy_until = self.busy_until.max(now) + cost;
+        self.queued = true;
+        add(&self.lateness.modelled_us, cost);
+    }
+
+    /// Waits until the queued time has passed.
+    fn wait(&mut self) {
+        if !std::mem::take(&mut self.queued) {
+            return;
+        }
+        let now = Instant::now();
+        match self.busy_until.checked_duration_since(now) {
+            Some(left) => std::thread::sleep(left),
+            None => add(&self.lateness.late_us, now - self.busy_until),
+        }
+    }
+}
+
+fn add(counter: &AtomicU64, time: Duration) {
+    counter.fetch_add(u64::try_from(time.as_micros()).unwrap_or(u64::MAX), Ordering::Relaxed);
+}
+
+impl<D: Device> Device for Paced<D> {
+    type Tensor = D::Tensor;
+    type Weight = PacedWeight<D::Weight>;
+    type Kv = PacedKv<D::Kv>;
+
+    fn info(&self) -> DeviceInfo {
+        let info = self.inner.info();
+        DeviceInfo { name: format!("{}, paced", info.name), ..info }
+    }
+
+    fn tensor(&mut self, rows: usize, cols: usize) -> Result<Self::Tensor, DeviceError> {
+        self.inner.tensor(rows, cols)
+    }
+
+    fn weight(&mut self, source: WeightSource) -> Result<Self::Weight, DeviceError> {
+        let elements = source.rows() * source.cols;
+        let bytes = elements * source.dtype.size();
+        Ok(PacedWeight { inner: self.inner.weight(source)?, elements, bytes })
+    }
+
+    fn kv(&mut self, shape: KvShape, slots: usize) -> Result<Self::Kv, DeviceError> {
+        Ok(PacedKv { inner: self.inner.kv(shape, slots)?, token_bytes: shape.layer_token_bytes() })
+    }
+
+    fn write(&mut self, tensor: &mut Self::Tensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
+        self.inner.write(tensor, row0, data)
+    }
+
+    fn read(
+        &mut self,
+        tensor: &Self::Tensor,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        self.inner.read(tensor, rows, cols, out)?;
+        self.wait();
+        Ok(())
+    }
+
+    fn kv_write(&mut self, kv: &mut Self::Kv, layer: usize, slot0: u32, bytes: &[u8]) -> Result<(), DeviceError> {
+        self.queue(bytes.len() as f64 * self.profile.kv_scale / self.profile.copy_bytes_per_s);
+        self.inner.kv_write(&mut kv.inner, layer, slot0, bytes)
+    }
+
+    fn kv_read(
+        &mut self,
+        kv: &Self::Kv,
+        layer: usize,
+        slot0: u32,
+        tokens: u32,
+        out: &mut Vec<u8>,
+    ) -> Result<(), DeviceError> {
+        let bytes = tokens as usize * kv.token_bytes;
+        self.queue(bytes as f64 * self.profile.kv_scale / self.profile.copy_bytes_per_s);
+        self.inner.kv_read(&kv.inner, layer, slot0, tokens, out)?;
+        self.wait();
+        Ok(())
+    }
+
+    fn sync(&mut self) -> Result<(), DeviceError> {
+        self.inner.sync()?;
+        self.wait();
+        Ok(())
+    }
+
+    fn embed(&mut self, table: &Self::Weight, ids: &[u32], out: &mut Self::Tensor) -> Result<(), DeviceError> {
+        self.queue(0.0);
+        self.inner.embed(&table.inner, ids, out)
+    }
+
+    fn rms_norm(
+        &mut self,
+        x: &Self::Tensor,
+        weight: &Self::Weight,
+        eps: f32,
+        rows: usize,
+        out: &mut Self::Tensor,
+    ) -> Result<(), DeviceError> {
+        self.queue(0.0);
+        self.inner.rms_norm(x, &weight.inner, eps, rows, out)
+    }
+
+    fn matmul(
+        &mut self,
+        x: &Self::Tensor,
+        weight: &Self::Weight,
+        rows: usize,
+        mode: Mode,
+        out: &mut Self::Tensor,
+    ) -> Result<(), DeviceError> {
+        self.queue(self.profile.matmul_s(rows, weight.elements, weight.bytes));
+        self.inner.matmul(x, &weight.inner, rows, mode, out)
+    }
+
+    fn rope_append(
+        &mut self,
+        qkv: &mut Self::Tensor,
+        rope: &Self::Tensor,
+        geometry: AttentionGeometry,
+        slots: &[u32],
+        kv: &mut Self::Kv,
+        layer: usize,
+    ) -> Result<(), DeviceError> {
+        self.queue(0.0);
+        self.inner.rope_append(qkv, rope, geometry, slots, &mut kv.inner, layer)
+    }
+
+    fn attention(
+        &mut self,
+        q: &Self::Tensor,
+        batch: &AttnBatch<'_>,
+        kv: &Self::Kv,
+        layer: usize,
+        out: &mut Partials<Self::Tensor>,
+    ) -> Result<(), DeviceError> {
+        let q_dim = batch.geometry.q_dim();
+        let seconds = batch.seqs.iter().map(|seq| {
+            let runs = &batch.runs[seq.run0 as usize..][..seq.runs as usize];
+            let keys = runs.iter().map(|run| run.len as usize).sum();
+            self.profile.attention_s(seq.rows as usize, q_dim, keys, kv.token_bytes)
+        });
+        let seconds = seconds.sum();
+        self.queue(seconds);
+        self.inner.attention(q, batch, &kv.inner, layer, out)
+    }
+
+    fn merge(
+        &mut self,
+        acc: &mut Partials<Self::Tensor>,
+        other: &Partials<Self::Tensor>,
+        geometry: AttentionGeometry,
+    ) -> Result<(), DeviceError> {
+        self.queue(0.0);
+        self.inner.merge(acc, other, geometry)
+    }
+
+    fn silu_mul(&mut self, x: &Self::Tensor, rows: usize, out: &mut Self::Tensor) -> Result<(), DeviceError> {
+        self.queue(0.0);
+        self.inner.silu_mul(x, rows, out)
+    }
+
+    fn gather_rows(&mut self, x: &Self::Tensor, rows: &[u32], out: &mut Self::Tensor) -> Result<(), DeviceError> {
+        self.queue(0.0);
+        self.inner.gather_rows(x, rows, out)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::CpuDevice;
+    use bytes::Bytes;
+    use lagoon_types::DType;
+
+    fn profile() -> PaceProfile {
+        PaceProfile {
+            bytes_per_s: 1e9,
+            flops: 1e12,
+            copy_bytes_per_s: 1e9,
+            launch_us: 0.0,
+            weight_scale: 1000.0,
+            kv_scale: 1.0,
+        }
+    }
+
+    #[test]
+    fn few_rows_are_bound_by_bytes_and_many_by_operations() {
+        let p = profile();
+        assert_eq!(p.matmul_s(1, 1000, 4000), 4000.0 * 1000.0 / 1e9);
+        assert_eq!(p.matmul_s(100_000, 1000, 4000), 2.0 * 1e5 * 1e3 * 1e3 / 1e12);
+        assert_eq!(p.attention_s(1, 64, 100, 512), 100.0 * 512.0 / 1e9);
+    }
+
+    #[test]
+    fn reads_wait_until_the_modelled_time_has_passed_and_nothing_else_does() {
+        let mut device = Paced::new(CpuDevice::new(), profile());
+        let bytes = Bytes::from(vec![0u8; 8 * 8 * 4]);
+        let weight = device.weight(WeightSource { dtype: DType::F32, cols: 8, parts: vec![(8, bytes)] }).unwrap();
+        let (x, mut y) = (device.tensor(1, 8).unwrap(), device.tensor(1, 8).unwrap());
+        // 256 bytes a thousand times over at 1 GB/s: 256 microseconds each.
+        (0..200).for_each(|_| device.matmul(&x, &weight, 1, Mode::Set, &mut y).unwrap());
+        let queued = device.busy_until - Instant::now();
+        assert!(queued > Duration::ZERO, "the operations only queued their time");
+        device.read(&y, 0..1, 0..8, &mut Vec::new()).unwrap();
+        assert!(Instant::now() >= device.busy_until);
+        assert_eq!(device.lateness().micros().1, 200 * 256);
+    }
+
+    #[test]
+    fn profiles_that_cannot_be_are_refused() {
+        assert!(PaceProfile { flops: 0.0, ..profile() }.check().unwrap_err().contains("flops"));
+        assert!(PaceProfile { launch_us: -1.0, ..profile() }.check().is_err());
+        assert_eq!(profile().check(), Ok(()));
+    }
+}
