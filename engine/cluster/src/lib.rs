@@ -6,6 +6,7 @@
 //!   (Infinite-LLM v1 §4.3).
 //! * [`GManager`], one per pool, registers instances, keeps the global debt ledger from their heartbeats, and
 //!   recommends creditors (v1 §4.4). It holds soft state only.
+//! * [`Dgfm`] swaps debts that became circular back (v1 §4.5).
 //! * [`perf`] predicts throughput (v2 Eq. 5 to 7); the [`Planner`] decides by it which blocks move (v2 Algorithm 1).
 //!
 //! Methods are of four kinds: getters; `on_*` take what happened; plain verbs are commands; `poll` hands out what is
@@ -13,6 +14,7 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "tests"))]
 
+pub mod dgfm;
 pub mod gmanager;
 pub mod perf;
 pub mod planner;
@@ -20,6 +22,7 @@ pub mod rmanager;
 #[cfg(test)]
 mod tests;
 
+pub use dgfm::{Dgfm, DgfmConfig, DgfmStats};
 pub use gmanager::{GManager, LedgerRow};
 pub use planner::{InstanceView, Order, Plan, Planner, PlannerConfig, PoolView, RemoteBlocks, RequestView, Why};
 pub use rmanager::{BorrowFailure, BorrowId, BorrowedLease, ConfigError, LeaseEnded, Output, RManager, RManagerConfig};
