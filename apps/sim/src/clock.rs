@@ -1,0 +1,57 @@
+//! A process's own clock: its rate and its offset differ from true time.
+
+/// Reads milliseconds, as the shells do, from true microseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Clock {
+    /// True time at which it was started.
+    pub born_us: u64,
+    /// What it showed then.
+    pub offset_ms: u64,
+    /// Parts per million that it is fast (negative: slow); within ±500,000.
+    pub skew_ppm: i32,
+}
+
+impl Clock {
+    #[must_use]
+    pub const fn exact() -> Self {
+        Self { born_us: 0, offset_ms: 0, skew_ppm: 0 }
+    }
+
+    /// Own microseconds since its start.
+    #[must_use]
+    pub fn elapsed_us(&self, now_us: u64) -> u64 {
+        let true_us = now_us.saturating_sub(self.born_us);
+        let skew = i128::from(true_us) * i128::from(self.skew_ppm) / 1_000_000;
+        u64::try_from(i128::from(true_us) + skew).unwrap_or(0)
+    }
+
+    /// What it shows.
+    #[must_use]
+    pub fn now_ms(&self, now_us: u64) -> u64 {
+        self.offset_ms + self.elapsed_us(now_us) / 1000
+    }
+
+    /// True microseconds in which `own_us` pass here, rounded up.
+    #[must_use]
+    pub fn true_us(&self, own_us: u64) -> u64 {
+        let rate = u64::try_from(1_000_000 + i64::from(self.skew_ppm)).unwrap_or(1).max(1);
+        (own_us * 1_000_000).div_ceil(rate)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_skewed_clock_runs_fast_or_slow() {
+        let fast = Clock { born_us: 1_000_000, offset_ms: 7, skew_ppm: 10_000 };
+        assert_eq!(fast.now_ms(1_000_000), 7);
+        assert_eq!(fast.now_ms(101_000_000), 7 + 101_000);
+        assert_eq!(fast.true_us(101_000), 100_000);
+        let slow = Clock { skew_ppm: -500_000, ..fast };
+        assert_eq!(slow.now_ms(3_000_000), 7 + 1_000);
+        assert_eq!(slow.true_us(20_000), 40_000);
+        assert_eq!(Clock::exact().now_ms(5_999), 5);
+    }
+}

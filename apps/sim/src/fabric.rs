@@ -1,0 +1,507 @@
+//! The network: sessions between processes, with latency, bandwidth, loss of connections, partitions and silence.
+//!
+//! It keeps the promises of WIRE.md and no others: frames of one class arrive in the order in which they were sent and
+//! without gaps within a session; classes are not ordered among each other; a session ends as a whole, each side learns
+//! of it by itself; a peer that is silent for [`SILENCE_US`] is lost; wanted connections are dialled again. Packets are
+//! not simulated: that is QUIC's part.
+
+use crate::agenda::Agenda;
+use crate::rng::Rng;
+use lagoon_types::limits::CONNECT_DEADLINE_MS;
+use lagoon_wire::Class;
+use std::collections::{BTreeMap, VecDeque};
+
+/// A process's address. [`GMANAGER`] is the gManager's; instances follow.
+pub type Place = usize;
+/// The gManager.
+pub const GMANAGER: Place = 0;
+/// A peer that is silent for so long is lost (WIRE.md, Sessions).
+pub const SILENCE_US: u64 = 2_500_000;
+/// First pause before a lost connection is dialled again, doubled by each failure.
+const REDIAL_US: u64 = 20_000;
+const REDIAL_MAX_US: u64 = 1_000_000;
+
+/// Sender, receiver, class.
+pub type StreamKey = (Place, Place, usize);
+
+/// What happens in the fabric by itself; handed back to [`Fabric::happen`] at its time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Net {
+    /// The head of a stream may be deliverable.
+    Pump(StreamKey),
+    /// `at` learns that its session with `peer` stands.
+    Up {
+        at: Place,
+        peer: Place,
+        generation: u64,
+    },
+    /// `at` learns that it is over.
+    Down {
+        at: Place,
+        peer: Place,
+        generation: u64,
+    },
+    /// `at` has not heard of `peer` since the partition or the pause began.
+    Silent {
+        at: Place,
+        peer: Place,
+        generation: u64,
+    },
+    Dial {
+        from: Place,
+        to: Place,
+    },
+}
+
+/// What a process is told.
+#[derive(Debug)]
+pub enum Told<F> {
+    Up { at: Place, peer: Place },
+    Down { at: Place, peer: Place },
+    Unreachable { at: Place, peer: Place },
+    Frame { at: Place, peer: Place, frame: F },
+}
+
+/// How a link is while nothing is wrong with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinkProfile {
+    pub latency_us: u64,
+    /// Up to so much more, at random, per frame.
+    pub jitter_us: u64,
+    /// 0: as fast as anybody wants.
+    pub bytes_per_us: u64,
+}
+
+#[derive(Debug, Default)]
+struct Stream<F> {
+    items: VecDeque<(u64, u64, F)>,
+    /// A [`Net::Pump`] is planned.
+    armed: bool,
+    /// When the last frame's last byte leaves the sender.
+    sent_us: u64,
+    ready_us: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Link {
+    profile: LinkProfile,
+    /// The last session's number.
+    generation: u64,
+    /// Its connections stand: what is sent in it arrives.
+    standing: bool,
+    /// In which session each end believes, the lower place first.
+    view: [Option<u64>; 2],
+    wanted: [bool; 2],
+    dialling: [bool; 2],
+    failures: u32,
+    /// Nobody dials any more after this time, the gManager's links apart.
+    dial_until_us: u64,
+    blocked_until_us: u64,
+    /// Frames take so much longer until then.
+    slow_us: u64,
+    slow_until_us: u64,
+}
+
+/// Everything between processes. `F` is what is carried.
+#[derive(Debug)]
+pub struct Fabric<F> {
+    profile: LinkProfile,
+    links: BTreeMap<(Place, Place), Link>,
+    streams: BTreeMap<StreamKey, Stream<F>>,
+    /// Processes that are stopped, and until when.
+    paused: BTreeMap<Place, u64>,
+    /// Processes that run, stopped or not.
+    live: Vec<bool>,
+    rng: Rng,
+}
+
+fn pair(a: Place, b: Place) -> (Place, Place) {
+    (a.min(b), a.max(b))
+}
+
+fn end(at: Place, peer: Place) -> usize {
+    usize::from(at > peer)
+}
+
+impl<F> Fabric<F> {
+    #[must_use]
+    pub fn new(profile: LinkProfile, rng: Rng) -> Self {
+        let (links, streams, paused) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        Self { profile, links, streams, paused, live: Vec::new(), rng }
+    }
+
+    fn link(&mut self, a: Place, b: Place) -> &mut Link {
+        let profile = self.profile;
+        self.links.entry(pair(a, b)).or_insert(Link {
+            profile,
+            generation: 0,
+            standing: false,
+            view: [None; 2],
+            wanted: [false; 2],
+            dialling: [false; 2],
+            failures: 0,
+            dial_until_us: 0,
+            blocked_until_us: 0,
+            slow_us: 0,
+            slow_until_us: 0,
+        })
+    }
+
+    /// A process starts at a place. Its links are new, the state of the wires apart.
+    pub fn start(&mut self, place: Place) {
+        if self.live.len() <= place {
+            self.live.resize(place + 1, false);
+        }
+        self.live[place] = true;
+    }
+
+    /// A process ends: its sessions are over, its peers learn of it.
+    pub fn stop(&mut self, place: Place, agenda: &mut Agenda<impl From<Net>>) {
+        if let Some(live) = self.live.get_mut(place) {
+            *live = false;
+        }
+        self.paused.remove(&place);
+        for peer in self.peers_of(place) {
+            self.cut(place, peer, agenda);
+            let link = self.link(place, peer);
+            link.view[end(place, peer)] = None;
+            link.wanted[end(place, peer)] = false;
+            for class in Class::ALL {
+                self.streams.remove(&(place, peer, class.index()));
+            }
+        }
+    }
+
+    fn peers_of(&self, place: Place) -> Vec<Place> {
+        let other = |&(a, b): &(Place, Place)| if a == place { Some(b) } else { (b == place).then_some(a) };
+        self.links.keys().filter_map(other).collect()
+    }
+
+    /// Sets how one link is while nothing is wrong.
+    pub fn set_profile(&mut self, a: Place, b: Place, profile: LinkProfile) {
+        self.link(a, b).profile = profile;
+    }
+
+    /// The round trip that a process would measure.
+    #[must_use]
+    pub fn rtt_us(&self, a: Place, b: Place) -> u64 {
+        let link = self.links.get(&pair(a, b));
+        2 * link.map_or(self.profile.latency_us, |l| l.profile.latency_us)
+    }
+
+    /// Peers with which a process believes to have a session.
+    #[must_use]
+    pub fn sessions(&self, at: Place) -> Vec<Place> {
+        let up = |peer: &Place| self.links[&pair(at, *peer)].view[end(at, *peer)].is_some();
+        self.peers_of(at).into_iter().filter(up).collect()
+    }
+
+    /// Whether both ends believe in the same session and it stands.
+    #[must_use]
+    pub fn connected(&self, a: Place, b: Place) -> bool {
+        self.links.get(&pair(a, b)).is_some_and(|l| l.standing && l.view == [Some(l.generation); 2])
+    }
+
+    /// Frames under way, in all streams.
+    #[must_use]
+    pub fn in_flight(&self) -> usize {
+        self.streams.values().map(|s| s.items.len()).sum()
+    }
+
+    /// A process wants a connection, now and whenever it is lost.
+    pub fn connect(&mut self, from: Place, to: Place, agenda: &mut Agenda<impl From<Net>>) {
+        let until = agenda.now_us() + CONNECT_DEADLINE_MS * 1000;
+        let link = self.link(from, to);
+        link.wanted[end(from, to)] = true;
+        link.dial_until_us = until;
+        self.dial_after(0, from, to, agenda);
+    }
+
+    fn dial_after(&mut self, us: u64, from: Place, to: Place, agenda: &mut Agenda<impl From<Net>>) {
+        let link = self.link(from, to);
+        if !link.standing && !std::mem::replace(&mut link.dialling[end(from, to)], true) {
+            agenda.after(us, Net::Dial { from, to });
+        }
+    }
+
+    /// A process does not want its connection to `peer` any more: the session ends.
+    pub fn release(&mut self, at: Place, peer: Place, agenda: &mut Agenda<impl From<Net>>) {
+        self.link(at, peer).wanted[end(at, peer)] = false;
+        let latency = self.link(at, peer).profile.latency_us;
+        // What was sent before is delivered first: the close comes behind it.
+        let generation = self.link(at, peer).generation;
+        agenda.after(latency * 2, Net::Down { at, peer, generation });
+        agenda.after(latency * 2 + 1, Net::Down { at: peer, peer: at, generation });
+        self.link(at, peer).standing = false;
+    }
+
+    /// Loses the connection of two processes: some of what is under way still arrives, each side learns of it by
+    /// itself.
+    pub fn cut(&mut self, a: Place, b: Place, agenda: &mut Agenda<impl From<Net>>) {
+        let link = self.link(a, b);
+        if !std::mem::take(&mut link.standing) {
+            return;
+        }
+        let (generation, spread) = (link.generation, 4 * link.profile.latency_us + 20_000);
+        for (at, peer) in [(a, b), (b, a)] {
+            for class in Class::ALL {
+                if let Some(stream) = self.streams.get_mut(&(at, peer, class.index())) {
+                    let kept = self.rng.index(stream.items.len() + 1);
+                    stream.items.truncate(kept);
+                }
+            }
+            let after = self.rng.below(spread);
+            agenda.after(after, Net::Down { at, peer, generation });
+        }
+    }
+
+    /// Nothing passes between two processes for a while. What was sent arrives afterwards, unless a side has given the
+    /// other one up for its silence by then.
+    pub fn partition(&mut self, a: Place, b: Place, us: u64, agenda: &mut Agenda<impl From<Net>>) {
+        let until = agenda.now_us() + us;
+        let link = self.link(a, b);
+        link.blocked_until_us = link.blocked_until_us.max(until);
+        let generation = link.generation;
+        for (at, peer) in [(a, b), (b, a)] {
+            let after = SILENCE_US + self.rng.below(500_000);
+            agenda.after(after, Net::Silent { at, peer, generation });
+        }
+    }
+
+    /// Frames between two processes take `us` longer for a while: heartbeats and answers get stale.
+    pub fn slow(&mut self, a: Place, b: Place, us: u64, for_us: u64, now_us: u64) {
+        let link = self.link(a, b);
+        (link.slow_us, link.slow_until_us) = (us, now_us + for_us);
+    }
+
+    /// A process is stopped (as by SIGSTOP) until then; the caller holds its other events back.
+    pub fn pause(&mut self, place: Place, until_us: u64, agenda: &mut Agenda<impl From<Net>>) {
+        self.paused.insert(place, until_us);
+        for peer in self.peers_of(place) {
+            let generation = self.link(place, peer).generation;
+            let after = SILENCE_US + self.rng.below(500_000);
+            agenda.after(after, Net::Silent { at: peer, peer: place, generation });
+        }
+    }
+
+    /// A process goes on. Its own view of sessions that others have given up ends soon.
+    pub fn resume(&mut self, place: Place, agenda: &mut Agenda<impl From<Net>>) {
+        self.paused.remove(&place);
+        for peer in self.peers_of(place) {
+            let link = *self.link(place, peer);
+            if link.view[end(peer, place)] != link.view[end(place, peer)]
+                && let Some(generation) = link.view[end(place, peer)]
+            {
+                let after = self.rng.below(30_000);
+                agenda.after(after, Net::Down { at: place, peer, generation });
+            }
+        }
+    }
+
+    fn paused_until(&self, place: Place) -> Option<u64> {
+        self.paused.get(&place).copied()
+    }
+
+    /// Sends a frame in the session in which the sender believes; false if there is none.
+    pub fn send(
+        &mut self,
+        from: Place,
+        to: Place,
+        class: Class,
+        bytes: usize,
+        frame: F,
+        agenda: &mut Agenda<impl From<Net>>,
+    ) -> bool {
+        let now = agenda.now_us();
+        let jitter = self.link(from, to).profile.jitter_us;
+        let jitter = if jitter == 0 { 0 } else { self.rng.below(jitter + 1) };
+        let link = self.link(from, to);
+        let Some(generation) = link.view[end(from, to)] else { return false };
+        if generation != link.generation || !link.standing {
+            return true; // The other side has given this session up: the frame is lost.
+        }
+        let LinkProfile { latency_us, bytes_per_us, .. } = link.profile;
+        let slow = if now < link.slow_until_us { link.slow_us } else { 0 };
+        let key = (from, to, class.index());
+        let (items, armed, sent_us, ready_us) = (VecDeque::new(), false, 0, 0);
+        let stream = self.streams.entry(key).or_insert(Stream { items, armed, sent_us, ready_us });
+        let on_wire = (bytes as u64).checked_div(bytes_per_us).unwrap_or(0);
+        stream.sent_us = stream.sent_us.max(now) + on_wire;
+        stream.ready_us = stream.ready_us.max(stream.sent_us + latency_us + jitter + slow);
+        stream.items.push_back((stream.ready_us, generation, frame));
+        if !std::mem::replace(&mut stream.armed, true) {
+            agenda.at(stream.ready_us, Net::Pump(key));
+        }
+        true
+    }
+
+    /// One of the fabric's own events is due. `accepts` says whether a process takes a frame of a class now.
+    pub fn happen(
+        &mut self,
+        what: Net,
+        agenda: &mut Agenda<impl From<Net>>,
+        accepts: impl Fn(Place, usize) -> bool,
+        told: &mut Vec<Told<F>>,
+    ) {
+        match what {
+            Net::Pump(key) => self.pump(key, agenda, accepts, told),
+            Net::Dial { from, to } => self.dial(from, to, agenda, told),
+            Net::Up { at, peer, generation } => self.up(at, peer, generation, agenda, told),
+            Net::Down { at, peer, generation } => self.down(at, peer, generation, agenda, told),
+            Net::Silent { at, peer, generation } => {
+                let now = agenda.now_us();
+                let silent = self.link(at, peer).blocked_until_us > now
+                    || self.paused_until(peer).is_some_and(|until| until > now);
+                if silent && self.link(at, peer).generation == generation {
+                    self.link(at, peer).standing = false;
+                    self.down(at, peer, generation, agenda, told);
+                }
+            }
+        }
+    }
+
+    fn pump(
+        &mut self,
+        key: StreamKey,
+        agenda: &mut Agenda<impl From<Net>>,
+        accepts: impl Fn(Place, usize) -> bool,
+        told: &mut Vec<Told<F>>,
+    ) {
+        let (from, to, class) = key;
+        let now = agenda.now_us();
+        let link = *self.link(from, to);
+        let resumes = self.paused_until(to);
+        let Some(stream) = self.streams.get_mut(&key) else { return };
+        stream.armed = false;
+        let view = link.view[end(to, from)];
+        // What belongs to a session that the receiver has given up, or will not hear of, is gone.
+        let gone = |g: u64| view.map_or(g < link.generation || !link.standing, |v| g < v);
+        while stream.items.front().is_some_and(|(_, g, _)| gone(*g)) {
+            stream.items.pop_front();
+        }
+        let Some(&(ready_us, generation, _)) = stream.items.front() else { return };
+        if view.is_none_or(|v| v < generation) {
+            return; // The receiver learns of the session first: `up` pumps again.
+        }
+        let wait_until = [Some(ready_us), Some(link.blocked_until_us), resumes];
+        let wait_until = wait_until.into_iter().flatten().max().unwrap_or(0);
+        if wait_until > now {
+            stream.armed = true;
+            agenda.at(wait_until, Net::Pump(key));
+            return;
+        }
+        if !accepts(to, class) {
+            stream.armed = true;
+            agenda.after(500, Net::Pump(key));
+            return;
+        }
+        if let Some((_, _, frame)) = stream.items.pop_front() {
+            told.push(Told::Frame { at: to, peer: from, frame });
+        }
+        if let Some((ready_us, _, _)) = stream.items.front() {
+            stream.armed = true;
+            agenda.at(*ready_us, Net::Pump(key));
+        }
+    }
+
+    fn is_live(&self, place: Place) -> bool {
+        self.live.get(place).copied().unwrap_or(false)
+    }
+
+    fn dial(&mut self, from: Place, to: Place, agenda: &mut Agenda<impl From<Net>>, told: &mut Vec<Told<F>>) {
+        let now = agenda.now_us();
+        let reachable = self.is_live(to) && self.paused_until(to).is_none();
+        let (live, paused) = (self.is_live(from), self.paused_until(from));
+        let spread = self.rng.within(50..=100);
+        let link = self.link(from, to);
+        link.dialling[end(from, to)] = false;
+        if link.standing || !link.wanted[end(from, to)] || !live {
+            return;
+        }
+        if !reachable || paused.is_some() || link.blocked_until_us > now {
+            link.failures += 1;
+            let failures = link.failures;
+            if from != GMANAGER && to != GMANAGER && now >= link.dial_until_us {
+                link.wanted[end(from, to)] = false;
+                return;
+            }
+            let pause = (REDIAL_US << failures.min(16)).min(REDIAL_MAX_US) * spread / 100;
+            self.dial_after(pause, from, to, agenda);
+            if failures == 1 {
+                told.push(Told::Unreachable { at: from, peer: to });
+            }
+            return;
+        }
+        link.standing = true;
+        link.failures = 0;
+        link.generation += 1;
+        let (generation, latency) = (link.generation, link.profile.latency_us);
+        agenda.after(2 * latency, Net::Up { at: from, peer: to, generation });
+        agenda.after(3 * latency, Net::Up { at: to, peer: from, generation });
+    }
+
+    fn up(
+        &mut self,
+        at: Place,
+        peer: Place,
+        generation: u64,
+        agenda: &mut Agenda<impl From<Net>>,
+        told: &mut Vec<Told<F>>,
+    ) {
+        if let Some(until) = self.paused_until(at) {
+            agenda.at(until + 1, Net::Up { at, peer, generation });
+            return;
+        }
+        let live = self.is_live(at);
+        let link = self.link(at, peer);
+        let view = &mut link.view[end(at, peer)];
+        if !live || view.is_some_and(|v| v >= generation) {
+            return;
+        }
+        if view.replace(generation).is_some() {
+            told.push(Told::Down { at, peer });
+        }
+        told.push(Told::Up { at, peer });
+        for class in Class::ALL {
+            let key = (peer, at, class.index());
+            if let Some(stream) = self.streams.get_mut(&key)
+                && !stream.items.is_empty()
+                && !std::mem::replace(&mut stream.armed, true)
+            {
+                agenda.after(0, Net::Pump(key));
+            }
+        }
+    }
+
+    fn down(
+        &mut self,
+        at: Place,
+        peer: Place,
+        generation: u64,
+        agenda: &mut Agenda<impl From<Net>>,
+        told: &mut Vec<Told<F>>,
+    ) {
+        if let Some(until) = self.paused_until(at) {
+            agenda.at(until + 1, Net::Down { at, peer, generation });
+            return;
+        }
+        let (live, spread) = (self.is_live(at), self.rng.within(50..=100));
+        let now = agenda.now_us();
+        let link = self.link(at, peer);
+        if link.view[end(at, peer)] != Some(generation) || !live {
+            return;
+        }
+        link.view[end(at, peer)] = None;
+        told.push(Told::Down { at, peer });
+        if link.wanted[end(at, peer)] {
+            link.dial_until_us = now + CONNECT_DEADLINE_MS * 1000;
+            self.dial_after(REDIAL_US * spread / 100, at, peer, agenda);
+        }
+        // The other side's frames of this session are not for anybody any more.
+        for class in Class::ALL {
+            if let Some(stream) = self.streams.get_mut(&(peer, at, class.index())) {
+                stream.items.retain(|(_, g, _)| *g > generation);
+            }
+        }
+    }
+}

@@ -1,0 +1,28 @@
+//! The deterministic simulator: the shipped instances and gManager under a simulated clock and fabric.
+//!
+//! What is real: [`lagoon_instance::Instance`], [`lagoon_cluster::GManager`] and everything below them, and the codec
+//! ([`lagoon_wire`]) for every frame. What is replaced: the device ([`SimRunner`]: a timing model, symbolic or of real
+//! hardware), the transport ([`Fabric`]: sessions as WIRE.md promises them, no packets), and clocks ([`Agenda`],
+//! [`Clock`]). One thread, one queue ordered by time and then by insertion, one seeded generator, nothing iterated that
+//! is hashed: a seed replays a run.
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(clippy::unwrap_used, reason = "tests"))]
+
+pub mod agenda;
+pub mod clock;
+pub mod fabric;
+pub mod pool;
+pub mod process;
+pub mod rng;
+pub mod runner;
+pub mod symbolic;
+pub mod world;
+
+pub use agenda::Agenda;
+pub use clock::Clock;
+pub use fabric::{Fabric, LinkProfile, Place};
+pub use pool::{NodeSpec, PoolSpec};
+pub use process::{Coordinator, Process};
+pub use rng::Rng;
+pub use runner::SimRunner;
+pub use world::{Emission, Step, World};

@@ -1,0 +1,137 @@
+//! Instances over symbolic devices: their configuration, and a pool of them to start with.
+
+use crate::clock::Clock;
+use crate::fabric::{LinkProfile, Place};
+use crate::process::address;
+use crate::rng::{Rng, mix};
+use crate::symbolic::{Speed, Symbolic, model};
+use crate::world::World;
+use lagoon_cluster::GManager;
+use lagoon_instance::{InstanceConfig, RemotePolicy};
+use lagoon_protocol::{MemoryTier, Role};
+use lagoon_sched::SchedulerConfig;
+use lagoon_types::{DType, ModelHash};
+
+/// One instance.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NodeSpec {
+    pub role: Role,
+    pub tier: MemoryTier,
+    pub blocks: u32,
+    pub lend_blocks_max: u32,
+    pub lend_reserve_blocks: u32,
+    pub step_rows: u32,
+    pub running: usize,
+    pub queue: usize,
+    pub remote: RemotePolicy,
+    pub fetch_tokens: u32,
+    pub speed: Speed,
+    pub skew_ppm: i32,
+    /// What its clock shows when it starts.
+    pub offset_ms: u64,
+}
+
+/// What all instances of a pool have in common.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PoolSpec {
+    pub block_tokens: u32,
+    pub window: Option<u32>,
+    pub max_positions: u32,
+    pub link: LinkProfile,
+    pub nodes: Vec<NodeSpec>,
+}
+
+impl NodeSpec {
+    /// An instance that lends everything it has, with an exact clock.
+    #[must_use]
+    pub fn of(blocks: u32) -> Self {
+        Self {
+            role: Role::Instance,
+            tier: MemoryTier::Device,
+            blocks,
+            lend_blocks_max: blocks,
+            lend_reserve_blocks: 0,
+            step_rows: 16,
+            running: 8,
+            queue: 64,
+            remote: RemotePolicy::Ship,
+            fetch_tokens: 24,
+            speed: Speed { layer_ns: 400_000, row_ns: 20_000, key_ns: 500 },
+            skew_ppm: 0,
+            offset_ms: 0,
+        }
+    }
+
+    /// What the process at `place` is started with, the `life`-th there.
+    #[must_use]
+    pub fn config(&self, pool: &PoolSpec, place: Place, life: u64) -> InstanceConfig {
+        InstanceConfig {
+            name: format!("node {place}"),
+            quic_addr: address(place),
+            http_addr: String::new(),
+            backend: "symbolic".to_owned(),
+            role: self.role,
+            tier: self.tier,
+            calibration: None,
+            incarnation: mix((place as u64) << 32 | life),
+            model_hash: ModelHash([7; 32]),
+            geometry: model::geometry(),
+            kv: model::kv_shape(),
+            window: pool.window,
+            max_positions: pool.max_positions,
+            vocab: model::VOCAB,
+            block_tokens: pool.block_tokens,
+            blocks_total: self.blocks,
+            lend_blocks_max: self.lend_blocks_max,
+            lend_reserve_blocks: self.lend_reserve_blocks,
+            sched: SchedulerConfig { queue: self.queue, running: self.running, step_rows: self.step_rows },
+            remote: self.remote,
+            wire: DType::F32,
+            fetch_tokens: self.fetch_tokens,
+            link_bytes_per_s: 1e9,
+            attention_flops: 1e12,
+        }
+    }
+}
+
+impl PoolSpec {
+    /// A pool of `nodes` over a local network.
+    #[must_use]
+    pub fn of(block_tokens: u32, nodes: Vec<NodeSpec>) -> Self {
+        let link = LinkProfile { latency_us: 100, jitter_us: 50, bytes_per_us: 1_000 };
+        Self { block_tokens, window: None, max_positions: 100_000, link, nodes }
+    }
+
+    /// Where the `index`-th instance runs.
+    #[must_use]
+    pub const fn place(index: usize) -> Place {
+        index + 1
+    }
+
+    /// Starts (again) the process at a place.
+    pub fn start(&self, world: &mut World<Symbolic>, place: Place, life: u64) {
+        let spec = &self.nodes[place - 1];
+        let runner = Symbolic::new(spec.blocks * self.block_tokens, self.window, spec.speed);
+        let clock = Clock { born_us: world.now_us(), offset_ms: spec.offset_ms, skew_ppm: spec.skew_ppm };
+        world.start(place, spec.config(self, place, life), runner, clock, life);
+    }
+
+    /// Starts the `life`-th gManager.
+    pub fn start_gmanager(&self, world: &mut World<Symbolic>, life: u64) {
+        // As the shell does: numbers of another gManager are not given again.
+        let first = u32::try_from(1 + 1_000 * life).unwrap_or(u32::MAX / 2);
+        let clock = Clock { born_us: world.now_us(), offset_ms: 0, skew_ppm: 0 };
+        world.start_gmanager(GManager::new(first), clock, life);
+    }
+
+    /// A world with a gManager and all instances just started.
+    #[must_use]
+    pub fn world(&self, seed: u64) -> World<Symbolic> {
+        let mut world = World::new(self.link, Rng::new(seed));
+        self.start_gmanager(&mut world, 0);
+        for index in 0..self.nodes.len() {
+            self.start(&mut world, Self::place(index), 0);
+        }
+        world
+    }
+}

@@ -1,0 +1,87 @@
+//! Processes of the pool: an instance with its modelled device, and the gManager.
+
+use crate::clock::Clock;
+use crate::fabric::Place;
+use lagoon_cluster::GManager;
+use lagoon_instance::{Instance, InstanceConfig};
+use lagoon_runner::{Command, Report};
+use lagoon_types::InstanceId;
+use std::collections::{BTreeMap, VecDeque};
+
+/// One instance's process. `life` counts the processes at its place.
+#[derive(Debug)]
+pub struct Process<R> {
+    pub life: u64,
+    pub clock: Clock,
+    pub instance: Instance,
+    pub runner: R,
+    /// Commands that the device has not seen yet.
+    pub(crate) commands: VecDeque<Command>,
+    /// Reports of the work that the device is at.
+    pub(crate) reports: Vec<Report>,
+    pub(crate) busy: bool,
+    pub(crate) ticks: u64,
+    /// Stopped until then.
+    pub paused_until_us: Option<u64>,
+    /// It was stopped and has not looked at its clock since.
+    pub dazed: bool,
+    /// Why it closed connections.
+    pub closed: Vec<String>,
+    /// Why the gManager refused it.
+    pub rejected: Option<String>,
+}
+
+impl<R> Process<R> {
+    /// A process that starts now.
+    ///
+    /// # Panics
+    /// If the configuration cannot work.
+    #[must_use]
+    pub fn new(config: InstanceConfig, runner: R, clock: Clock, life: u64) -> Self {
+        Self {
+            life,
+            clock,
+            instance: Instance::new(config).expect("the simulator's configurations work"),
+            runner,
+            commands: VecDeque::new(),
+            reports: Vec::new(),
+            busy: false,
+            ticks: 0,
+            paused_until_us: None,
+            dazed: false,
+            closed: Vec::new(),
+            rejected: None,
+        }
+    }
+
+    /// Its number, once it is registered.
+    #[must_use]
+    pub fn id(&self) -> Option<InstanceId> {
+        self.instance.status().instance
+    }
+}
+
+/// The gManager's process, and who registered on which connection.
+#[derive(Debug)]
+pub struct Coordinator {
+    pub life: u64,
+    pub clock: Clock,
+    pub gmanager: GManager,
+    pub(crate) registered: BTreeMap<Place, InstanceId>,
+    pub paused_until_us: Option<u64>,
+}
+
+/// As peers reach a process.
+#[must_use]
+pub fn address(place: Place) -> String {
+    format!("10.{}.{}.{}:7000", place >> 16 & 255, place >> 8 & 255, place & 255)
+}
+
+/// Inverse of [`address`].
+#[must_use]
+pub fn place_of(address: &str) -> Option<Place> {
+    let (ip, _) = address.split_once(':')?;
+    let bytes: Vec<usize> = ip.split('.').map(str::parse).collect::<Result<_, _>>().ok()?;
+    let [_, a, b, c] = bytes[..] else { return None };
+    Some(a << 16 | b << 8 | c)
+}

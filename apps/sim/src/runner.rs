@@ -1,0 +1,14 @@
+//! What stands for a device: it takes an instance's commands and answers with reports after modelled time.
+
+use lagoon_runner::{Command, Report};
+
+/// A device under simulated time. As the real executor: peers' work overtakes passes, one bounded piece of work (at
+/// most a layer) at a time, and a step that was aborted is forgotten before any later command is seen.
+pub trait SimRunner {
+    /// Takes a command. It is in effect before the next [`SimRunner::turn`].
+    fn push(&mut self, command: Command);
+
+    /// Does the next piece of work and says how long it takes, in microseconds. Its reports are heard when it is over.
+    /// `None` if there is nothing to do before the next command.
+    fn turn(&mut self, now_us: u64, reports: &mut Vec<Report>) -> Option<u64>;
+}

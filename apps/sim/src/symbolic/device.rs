@@ -1,0 +1,133 @@
+//! The symbolic device: a store of keys, passes in two lanes, peers' work first. The order of work is the shipped
+//! executor's; the time it takes is a linear model.
+
+use super::guest::{self, Guest};
+use super::model::{Key, LAYERS};
+use super::pass::{Pass, Progress};
+use crate::runner::SimRunner;
+use lagoon_runner::{Command, PassError, Report};
+use lagoon_types::{Lane, StepId};
+use std::collections::VecDeque;
+
+/// How long work takes, in nanoseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Speed {
+    /// A layer of a pass, or a peer's frame, whatever its size.
+    pub layer_ns: u64,
+    /// Each row of it.
+    pub row_ns: u64,
+    /// Each key that it attends to, writes or reads.
+    pub key_ns: u64,
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub struct Symbolic {
+    pub(super) store: Vec<[Key; LAYERS as usize]>,
+    pub(super) window: Option<u32>,
+    speed: Speed,
+    guests: VecDeque<Guest>,
+    passes: [Option<Pass>; 2],
+    /// The lane that advanced last: lanes take turns.
+    last: Lane,
+    /// What was noticed that must not be: keys that were not those asked for, in a step that was completed.
+    pub violations: Vec<String>,
+}
+
+impl Symbolic {
+    /// A device with room for `slots` tokens.
+    #[must_use]
+    pub fn new(slots: u32, window: Option<u32>, speed: Speed) -> Self {
+        Self {
+            store: vec![[Key::default(); LAYERS as usize]; slots as usize],
+            window,
+            speed,
+            guests: VecDeque::new(),
+            passes: [None, None],
+            last: Lane::Remote,
+            violations: Vec::new(),
+        }
+    }
+
+    fn time_us(&self, rows: u64, keys: u64) -> u64 {
+        let Speed { layer_ns, row_ns, key_ns } = self.speed;
+        (layer_ns + rows * row_ns + keys * key_ns).div_ceil(1000).max(1)
+    }
+
+    fn pass_of(&mut self, step: StepId) -> Option<&mut Pass> {
+        self.passes.iter_mut().flatten().find(|p| p.step() == step)
+    }
+
+    fn advance(&mut self, lane: Lane, reports: &mut Vec<Report>) -> Option<u64> {
+        let mut pass = self.passes[lane.index()].take()?;
+        let (rows, mut keys) = (pass.rows(), 0);
+        match pass.advance(self, &mut keys, reports) {
+            Ok(Progress::Waiting) => {
+                self.passes[lane.index()] = Some(pass);
+                return None;
+            }
+            Ok(Progress::Advanced) => self.passes[lane.index()] = Some(pass),
+            Ok(Progress::Done(samples)) => {
+                if pass.wrong_keys > 0 {
+                    let said = format!("{} was completed with {} wrong keys", pass.step(), pass.wrong_keys);
+                    self.violations.push(said);
+                }
+                reports.push(Report::Done { step: pass.step(), lane, samples });
+            }
+            Err(error) => self.failed(pass.step(), lane, error, reports),
+        }
+        self.last = lane;
+        Some(self.time_us(rows, keys))
+    }
+
+    fn failed(&mut self, step: StepId, lane: Lane, error: PassError, reports: &mut Vec<Report>) {
+        if let PassError::Coverage { .. } = error {
+            self.violations.push(format!("{step}: {error}"));
+        }
+        reports.push(Report::Failed { step, lane, error });
+    }
+}
+
+impl SimRunner for Symbolic {
+    fn push(&mut self, command: Command) {
+        match command {
+            Command::Step(work) => {
+                let lane = work.lane.index();
+                assert!(self.passes[lane].is_none(), "one step at a time in a lane");
+                self.passes[lane] = Some(Pass::new(*work));
+            }
+            Command::Part { step, layer, part } => {
+                if let Some(pass) = self.pass_of(step) {
+                    pass.on_part(layer, part);
+                }
+            }
+            Command::Fetched { step, layer, index, kv } => {
+                if let Some(pass) = self.pass_of(step) {
+                    pass.on_fetched(layer, index, kv);
+                }
+            }
+            Command::Abort { step } => {
+                for pass in &mut self.passes {
+                    if pass.as_ref().is_some_and(|p| p.step() == step) {
+                        *pass = None;
+                    }
+                }
+            }
+            Command::GuestQuery(query) => self.guests.push_back(Guest::Query(query)),
+            Command::GuestWrite(write) => self.guests.push_back(Guest::Write(write)),
+            Command::GuestRead(read) => self.guests.push_back(Guest::Read(read)),
+        }
+    }
+
+    fn turn(&mut self, _now_us: u64, reports: &mut Vec<Report>) -> Option<u64> {
+        if let Some(work) = self.guests.pop_front() {
+            let (rows, keys) = guest::serve(self, work, reports);
+            return Some(self.time_us(rows, keys));
+        }
+        let other = match self.last {
+            Lane::Local => Lane::Remote,
+            Lane::Remote => Lane::Local,
+        };
+        [other, self.last].into_iter().find_map(|lane| self.advance(lane, reports))
+    }
+}

@@ -1,0 +1,108 @@
+//! Peers' work on the symbolic device: micro attention over lent slots, writes and reads.
+
+use super::device::Symbolic;
+use super::model::{KEY_BYTES, Key, LAYERS, ROW_BYTES};
+use bytes::Bytes;
+use lagoon_backend::AttnRows;
+use lagoon_runner::{GuestQuery, GuestRead, GuestWrite, Report};
+use lagoon_types::KvRun;
+use lagoon_types::run::visible;
+
+#[derive(Debug)]
+pub(super) enum Guest {
+    Query(GuestQuery),
+    Write(GuestWrite),
+    Read(GuestRead),
+}
+
+/// Attention of one row: the sum of weights, the keys that were not what they should be, and the keys seen.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Attended {
+    pub(super) sum: u64,
+    pub(super) wrong: u64,
+    pub(super) count: u32,
+}
+
+impl Attended {
+    pub(super) fn add(&mut self, key: Key, layer: u32, pos: u32) {
+        self.sum = self.sum.wrapping_add(key.weight(layer, pos));
+        self.wrong += u64::from(!key.is_of(layer, pos));
+        self.count += 1;
+    }
+
+    pub(super) fn merge(&mut self, other: Self) {
+        self.sum = self.sum.wrapping_add(other.sum);
+        self.wrong += other.wrong;
+        self.count += other.count;
+    }
+}
+
+/// Attention of the row at `row_pos` over runs whose keys `key` finds by slot.
+pub(super) fn attend(
+    runs: &[KvRun],
+    row_pos: u32,
+    window: Option<u32>,
+    layer: u32,
+    key: impl Fn(u32) -> Key,
+) -> Attended {
+    let mut attended = Attended::default();
+    let seen = visible(row_pos, window);
+    for run in runs {
+        let own = run.positions();
+        for pos in seen.start.max(own.start)..seen.end.min(own.end) {
+            attended.add(key(run.base + (pos - run.first_pos)), layer, pos);
+        }
+    }
+    attended
+}
+
+/// Does a piece of peers' work; says how many rows and keys it was.
+pub(super) fn serve(device: &mut Symbolic, work: Guest, reports: &mut Vec<Report>) -> (u64, u64) {
+    match work {
+        Guest::Query(query) => serve_query(device, &query, reports),
+        Guest::Write(GuestWrite { layer, pieces, kv }) => {
+            let mut keys = kv.chunks_exact(KEY_BYTES);
+            for (slot, tokens) in pieces {
+                for slot in slot..slot + tokens {
+                    let key = keys.next().expect("the instance validates guests' frames");
+                    device.store[slot as usize][layer as usize] = Key::from_bytes(key);
+                }
+            }
+            assert!(keys.next().is_none(), "the instance validates guests' frames");
+            reports.push(Report::GuestWritten { bytes: kv.len() });
+            (0, (kv.len() / KEY_BYTES) as u64)
+        }
+        Guest::Read(GuestRead { tag, layer, pieces }) => {
+            let mut kv = Vec::new();
+            for (slot, tokens) in pieces {
+                let slots = &device.store[slot as usize..(slot + tokens) as usize];
+                slots.iter().for_each(|s| s[layer as usize].to_bytes(&mut kv));
+            }
+            let keys = (kv.len() / KEY_BYTES) as u64;
+            reports.push(Report::GuestKv { tag, kv: kv.into() });
+            (0, keys)
+        }
+    }
+}
+
+fn serve_query(device: &Symbolic, query: &GuestQuery, reports: &mut Vec<Report>) -> (u64, u64) {
+    assert!(query.layer < LAYERS, "the instance validates guests' frames");
+    let rows: u32 = query.seqs.iter().map(|s| s.rows).sum();
+    assert_eq!(query.queries.len(), rows as usize * ROW_BYTES, "the instance validates guests' frames");
+    let (mut out, mut count, mut keys) = (Vec::new(), Vec::new(), 0);
+    for seq in &query.seqs {
+        let &AttnRows { rows, pos0, run0, runs, .. } = seq;
+        let runs = &query.runs[run0 as usize..(run0 + runs) as usize];
+        for pos in pos0..pos0 + rows {
+            let key = |slot: u32| device.store[slot as usize][query.layer as usize];
+            let attended = attend(runs, pos, device.window, query.layer, key);
+            out.extend_from_slice(&attended.sum.to_le_bytes());
+            out.extend_from_slice(&attended.wrong.to_le_bytes());
+            count.extend_from_slice(&attended.count.to_le_bytes());
+            keys += u64::from(attended.count);
+        }
+    }
+    let lse = Bytes::from(vec![0; rows as usize * 4]);
+    reports.push(Report::GuestPartial { tag: query.tag, out: out.into(), lse, count: count.into() });
+    (u64::from(rows), keys)
+}

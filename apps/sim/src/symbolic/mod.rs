@@ -1,0 +1,13 @@
+//! A device without arithmetic: KV is symbols, and what is said is a pure function of the tokens.
+//!
+//! [`model`] defines that function twice: over the KV that lies in some store, and as an [`Oracle`] that knows nothing
+//! of memory. [`device`] computes the former as the shipped executor would, layer by layer, over slots, leases and
+//! partials. Wrong, stale, missing or doubly counted KV gives another token than the oracle's.
+
+pub mod device;
+mod guest;
+pub mod model;
+mod pass;
+
+pub use device::{Speed, Symbolic};
+pub use model::Oracle;

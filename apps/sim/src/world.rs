@@ -1,0 +1,492 @@
+//! A whole pool in one thread, in virtual time: processes, their devices, the fabric between them, and the queue that
+//! decides what happens next.
+//!
+//! [`World::step`] does the next thing. What clients see is in [`World::emitted`]; what the caller planned itself comes
+//! back as [`Step::Call`]. The world judges nothing: checkers look at it between steps.
+
+use crate::agenda::Agenda;
+use crate::clock::Clock;
+use crate::fabric::{Fabric, GMANAGER, LinkProfile, Net, Place, Told};
+use crate::process::{Coordinator, Process, place_of};
+use crate::rng::Rng;
+use crate::runner::SimRunner;
+use bytes::Bytes;
+use lagoon_backend::DeviceError;
+use lagoon_cluster::GManager;
+use lagoon_instance::{Effect, Event, InstanceConfig, PeerKey, TICK_MS};
+use lagoon_protocol::{Control, ControlBody};
+use lagoon_runner::Report;
+use lagoon_types::{InstanceId, SeqId, TokenEvent};
+use lagoon_wire::{Class, Frame, FrameReader};
+use std::collections::BTreeMap;
+
+/// Ticks between measurements of round trips, as in the shell.
+const RTT_TICKS: u64 = 25;
+/// The gManager's tick.
+const GMANAGER_TICK_US: u64 = 1_000_000;
+
+/// What happens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Happening {
+    Net(Net),
+    Tick {
+        place: Place,
+        life: u64,
+    },
+    /// A device is done with its piece of work.
+    Device {
+        place: Place,
+        life: u64,
+    },
+    Resume {
+        place: Place,
+        life: u64,
+    },
+    /// Planned by the caller.
+    Call(u64),
+}
+
+impl From<Net> for Happening {
+    fn from(net: Net) -> Self {
+        Self::Net(net)
+    }
+}
+
+/// What [`World::step`] did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Processes handled events; see [`World::touched`].
+    Handled,
+    Call(u64),
+}
+
+/// What a client was told.
+#[derive(Debug)]
+pub struct Emission {
+    pub place: Place,
+    pub seq: SeqId,
+    pub event: TokenEvent,
+}
+
+/// A failure of a device that is to come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceFault {
+    /// In an own step.
+    Step,
+    /// In a peer's query.
+    Guest,
+}
+
+/// See the module's documentation.
+pub struct World<R> {
+    pub agenda: Agenda<Happening>,
+    pub fabric: Fabric<Bytes>,
+    /// By place; the first is the gManager's and always `None`.
+    pub processes: Vec<Option<Process<R>>>,
+    pub coordinator: Option<Coordinator>,
+    /// What clients were told since the caller last looked.
+    pub emitted: Vec<Emission>,
+    /// Places whose processes handled an event in the last step.
+    pub touched: Vec<Place>,
+    /// Devices that fail at their next report of a kind.
+    faulty: BTreeMap<Place, DeviceFault>,
+    /// Frames of a kind that find a full queue next.
+    full: BTreeMap<Place, Class>,
+    told: Vec<Told<Bytes>>,
+    rng: Rng,
+    events: u64,
+    /// Frames and bytes sent, by class.
+    traffic: [(u64, u64); 3],
+}
+
+impl<R> std::fmt::Debug for World<R> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("World").field("agenda", &self.agenda).field("events", &self.events).finish_non_exhaustive()
+    }
+}
+
+impl<R: SimRunner> World<R> {
+    /// No processes yet.
+    #[must_use]
+    pub fn new(profile: LinkProfile, mut rng: Rng) -> Self {
+        Self {
+            agenda: Agenda::default(),
+            fabric: Fabric::new(profile, rng.split()),
+            processes: vec![None],
+            coordinator: None,
+            emitted: Vec::new(),
+            touched: Vec::new(),
+            faulty: BTreeMap::new(),
+            full: BTreeMap::new(),
+            told: Vec::new(),
+            rng,
+            events: 0,
+            traffic: [(0, 0); 3],
+        }
+    }
+
+    #[must_use]
+    pub fn now_us(&self) -> u64 {
+        self.agenda.now_us()
+    }
+
+    /// Events that processes have handled.
+    #[must_use]
+    pub fn events(&self) -> u64 {
+        self.events
+    }
+
+    /// Frames of a class that were sent, and their bytes.
+    #[must_use]
+    pub fn traffic(&self, class: Class) -> (u64, u64) {
+        self.traffic[class.index()]
+    }
+
+    #[must_use]
+    pub fn process(&self, place: Place) -> Option<&Process<R>> {
+        self.processes.get(place)?.as_ref()
+    }
+
+    /// The live instances, by place.
+    pub fn live(&self) -> impl Iterator<Item = (Place, &Process<R>)> {
+        self.processes.iter().enumerate().filter_map(|(place, p)| Some((place, p.as_ref()?)))
+    }
+
+    /// The process that registered under a number.
+    #[must_use]
+    pub fn by_id(&self, id: InstanceId) -> Option<(Place, &Process<R>)> {
+        self.live().find(|(_, p)| p.id() == Some(id))
+    }
+
+    /// Starts an instance's process at `place`, where none runs.
+    ///
+    /// # Panics
+    /// If one runs there.
+    pub fn start(&mut self, place: Place, config: InstanceConfig, runner: R, clock: Clock, life: u64) {
+        if self.processes.len() <= place {
+            self.processes.resize_with(place + 1, || None);
+        }
+        assert!(place != GMANAGER && self.processes[place].is_none(), "the place is free");
+        self.processes[place] = Some(Process::new(config, runner, clock, life));
+        self.fabric.start(place);
+        self.fabric.connect(place, GMANAGER, &mut self.agenda);
+        let first = self.rng.below(TICK_MS * 1000);
+        self.agenda.after(first, Happening::Tick { place, life });
+    }
+
+    /// Ends an instance's process: what it knew is lost.
+    pub fn kill(&mut self, place: Place) -> Option<Process<R>> {
+        let process = self.processes.get_mut(place)?.take()?;
+        self.fabric.stop(place, &mut self.agenda);
+        Some(process)
+    }
+
+    /// Starts a gManager that knows nothing.
+    ///
+    /// # Panics
+    /// If one runs.
+    pub fn start_gmanager(&mut self, gmanager: GManager, clock: Clock, life: u64) {
+        assert!(self.coordinator.is_none(), "a gManager runs");
+        self.coordinator =
+            Some(Coordinator { life, clock, gmanager, registered: BTreeMap::new(), paused_until_us: None });
+        self.fabric.start(GMANAGER);
+        self.agenda.after(GMANAGER_TICK_US, Happening::Tick { place: GMANAGER, life });
+    }
+
+    /// Ends the gManager's process.
+    pub fn kill_gmanager(&mut self) {
+        if self.coordinator.take().is_some() {
+            self.fabric.stop(GMANAGER, &mut self.agenda);
+        }
+    }
+
+    /// Stops a process (as by SIGSTOP) for a while.
+    pub fn pause(&mut self, place: Place, us: u64) {
+        let until = self.now_us() + us;
+        let life = if place == GMANAGER {
+            let Some(coordinator) = &mut self.coordinator else { return };
+            coordinator.paused_until_us = Some(until);
+            coordinator.life
+        } else {
+            let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut) else { return };
+            process.paused_until_us = Some(until);
+            process.dazed = true;
+            process.life
+        };
+        self.fabric.pause(place, until, &mut self.agenda);
+        self.agenda.at(until, Happening::Resume { place, life });
+    }
+
+    /// A device fails once.
+    pub fn break_device(&mut self, place: Place, fault: DeviceFault) {
+        self.faulty.insert(place, fault);
+    }
+
+    /// The next frame of a class that a process sends to a peer finds a full queue.
+    pub fn fill_queue(&mut self, place: Place, class: Class) {
+        self.full.insert(place, class);
+    }
+
+    /// Plans a [`Step::Call`].
+    pub fn call_at(&mut self, at_us: u64, call: u64) {
+        self.agenda.at(at_us, Happening::Call(call));
+    }
+
+    /// Does the next thing; `None` if nothing ever happens again.
+    pub fn step(&mut self) -> Option<Step> {
+        self.touched.clear();
+        match self.agenda.next()? {
+            Happening::Call(call) => return Some(Step::Call(call)),
+            Happening::Net(net) => self.on_net(net),
+            Happening::Tick { place: GMANAGER, life } => self.on_gmanager_tick(life),
+            Happening::Tick { place, life } => self.on_tick(place, life),
+            Happening::Device { place, life } => self.on_device(place, life),
+            Happening::Resume { place, life } => self.on_resume(place, life),
+        }
+        Some(Step::Handled)
+    }
+
+    /// When a process that is stopped goes on; `None` if it runs.
+    fn paused(&self, place: Place) -> Option<u64> {
+        match place {
+            GMANAGER => self.coordinator.as_ref()?.paused_until_us,
+            _ => self.process(place)?.paused_until_us,
+        }
+    }
+
+    fn on_resume(&mut self, place: Place, life: u64) {
+        let now = self.now_us();
+        if self.paused(place).is_none_or(|until| until > now) {
+            return;
+        }
+        if place == GMANAGER {
+            let Some(coordinator) = self.coordinator.as_mut().filter(|c| c.life == life) else { return };
+            coordinator.paused_until_us = None;
+        } else {
+            let process = self.processes.get_mut(place).and_then(Option::as_mut).filter(|p| p.life == life);
+            let Some(process) = process else { return };
+            process.paused_until_us = None;
+        }
+        self.fabric.resume(place, &mut self.agenda);
+    }
+
+    fn on_tick(&mut self, place: Place, life: u64) {
+        let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut).filter(|p| p.life == life) else {
+            return;
+        };
+        let again = Happening::Tick { place, life };
+        if let Some(until) = process.paused_until_us {
+            self.agenda.at(until + 1, again);
+            return;
+        }
+        process.ticks += 1;
+        let (measures, period) = (process.ticks.is_multiple_of(RTT_TICKS), process.clock.true_us(TICK_MS * 1000));
+        self.agenda.after(period, again);
+        self.handle(place, Event::Tick);
+        if let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut) {
+            process.dazed = false;
+        }
+        if measures {
+            for peer in self.fabric.sessions(place).into_iter().filter(|p| *p != GMANAGER) {
+                let rtt_us = u32::try_from(self.fabric.rtt_us(place, peer)).unwrap_or(u32::MAX);
+                self.handle(place, Event::Rtt { peer: PeerKey(peer as u64), rtt_us });
+            }
+        }
+    }
+
+    fn on_gmanager_tick(&mut self, life: u64) {
+        let now = self.now_us();
+        let Some(coordinator) = self.coordinator.as_mut().filter(|c| c.life == life) else { return };
+        let again = Happening::Tick { place: GMANAGER, life };
+        if let Some(until) = coordinator.paused_until_us {
+            self.agenda.at(until + 1, again);
+            return;
+        }
+        self.agenda.after(coordinator.clock.true_us(GMANAGER_TICK_US), again);
+        coordinator.gmanager.tick(coordinator.clock.now_ms(now));
+        self.events += 1;
+    }
+
+    fn on_net(&mut self, net: Net) {
+        let mut told = std::mem::take(&mut self.told);
+        let processes = &self.processes;
+        let accepts = |place: Place, class: usize| {
+            let process = processes.get(place).and_then(Option::as_ref);
+            class != Class::Bulk.index() || process.is_none_or(|p| p.instance.takes_bulk())
+        };
+        self.fabric.happen(net, &mut self.agenda, accepts, &mut told);
+        for what in told.drain(..) {
+            match what {
+                Told::Up { at: GMANAGER, .. } | Told::Unreachable { at: GMANAGER, .. } => {}
+                Told::Down { at: GMANAGER, peer } => {
+                    if let Some(coordinator) = &mut self.coordinator {
+                        coordinator.registered.remove(&peer);
+                    }
+                }
+                Told::Up { at, peer: GMANAGER } => self.handle(at, Event::GManagerUp),
+                Told::Down { at, peer: GMANAGER } => self.handle(at, Event::GManagerDown),
+                Told::Unreachable { peer: GMANAGER, .. } => {}
+                Told::Up { at, peer } => self.handle(at, Event::PeerUp { peer: PeerKey(peer as u64) }),
+                Told::Down { at, peer } | Told::Unreachable { at, peer } => {
+                    self.handle(at, Event::PeerDown { peer: PeerKey(peer as u64) });
+                }
+                Told::Frame { at: GMANAGER, peer, frame } => self.on_gmanager_frame(peer, frame),
+                Told::Frame { at, peer, frame } => self.on_frame(at, peer, frame),
+            }
+        }
+        self.told = told;
+    }
+
+    fn on_frame(&mut self, at: Place, from: Place, bytes: Bytes) {
+        let peer = PeerKey(from as u64);
+        let event = match decode(bytes) {
+            Frame::Control(Control { body: Some(body) }) if from == GMANAGER => Event::GManager(body),
+            Frame::Control(Control { body: Some(body) }) => Event::Control { peer, body },
+            Frame::Control(Control { body: None }) => return,
+            Frame::Partials(frame) => Event::Partials { peer, frame },
+            Frame::Bulk(frame) => Event::Bulk { peer, frame },
+        };
+        self.handle(at, event);
+    }
+
+    fn on_gmanager_frame(&mut self, from: Place, bytes: Bytes) {
+        let Frame::Control(Control { body: Some(body) }) = decode(bytes) else { return };
+        let now = self.now_us();
+        let Some(coordinator) = &mut self.coordinator else { return };
+        self.events += 1;
+        let sender = coordinator.registered.get(&from).copied();
+        let now_ms = coordinator.clock.now_ms(now);
+        let Some(reply) = coordinator.gmanager.on_control(sender, &body, now_ms) else { return };
+        if let ControlBody::Registered(registered) = &reply {
+            coordinator.registered.insert(from, InstanceId(registered.instance));
+        }
+        self.send(GMANAGER, from, reply.into());
+    }
+
+    /// A device is done with its piece of work: its instance hears of it, and it goes on.
+    fn on_device(&mut self, place: Place, life: u64) {
+        let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut).filter(|p| p.life == life) else {
+            return;
+        };
+        if let Some(until) = process.paused_until_us {
+            self.agenda.at(until + 1, Happening::Device { place, life });
+            return;
+        }
+        process.busy = false;
+        for report in std::mem::take(&mut process.reports) {
+            let report = self.maybe_fail(place, report);
+            self.handle(place, Event::Runner(report));
+        }
+        self.turn(place);
+    }
+
+    /// Lets an idle device begin its next piece of work.
+    fn turn(&mut self, place: Place) {
+        let now = self.now_us();
+        let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut).filter(|p| !p.busy) else { return };
+        process.commands.drain(..).for_each(|command| process.runner.push(command));
+        if let Some(us) = process.runner.turn(now, &mut process.reports) {
+            process.busy = true;
+            self.agenda.after(us, Happening::Device { place, life: process.life });
+        }
+    }
+
+    fn maybe_fail(&mut self, place: Place, report: Report) -> Report {
+        let error = DeviceError::Lost("pulled out".to_owned());
+        let failed = match (self.faulty.get(&place), &report) {
+            (Some(DeviceFault::Step), Report::Done { step, lane, .. }) => {
+                Report::Failed { step: *step, lane: *lane, error: error.into() }
+            }
+            (Some(DeviceFault::Guest), Report::GuestPartial { tag, .. } | Report::GuestKv { tag, .. }) => {
+                Report::GuestFailed { tag: *tag, error }
+            }
+            _ => return report,
+        };
+        self.faulty.remove(&place);
+        failed
+    }
+
+    /// Gives an event to an instance and does what it wants, and whatever follows from failing to do it.
+    pub fn handle(&mut self, place: Place, event: Event) {
+        let now = self.now_us();
+        let mut pending = vec![event];
+        while let Some(event) = pending.pop() {
+            let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut) else { return };
+            self.events += 1;
+            let effects = process.instance.handle(event, process.clock.now_ms(now));
+            for effect in effects {
+                pending.extend(self.apply(place, effect));
+            }
+        }
+        if self.touched.last() != Some(&place) {
+            self.touched.push(place);
+        }
+        self.turn(place);
+    }
+
+    fn apply(&mut self, place: Place, effect: Effect) -> Option<Event> {
+        match effect {
+            Effect::ToGManager(body) => {
+                self.send(place, GMANAGER, body.into());
+                None
+            }
+            Effect::Connect { quic_addr, .. } => {
+                if let Some(to) = place_of(&quic_addr).filter(|to| *to != place) {
+                    self.fabric.connect(place, to, &mut self.agenda);
+                }
+                None
+            }
+            Effect::Control { peer, body } => self.send_to_peer(place, peer, body.into()),
+            Effect::Partials { peer, frame } => self.send_to_peer(place, peer, frame.into()),
+            Effect::Bulk { peer, frame } => self.send_to_peer(place, peer, frame.into()),
+            Effect::Close { peer, reason } => {
+                self.fabric.release(place, place_of_key(peer), &mut self.agenda);
+                self.processes[place].as_mut()?.closed.push(reason);
+                None
+            }
+            Effect::Runner(command) => {
+                self.processes[place].as_mut()?.commands.push_back(command);
+                None
+            }
+            Effect::Emit { seq, event } => {
+                self.emitted.push(Emission { place, seq, event });
+                None
+            }
+            Effect::Rejected { reason } => {
+                self.processes[place].as_mut()?.rejected = Some(reason);
+                None
+            }
+        }
+    }
+
+    fn send_to_peer(&mut self, place: Place, peer: PeerKey, frame: Frame) -> Option<Event> {
+        if self.full.get(&place) == Some(&frame.class()) {
+            self.full.remove(&place);
+            return Some(Event::SendFailed { peer });
+        }
+        self.send(place, place_of_key(peer), frame);
+        None
+    }
+
+    /// Sends a frame as bytes; it is lost if the sender has no session.
+    fn send(&mut self, from: Place, to: Place, frame: Frame) {
+        let class = frame.class();
+        let encoded = lagoon_wire::encode(&frame).unwrap_or_else(|e| panic!("{frame:?} cannot be sent: {e}"));
+        let bytes = Bytes::from(encoded.to_vec());
+        let sent = &mut self.traffic[class.index()];
+        *sent = (sent.0 + 1, sent.1 + bytes.len() as u64);
+        self.fabric.send(from, to, class, bytes.len(), bytes, &mut self.agenda);
+    }
+}
+
+fn place_of_key(peer: PeerKey) -> Place {
+    usize::try_from(peer.0).unwrap_or(usize::MAX)
+}
+
+/// The frame in `bytes`, as a receiver reads it.
+fn decode(mut bytes: Bytes) -> Frame {
+    let class = bytes.get(5).and_then(|code| Class::ALL.into_iter().find(|c| c.code() == *code));
+    let class = class.expect("what was encoded has a class");
+    let frame = FrameReader::new().next_frame(class, &mut bytes).expect("what was encoded decodes");
+    frame.expect("frames travel whole")
+}

@@ -1,0 +1,63 @@
+//! A quiet pool says what the oracle says, wherever the KV lies; the same seed gives the same run.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use lagoon_instance::{Event, RemotePolicy};
+use lagoon_sim::symbolic::{Oracle, Symbolic};
+use lagoon_sim::{NodeSpec, PoolSpec, Rng, World};
+use lagoon_types::{GenerateRequest, SamplingParams, SeqId, TokenEvent};
+use lagoon_wire::Class;
+
+fn request(rng: &mut Rng, tokens: usize, max_tokens: u32) -> GenerateRequest {
+    let prompt = (0..tokens).map(|_| rng.below(4000) as u32).collect();
+    let sampling = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
+    GenerateRequest { prompt, max_tokens, sampling, stop_ids: Vec::new(), return_logits: false }
+}
+
+fn run(world: &mut World<Symbolic>, us: u64) {
+    let end = world.now_us() + us;
+    while world.now_us() < end {
+        world.step().unwrap();
+    }
+}
+
+fn said(pool: &PoolSpec, seed: u64, request: &GenerateRequest) -> (Vec<u32>, u64, u64, u64) {
+    let mut world = pool.world(seed);
+    run(&mut world, 2_000_000);
+    world.handle(1, Event::Submit { seq: SeqId(1), request: request.clone() });
+    run(&mut world, 20_000_000);
+    let (mut tokens, mut ended) = (Vec::new(), false);
+    for emission in world.emitted.drain(..) {
+        match emission.event {
+            TokenEvent::Token { id, .. } => tokens.push(id),
+            TokenEvent::Finished { .. } => ended = true,
+            TokenEvent::Failed(error) => panic!("{error}"),
+        }
+    }
+    assert!(ended, "{:?}", world.process(1).unwrap().instance.status());
+    for (_, process) in world.live() {
+        assert_eq!(process.runner.violations, Vec::<String>::new());
+        assert_eq!(process.instance.status().blocks_free, process.instance.status().blocks_total);
+    }
+    (tokens, world.events(), world.traffic(Class::Control).1, world.traffic(Class::Bulk).0)
+}
+
+#[test]
+fn a_pool_says_what_the_oracle_says() {
+    let mut rng = Rng::new(5);
+    let request = request(&mut rng, 150, 40);
+    for (window, remote) in [
+        (None, RemotePolicy::Ship),
+        (None, RemotePolicy::Fetch),
+        (Some(48), RemotePolicy::Ship),
+        (Some(48), RemotePolicy::Fetch),
+    ] {
+        let node = NodeSpec { remote, ..NodeSpec::of(12) };
+        let pool = PoolSpec { window, ..PoolSpec::of(8, vec![node; 3]) };
+        let mut oracle = Oracle::new(&request.prompt, window);
+        let expected: Vec<u32> = (0..40).map(|_| oracle.next_token()).collect();
+        let (tokens, events, control, bulk) = said(&pool, 1, &request);
+        assert_eq!(tokens, expected, "{window:?} {remote:?}");
+        assert!(bulk > 10, "nothing was remote: {bulk} bulk frames");
+        assert_eq!(said(&pool, 1, &request), (tokens, events, control, bulk), "the same seed gives the same run");
+    }
+}
