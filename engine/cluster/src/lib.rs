@@ -24,5 +24,7 @@ mod tests;
 
 pub use dgfm::{Dgfm, DgfmConfig, DgfmStats};
 pub use gmanager::{GManager, LedgerRow};
-pub use planner::{InstanceView, Order, Plan, Planner, PlannerConfig, PoolView, RemoteBlocks, RequestView, Why};
+pub use planner::{
+    InstanceView, Order, Plan, Planner, PlannerConfig, PoolView, RemoteBlocks, RequestView, Why, dispatch,
+};
 pub use rmanager::{BorrowFailure, BorrowId, BorrowedLease, ConfigError, LeaseEnded, Output, RManager, RManagerConfig};

@@ -1,4 +1,25 @@
 //! The performance model of Infinite-LLM v2 §5.3, Eq. 5 to 7, in microseconds and tokens.
+//!
+//! Eq. 5 gives the time of a decode step: W(β)/f(β) for everything but attention, which each instance measured of itself
+//! by batch size ([`Rates::other_us`]), plus attention over S tokens at the rate g, which it measured too. Eq. 6 moves K
+//! tokens of a debtor's context to a creditor: the debtor's step loses K/g, the creditor's gains K/g. Here a debtor's step
+//! also takes at least as long as its remote part does (v2 Fig. 6a): the creditor's micro attention, and per layer a round
+//! trip and the rows on the wire. Eq. 7 adds the throughputs β/T up.
+//!
+//! * [`Rates`]: f and g of one instance; instances differ (processor, GPU, host memory), so every side has its own.
+//! * [`Pair`]: a debtor, a creditor and one request: predicted throughput after moving k blocks, and the best k.
+//! * [`crossover`]: from when on it is cheaper to have moved the KV than to ship queries to it.
+
+mod crossover;
+mod pair;
+mod rates;
+
+pub use crossover::{Crossover, crossover};
+pub use pair::{BestMove, CreditorState, DebtorState, Pair, Prediction};
+pub use rates::Rates;
+
+pub(crate) use crossover::as_f64;
+pub(crate) use pair::whole;
 
 /// Sizes of the model that all instances of a pool share.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -17,15 +38,30 @@ pub struct ModelShape {
 pub struct LinkView {
     /// Round trip, in microseconds.
     pub rtt_us: f64,
-    /// Bulk rate, in bytes per second.
+    /// Bulk rate, in bytes per second; 0 if none was measured yet.
     pub bytes_per_s: f64,
+}
+
+impl LinkView {
+    /// This link, with `assumed` for what was not measured.
+    #[must_use]
+    pub fn or(self, assumed: Self) -> Self {
+        let known = |x: f64, y: f64| if x.is_finite() && x > 0.0 { x } else { y };
+        Self { rtt_us: known(self.rtt_us, assumed.rtt_us), bytes_per_s: known(self.bytes_per_s, assumed.bytes_per_s) }
+    }
+
+    /// Time on the wire, beyond the round trip.
+    #[must_use]
+    pub fn transfer_us(&self, bytes: f64) -> f64 {
+        bytes * 1e6 / self.bytes_per_s
+    }
 }
 
 /// Which engine the model describes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelConfig {
-    /// Rows with remote KV form a batch of their own (Lagoon's two lanes): weights are read twice, and only those rows
-    /// wait for creditors. Without it, one batch waits as a whole (the papers' engine).
+    /// Rows with remote KV form a batch of their own (Lagoon's two lanes): weights are read twice, and those rows wait for
+    /// creditors one after the other with their own work. Without it, one batch waits as a whole (the papers' engine).
     pub lanes: bool,
     /// A creditor answers a debtor once per step of the *debtor*. Without it, once per step of its own (v2 Eq. 6), which
     /// is the same if both take as long.

@@ -34,8 +34,10 @@ pub struct InstanceView {
     pub blocks_free: u32,
     /// Blocks that it would lend now, corrected by refusals.
     pub blocks_lendable: u32,
-    /// Blocks that are reserved here by moves which were ordered and have not ended.
+    /// Blocks that moves which were ordered and have not ended will take here.
     pub blocks_incoming: u32,
+    /// Blocks that such moves will free here.
+    pub blocks_outgoing: u32,
     /// Blocks that it has lent, by debtor, as it reports them itself.
     pub lent: Vec<(InstanceId, u32)>,
     /// Blocks that it has borrowed, as it reports them itself.
@@ -64,6 +66,7 @@ impl Default for InstanceView {
             blocks_free: 0,
             blocks_lendable: 0,
             blocks_incoming: 0,
+            blocks_outgoing: 0,
             lent: Vec::new(),
             borrowed: 0,
             requests: BTreeMap::new(),

@@ -1,0 +1,514 @@
+//! Eq. 6 and 7 for a debtor, a creditor and one request whose blocks may move between them; and the best number of blocks.
+//!
+//! **Why the best k needs no scan.** With k blocks at the creditor the debtor's step is the longer one of a time that falls
+//! linearly in k (its own attention) and times that are constant or rise linearly in k (its remote parts); its batch is
+//! constant between the few k at which one more queued request fits (or one fewer sequence is preempted). So between two
+//! such k its throughput is a constant over the larger one of linear functions. Where one of these functions is the larger
+//! one throughout, a constant over a positive linear function is convex; the creditor's throughput is too, and so is their
+//! sum: its maximum over such a piece is at an end. The ends are the steps of the batch and the k at which the remote part
+//! stops being covered: [`Pair::best`] looks at these only, and a property test compares it with the scan.
+
+use super::crossover::as_f64;
+use super::{LinkView, ModelConfig, ModelShape, Rates};
+
+/// A debtor as the model sees it.
+#[derive(Clone, Debug)]
+pub struct DebtorState<'a> {
+    pub rates: Rates<'a>,
+    /// Sequences that decode, and how many may.
+    pub batch: u32,
+    pub batch_max: u32,
+    /// Sequences of these with KV elsewhere.
+    pub remote_rows: u32,
+    /// Tokens attended to here for own sequences.
+    pub local_tokens: f64,
+    /// Tokens attended to here for others.
+    pub guest_tokens: f64,
+    /// Free blocks less those that the running sequences will need within the planner's horizon; negative: some will be
+    /// preempted.
+    pub spare: i64,
+    /// Blocks of an average running sequence, at least 1: what a preemption frees.
+    pub sequence_blocks: i64,
+    /// Blocks that waiting requests need, oldest first.
+    pub queue: &'a [u32],
+    /// Time of the remote part at the slowest creditor that is not part of the pair; 0 if there is none.
+    pub elsewhere_us: f64,
+}
+
+/// A creditor as the model sees it.
+#[derive(Clone, Debug)]
+pub struct CreditorState<'a> {
+    pub rates: Rates<'a>,
+    pub batch: u32,
+    /// Tokens attended to here, for own sequences and for others.
+    pub tokens: f64,
+}
+
+impl CreditorState<'_> {
+    /// Time of its step with `more` tokens of others, answered `pace` times per step.
+    fn step_us(&self, more: f64, pace: f64) -> f64 {
+        self.rates.other_us(self.batch) + (self.tokens + more * pace).max(0.0) * self.rates.attention_us
+    }
+}
+
+/// A debtor, a creditor, and a request of the debtor.
+#[derive(Clone, Debug)]
+pub struct Pair<'a> {
+    pub shape: ModelShape,
+    pub config: ModelConfig,
+    pub debtor: DebtorState<'a>,
+    pub creditor: CreditorState<'a>,
+    /// With both figures known.
+    pub link: LinkView,
+    /// The debtor's blocks at this creditor, of all its requests, and how many requests have some there.
+    pub blocks_there: i64,
+    pub rows_there: u32,
+    /// The request's blocks at this creditor, and on all creditors.
+    pub request_there: i64,
+    pub request_remote: i64,
+}
+
+/// What the model expects of a pair.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Prediction {
+    pub debtor_tokens_per_s: f64,
+    pub creditor_tokens_per_s: f64,
+    /// The debtor's batch, with what the queue adds or preemption takes.
+    pub batch: u32,
+    /// Local work of the debtor's step.
+    pub local_us: f64,
+    /// The remote part of it, which runs beside the local work.
+    pub remote_us: f64,
+}
+
+impl Prediction {
+    /// Eq. 7 for the two.
+    #[must_use]
+    pub fn tokens_per_s(&self) -> f64 {
+        self.debtor_tokens_per_s + self.creditor_tokens_per_s
+    }
+
+    /// Local work covers the remote part (v2 Fig. 6a).
+    #[must_use]
+    pub fn covered(&self) -> bool {
+        self.remote_us <= self.local_us
+    }
+}
+
+/// The outcome of a search.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BestMove {
+    /// Blocks to move: to the creditor if positive, home if negative.
+    pub blocks: i64,
+    /// Throughput of the two beyond that without a move, in tokens per second.
+    pub gain: f64,
+    pub prediction: Prediction,
+}
+
+impl Pair<'_> {
+    /// What happens if `k` blocks move to the creditor (home, if negative).
+    #[must_use]
+    pub fn predict(&self, k: i64) -> Prediction {
+        let (batch, admitted) = self.batch(k);
+        self.predict_with(k, batch, admitted, self.pace())
+    }
+
+    fn predict_with(&self, k: i64, batch: u32, admitted: u64, pace: f64) -> Prediction {
+        let moved = self.tokens(k);
+        let (local_us, remote_us) = (self.local_us(k, batch, admitted), self.remote_us(k, batch));
+        let step_us = local_us.max(remote_us);
+        let rate = |batch: u32, us: f64| if batch == 0 { 0.0 } else { f64::from(batch) * 1e6 / us };
+        Prediction {
+            debtor_tokens_per_s: rate(batch, step_us),
+            creditor_tokens_per_s: rate(self.creditor.batch, self.creditor.step_us(moved, pace)),
+            batch,
+            local_us,
+            remote_us,
+        }
+    }
+
+    fn tokens(&self, blocks: i64) -> f64 {
+        signed(blocks) * f64::from(self.shape.block_tokens)
+    }
+
+    /// The debtor's batch, and the blocks that join it from the queue, in order and while they fit.
+    fn batch(&self, k: i64) -> (u32, u64) {
+        let d = &self.debtor;
+        let spare = d.spare.saturating_add(k);
+        if spare < 0 {
+            let preempted = spare.unsigned_abs().div_ceil(d.sequence_blocks.unsigned_abs().max(1));
+            return (d.batch - u32::try_from(preempted).unwrap_or(u32::MAX).min(d.batch), 0);
+        }
+        let (mut batch, mut taken) = (d.batch, 0);
+        for need in d.queue {
+            if batch >= d.batch_max || taken + u64::from(*need) > spare.unsigned_abs() {
+                break;
+            }
+            taken += u64::from(*need);
+            batch += 1;
+        }
+        (batch, taken)
+    }
+
+    /// Sequences with KV elsewhere.
+    fn remote_rows(&self, k: i64) -> u32 {
+        rows(self.debtor.remote_rows, self.request_remote, k)
+    }
+
+    /// Local work of the debtor's step: T_lyr - K/g of Eq. 6, over all layers.
+    fn local_us(&self, k: i64, batch: u32, admitted: u64) -> f64 {
+        let d = &self.debtor;
+        let rows = if self.config.lanes { self.remote_rows(k).min(batch) } else { 0 };
+        let share = if d.batch == 0 { 1.0 } else { (f64::from(batch) / f64::from(d.batch)).min(1.0) };
+        let own = (d.local_tokens - self.tokens(k)).max(0.0) * share;
+        let joined = as_f64(admitted) * f64::from(self.shape.block_tokens);
+        let other = d.rates.other_us(batch - rows) + d.rates.other_us(rows);
+        other + (own + joined + d.guest_tokens) * d.rates.attention_us
+    }
+
+    /// The remote part of the debtor's step: the creditor's micro attention, a round trip and the rows on the wire for
+    /// each layer; in a lane of its own also that lane's other work, which waits for it.
+    fn remote_us(&self, k: i64, batch: u32) -> f64 {
+        let lane = self.remote_rows(k).min(batch);
+        if lane == 0 {
+            return 0.0;
+        }
+        let here = if self.blocks_there + k > 0 {
+            let rows = rows(self.rows_there, self.request_there, k).min(batch);
+            let wire = self.link.rtt_us + self.link.transfer_us(f64::from(rows) * as_f64(self.shape.row_bytes));
+            let there = self.tokens(self.blocks_there + k) * self.creditor.rates.attention_us;
+            there + f64::from(self.shape.layers) * wire
+        } else {
+            0.0
+        };
+        let own = if self.config.lanes { self.debtor.rates.other_us(lane) } else { 0.0 };
+        here.max(self.debtor.elsewhere_us) + own
+    }
+
+    /// Steps of the debtor per step of the creditor, before anything moves.
+    fn pace(&self) -> f64 {
+        let (debtor, creditor) = (&self.debtor, &self.creditor);
+        if !self.config.pace || debtor.batch == 0 || creditor.batch == 0 {
+            return 1.0;
+        }
+        let step = self.local_us(0, debtor.batch, 0).max(self.remote_us(0, debtor.batch));
+        creditor.step_us(0.0, 1.0) / step
+    }
+
+    /// Blocks that the creditor can take before its step is `stretch` times as long as without any guests beyond those
+    /// it has now.
+    #[must_use]
+    pub fn stretch_limit(&self, stretch: f64, own_tokens: f64) -> i64 {
+        if self.creditor.batch == 0 {
+            return i64::MAX;
+        }
+        let c = &self.creditor;
+        let alone = c.rates.other_us(c.batch) + own_tokens * c.rates.attention_us;
+        let room_us = stretch * alone - c.step_us(0.0, 1.0);
+        let block_us = f64::from(self.shape.block_tokens) * c.rates.attention_us * self.pace();
+        whole(room_us / block_us)
+    }
+
+    /// The best k of `low..=high`, which does not contain 0 inside; `None` if it is empty or nothing improves on k = 0.
+    /// With `covered`, only such k are considered for which the debtor's local work covers the remote part.
+    #[must_use]
+    pub fn best(&self, low: i64, high: i64, covered: bool) -> Option<BestMove> {
+        if low > high {
+            return None;
+        }
+        let pace = self.pace();
+        let mut best = Search { pair: self, pace, now: self.predict(0).tokens_per_s(), covered, best: None };
+        // All home: no remote rows, and no round trip. Where counts are stale, the debtor runs out of local tokens or the
+        // creditor of guests: corners that are not convex.
+        best.look(low);
+        let block = f64::from(self.shape.block_tokens);
+        let corners = [self.debtor.local_tokens / block, -self.creditor.tokens / (block * pace)];
+        for corner in corners.map(whole) {
+            for k in [corner, corner.saturating_add(1)] {
+                if (low..=high).contains(&k) {
+                    best.look(k);
+                }
+            }
+        }
+        let mut from = low.saturating_add(1).min(high);
+        while from <= high {
+            let (batch, admitted) = self.batch(from);
+            let to = self.segment_end(from, batch).min(high);
+            best.look_with(from, batch, admitted);
+            let turn = self.turn(from, to, batch, admitted);
+            for k in [turn - 1, turn, turn + 1] {
+                if (from..=to).contains(&k) {
+                    best.look_with(k, batch, admitted);
+                }
+            }
+            best.look_with(to, batch, admitted);
+            from = to + 1;
+        }
+        best.best
+    }
+
+    /// The last k from `from` on with the same batch as there.
+    fn segment_end(&self, from: i64, batch: u32) -> i64 {
+        let d = &self.debtor;
+        let spare = d.spare.saturating_add(from);
+        let room = if spare < 0 {
+            // The deficit that one preemption fewer covers; all of it at last.
+            let size = d.sequence_blocks.max(1);
+            let preempted = spare.unsigned_abs().div_ceil(size.unsigned_abs());
+            let fewer = i64::try_from(preempted - 1).unwrap_or(i64::MAX).saturating_mul(size);
+            -spare - fewer
+        } else {
+            let joined = (batch - d.batch) as usize;
+            let taken: i64 = d.queue[..joined].iter().map(|b| i64::from(*b)).sum();
+            match d.queue.get(joined) {
+                Some(next) if batch < d.batch_max => taken + i64::from(*next) - spare,
+                _ => return i64::MAX,
+            }
+        };
+        // At least one: needs of no blocks are taken at once.
+        from.saturating_add(room.max(1) - 1)
+    }
+
+    /// Where in a segment, in which the batch is constant, the remote part stops being covered by local work.
+    fn turn(&self, from: i64, to: i64, batch: u32, admitted: u64) -> i64 {
+        if from == to {
+            return from;
+        }
+        let excess = |k: i64| self.remote_us(k, batch) - self.local_us(k, batch, admitted);
+        let (a, b) = (excess(from), excess(to));
+        if a >= 0.0 {
+            return from;
+        }
+        if b <= 0.0 {
+            return to;
+        }
+        // It rises throughout, piece by piece linearly: bisection, 62 halvings at most.
+        let (mut below, mut above) = (from, to);
+        while above - below > 1 {
+            let middle = below + (above - below) / 2;
+            if excess(middle) <= 0.0 {
+                below = middle;
+            } else {
+                above = middle;
+            }
+        }
+        below
+    }
+}
+
+/// The best so far.
+struct Search<'a, 'b> {
+    pair: &'a Pair<'b>,
+    pace: f64,
+    now: f64,
+    covered: bool,
+    best: Option<BestMove>,
+}
+
+impl Search<'_, '_> {
+    fn look(&mut self, k: i64) {
+        let (batch, admitted) = self.pair.batch(k);
+        self.look_with(k, batch, admitted);
+    }
+
+    fn look_with(&mut self, k: i64, batch: u32, admitted: u64) {
+        let prediction = self.pair.predict_with(k, batch, admitted, self.pace);
+        let gain = prediction.tokens_per_s() - self.now;
+        let allowed = k != 0 && gain > 0.0 && (!self.covered || prediction.covered());
+        if allowed && self.best.is_none_or(|b| gain > b.gain) {
+            self.best = Some(BestMove { blocks: k, gain, prediction });
+        }
+    }
+}
+
+/// How many requests have blocks somewhere, if `count` do now, and this one has `blocks` now and `k` more then.
+fn rows(count: u32, blocks: i64, k: i64) -> u32 {
+    match (blocks > 0, blocks + k > 0) {
+        (false, true) => count + 1,
+        (true, false) => count.saturating_sub(1),
+        _ => count,
+    }
+}
+
+/// Exact for all counts of blocks.
+fn signed(n: i64) -> f64 {
+    let size = as_f64(n.unsigned_abs());
+    if n < 0 { -size } else { size }
+}
+
+/// Rounds down to a count of blocks, to at most 32 bits; what is not a number is 0.
+#[allow(clippy::cast_possible_truncation, reason = "clamped to 32 bits before")]
+pub(crate) fn whole(x: f64) -> i64 {
+    x.clamp(-f64::from(u32::MAX), f64::from(u32::MAX)).floor() as i64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lagoon_protocol::{BatchPoint, Calibration};
+    use proptest::prelude::*;
+
+    fn calibration() -> impl Strategy<Value = Calibration> {
+        let point = (1u32..40, 10.0..5_000.0f64);
+        (prop::collection::vec(point, 1..5), 0.1..2_000.0f64).prop_map(|(points, attention_us_per_ktoken)| {
+            let mut batch = 0;
+            let points = points.into_iter().map(|(step, step_us)| {
+                batch += step;
+                BatchPoint { batch, step_us }
+            });
+            let batches = points.collect();
+            Calibration { batches, attention_us_per_ktoken, prefill_us_per_token: 1.0, copy_bytes_per_s: 1e9 }
+        })
+    }
+
+    /// Batch, batch_max beyond it, remote rows, local blocks, guest tokens, spare, blocks of a sequence.
+    type Numbers = (u32, u32, u32, u32, f64, i64, i64);
+
+    fn numbers() -> impl Strategy<Value = Numbers> {
+        (0u32..60, 0u32..40, 0u32..5, 0u32..400, 0.0..5_000.0f64, -80i64..200, 1i64..30)
+    }
+
+    /// Blocks there of other requests, of this one, of this one elsewhere; creditor's batch, its tokens.
+    fn others() -> impl Strategy<Value = (i64, i64, i64, u32, f64)> {
+        (0i64..200, 0i64..50, 0i64..5, 0u32..60, 0.0..50_000.0f64)
+    }
+
+    fn scan(pair: &Pair<'_>, low: i64, high: i64, covered: bool) -> Option<BestMove> {
+        let now = pair.predict(0).tokens_per_s();
+        let all = (low..=high).filter(|k| *k != 0).map(|k| {
+            let prediction = pair.predict(k);
+            BestMove { blocks: k, gain: prediction.tokens_per_s() - now, prediction }
+        });
+        let allowed = all.filter(|m| m.gain > 0.0 && (!covered || m.prediction.covered()));
+        allowed.reduce(|a, b| if b.gain > a.gain { b } else { a })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 4_000, ..ProptestConfig::default() })]
+
+        #[test]
+        fn the_search_finds_what_the_scan_finds(
+            (dc, cc) in (calibration(), calibration()),
+            (batch, more, remote_rows, local, guest_tokens, spare, sequence_blocks) in numbers(),
+            (others_there, request_there, request_elsewhere, creditor_batch, creditor_tokens) in others(),
+            queue in prop::collection::vec(0u32..60, 0..12),
+            (rtt_us, bytes_per_s) in (1.0..5_000.0f64, 1e6..1e10f64),
+            elsewhere_us in prop_oneof![Just(0.0), 0.0..20_000.0f64],
+            (lanes, pace, covered, away) in any::<(bool, bool, bool, bool)>(),
+        ) {
+            let remote_rows = remote_rows.max(u32::from(request_there + request_elsewhere > 0));
+            let pair = Pair {
+                shape: ModelShape { layers: 8, block_tokens: 16, token_bytes: 4_096, row_bytes: 2_048 },
+                config: ModelConfig { lanes, pace },
+                debtor: DebtorState {
+                    rates: Rates::new(&dc, true).unwrap(),
+                    batch,
+                    batch_max: batch + more,
+                    remote_rows: remote_rows.min(batch),
+                    local_tokens: f64::from(local) * 16.0,
+                    guest_tokens,
+                    spare,
+                    sequence_blocks,
+                    queue: &queue,
+                    elsewhere_us,
+                },
+                creditor: CreditorState { rates: Rates::new(&cc, true).unwrap(), batch: creditor_batch, tokens: creditor_tokens },
+                link: LinkView { rtt_us, bytes_per_s },
+                blocks_there: others_there + request_there,
+                rows_there: u32::from(request_there > 0) + u32::from(others_there > 0),
+                request_there,
+                request_remote: request_there + request_elsewhere,
+            };
+            // Counts may be stale: up to twice what is there.
+            let (low, high) = if away { (1, i64::from(local) * 2) } else { (-request_there, -1) };
+            let (found, expected) = (pair.best(low, high, covered), scan(&pair, low, high, covered));
+            match (found, expected) {
+                (None, None) => {}
+                (Some(f), Some(e)) => {
+                    prop_assert!(f.gain >= e.gain * (1.0 - 1e-9) - 1e-9, "{f:?} but the scan has {e:?}");
+                    prop_assert!((low..=high).contains(&f.blocks));
+                    prop_assert_eq!(f.prediction, pair.predict(f.blocks));
+                }
+                (f, e) => prop_assert!(e.is_some_and(|e| e.gain < 1e-9) && f.is_none(), "{f:?} but the scan has {e:?}"),
+            }
+        }
+    }
+
+    fn simple<'a>(debtor: &'a Calibration, creditor: &'a Calibration, queue: &'a [u32]) -> Pair<'a> {
+        Pair {
+            shape: ModelShape { layers: 10, block_tokens: 10, token_bytes: 1_000, row_bytes: 1_000 },
+            config: ModelConfig::paper(),
+            debtor: DebtorState {
+                rates: Rates::new(debtor, true).unwrap(),
+                batch: 2,
+                batch_max: 8,
+                remote_rows: 0,
+                local_tokens: 2_000.0,
+                guest_tokens: 0.0,
+                spare: 0,
+                sequence_blocks: 100,
+                queue,
+                elsewhere_us: 0.0,
+            },
+            creditor: CreditorState { rates: Rates::new(creditor, true).unwrap(), batch: 4, tokens: 1_000.0 },
+            link: LinkView { rtt_us: 5.0, bytes_per_s: 1e9 },
+            blocks_there: 0,
+            rows_there: 0,
+            request_there: 0,
+            request_remote: 0,
+        }
+    }
+
+    fn flat(step_us: f64) -> Calibration {
+        let point = |batch| BatchPoint { batch, step_us };
+        Calibration {
+            batches: vec![point(1), point(64)],
+            attention_us_per_ktoken: 1_024.0,
+            prefill_us_per_token: 1.0,
+            copy_bytes_per_s: 1e9,
+        }
+    }
+
+    #[test]
+    fn equation_six_and_figure_6a_in_numbers() {
+        let (d, c) = (flat(1_000.0), flat(3_000.0));
+        let pair = simple(&d, &c, &[30]);
+        // T = W/f + S/g = 1000 + 2000; the creditor 3000 + 1000.
+        let now = pair.predict(0);
+        assert_eq!((now.local_us, now.remote_us), (3_000.0, 0.0));
+        assert_eq!(now.tokens_per_s(), 2e6 / 3_000.0 + 4e6 / 4_000.0);
+        // Twenty blocks: 200 tokens leave (Eq. 6); the remote part is their attention, ten round trips, ten rows.
+        let some = pair.predict(20);
+        assert_eq!((some.local_us, some.remote_us), (2_800.0, 200.0 + 10.0 * (5.0 + 1.0)));
+        assert_eq!(some.creditor_tokens_per_s, 4e6 / 4_200.0);
+        assert!(some.covered());
+        // Thirty: the first of the queue joins, with its own tokens.
+        let joined = pair.predict(30);
+        assert_eq!((joined.batch, joined.local_us), (3, 1_000.0 + 1_700.0 + 300.0));
+        // Nearly all: the remote part is longer than the local one and decides.
+        let most = pair.predict(190);
+        assert!(!most.covered());
+        assert_eq!(most.debtor_tokens_per_s, 3e6 / most.remote_us);
+        // In two lanes the remote row's own pass waits too, and the weights are read twice.
+        let lanes = Pair { config: ModelConfig { lanes: true, pace: false }, ..pair.clone() }.predict(20);
+        assert_eq!((lanes.local_us, lanes.remote_us), (3_800.0, 1_260.0));
+        // A debtor that steps 4/3 times as often asks as often.
+        let paced = Pair { config: ModelConfig { lanes: false, pace: true }, ..pair }.predict(20);
+        assert!((paced.creditor_tokens_per_s - 4e6 / (4_000.0 + 200.0 * 4.0 / 3.0)).abs() < 1e-9);
+    }
+
+    #[test]
+    fn missing_room_costs_sequences_and_a_stretched_creditor_takes_no_more() {
+        let (d, c) = (flat(1_000.0), flat(3_000.0));
+        let mut pair = simple(&d, &c, &[]);
+        pair.debtor.spare = -1;
+        assert_eq!(pair.predict(0).batch, 1);
+        assert_eq!(pair.predict(1).batch, 2);
+        pair.debtor.spare = -101;
+        assert_eq!((pair.predict(0).batch, pair.predict(0).debtor_tokens_per_s), (0, 0.0));
+        // Its step of 4000 us may take 5000: 1000 tokens, at one answer per step.
+        assert_eq!(pair.stretch_limit(1.25, 1_000.0), 100);
+        pair.creditor.batch = 0;
+        assert_eq!(pair.stretch_limit(1.25, 1_000.0), i64::MAX);
+    }
+}

@@ -1,0 +1,114 @@
+//! Algorithm 1: debtors give blocks to creditors where the model expects more throughput of it.
+
+use super::round::{Round, movable};
+use super::{PlannerConfig, Why};
+use crate::perf::BestMove;
+use lagoon_protocol::Role;
+use lagoon_types::SeqId;
+use std::cmp::Reverse;
+
+/// A request of a debtor, as far as this round has got.
+#[derive(Clone, Copy, Debug)]
+struct Choice {
+    seq: SeqId,
+    /// Blocks that may still be ordered away.
+    movable: i64,
+}
+
+/// Offloads, small batches first.
+pub(super) fn plan(round: &mut Round<'_>, held: &dyn Fn(usize, SeqId) -> bool) {
+    let mut debtors: Vec<(u32, usize)> = (0..round.nodes.len())
+        .filter(|at| is_debtor(round, *at))
+        .map(|at| (round.nodes[at].view.load.batch, at))
+        .collect();
+    debtors.sort_unstable();
+    for (_, debtor) in debtors {
+        if round.is_full() {
+            return;
+        }
+        offload(round, debtor, held);
+    }
+}
+
+/// Whether Algorithm 1 looks at an instance: its batch is small, or memory is what limits it. One that lends is none: it
+/// reclaims first.
+fn is_debtor(round: &Round<'_>, at: usize) -> bool {
+    let node = &round.nodes[at];
+    let runs = node.view.role == Role::Instance && node.view.load.batch > 0;
+    let small = node.view.load.batch <= round.config.batch_small;
+    runs && !node.view.draining && !node.is_left_alone() && !node.lends() && (small || node.deficit() > 0)
+}
+
+fn offload(round: &mut Round<'_>, debtor: usize, held: &dyn Fn(usize, SeqId) -> bool) {
+    // An earlier debtor of this round may have made it a creditor.
+    if round.nodes[debtor].lends() {
+        return;
+    }
+    let mut choices = longest(round, debtor, held);
+    for _ in 0..round.config.debtor_orders_max {
+        if round.is_full() {
+            return;
+        }
+        // The longest first (fewest sequences depend on others); the next one when that one has nothing left to give.
+        let found = (0..choices.len()).find_map(|at| best_creditor(round, debtor, choices[at]).map(|b| (at, b)));
+        let Some((at, (creditor, best))) = found else { return };
+        let choice = choices[at];
+        let ordered = round.order((debtor, choice.seq), (debtor, creditor), best.blocks, Why::Offload, best.gain);
+        choices[at].movable -= ordered;
+        if ordered < best.blocks || choices[at].movable == 0 {
+            choices.remove(at);
+        }
+    }
+}
+
+/// The requests with most blocks that could move, longest first. One pass: only so many are kept.
+fn longest(round: &Round<'_>, debtor: usize, held: &dyn Fn(usize, SeqId) -> bool) -> Vec<Choice> {
+    let mut top: Vec<(Reverse<i64>, SeqId)> = Vec::new();
+    let limit = round.config.requests_max;
+    let requests = &round.nodes[debtor].view.requests;
+    for (seq, request) in requests.iter().filter(|(_, r)| !r.moving && movable(r) > 0) {
+        let entry = (Reverse(movable(request)), *seq);
+        if (top.len() < limit || top.last().is_some_and(|last| entry < *last))
+            && !held(debtor, *seq)
+            && !round.is_moving(debtor, *seq)
+        {
+            top.insert(top.partition_point(|t| *t < entry), entry);
+            top.truncate(limit);
+        }
+    }
+    top.into_iter().map(|(Reverse(movable), seq)| Choice { seq, movable }).collect()
+}
+
+/// The creditor, of those worth comparing, at which the best number of blocks gains most.
+fn best_creditor(round: &mut Round<'_>, debtor: usize, choice: Choice) -> Option<(usize, BestMove)> {
+    let mut best: Option<(usize, BestMove)> = None;
+    for creditor in round.creditors_for(debtor) {
+        let Some(found) = best_blocks(round, debtor, creditor, choice) else { continue };
+        if best.as_ref().is_none_or(|(_, b)| found.gain > b.gain) {
+            best = Some((creditor, found));
+        }
+    }
+    best
+}
+
+/// The best number of blocks between two, within what the creditor can spare, what its own step bears and what its link
+/// carries in time; if possible, within what the debtor's local work covers.
+fn best_blocks(round: &mut Round<'_>, debtor: usize, creditor: usize, choice: Choice) -> Option<BestMove> {
+    let pair = round.pair(debtor, choice.seq, creditor);
+    let own_tokens = round.nodes[creditor].local_tokens;
+    let limits = [
+        choice.movable,
+        round.spare_to_lend(creditor),
+        pair.stretch_limit(round.config.creditor_stretch_max, own_tokens),
+        round.movable_in_time(debtor, creditor),
+    ];
+    let most = limits.into_iter().min().unwrap_or(0);
+    let worth = |b: &BestMove| b.gain >= threshold(round.config, &b.prediction, b.gain);
+    // Nothing that is covered helps: a remote part that the debtor waits for may still be worth the memory.
+    pair.best(1, most, true).filter(worth).or_else(|| pair.best(1, most, false).filter(worth))
+}
+
+/// Gain below which nothing moves: a share of what the two do without it.
+pub(super) fn threshold(config: &PlannerConfig, after: &crate::perf::Prediction, gain: f64) -> f64 {
+    (after.tokens_per_s() - gain) * config.gain_min
+}

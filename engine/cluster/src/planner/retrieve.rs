@@ -1,0 +1,68 @@
+//! A debtor that has room again takes blocks home, where the model expects throughput of it.
+//!
+//! What the debtor's local work covers may stay where it is: it costs the debtor nothing. Over a slow link nothing is
+//! covered, and the crossover says how soon the copy has paid for itself; then any gain is enough.
+
+use super::Why;
+use super::offload::threshold;
+use super::round::Round;
+use crate::perf::crossover;
+use lagoon_protocol::Role;
+use lagoon_types::{InstanceId, SeqId};
+
+pub(super) fn plan(round: &mut Round<'_>, held: &dyn Fn(usize, SeqId) -> bool) {
+    for debtor in 0..round.nodes.len() {
+        let node = &round.nodes[debtor];
+        let runs = node.view.role == Role::Instance && node.view.load.batch > 0;
+        if runs && node.borrowed > 0 && !node.is_left_alone() && !node.view.paused && node.surplus() > 0 {
+            retrieve(round, debtor, held);
+        }
+    }
+}
+
+fn retrieve(round: &mut Round<'_>, debtor: usize, held: &dyn Fn(usize, SeqId) -> bool) {
+    let mut orders = 0;
+    for (seq, creditor, blocks, _) in remote_parts(round, debtor) {
+        if orders == round.config.debtor_orders_max || round.is_full() {
+            return;
+        }
+        let Some(from) = round.index(creditor).filter(|at| !round.nodes[*at].is_left_alone()) else { continue };
+        // Twice the growth stays free: what comes home must not have to leave again at once.
+        let node = &round.nodes[debtor];
+        let room = (node.surplus() - node.growth).min(round.movable_in_time(from, debtor));
+        let most = blocks.min(room);
+        if most <= 0 || held(debtor, seq) || round.is_moving(debtor, seq) {
+            continue;
+        }
+        let pair = round.pair(debtor, seq, from);
+        let Some(best) = pair.best(-most, -1, false) else { continue };
+        let pays =
+            best.gain >= threshold(round.config, &best.prediction, best.gain) || copy_pays(round, debtor, from, most);
+        if pays {
+            round.order((debtor, seq), (from, debtor), -best.blocks, Why::Retrieve, best.gain);
+            orders += 1;
+        }
+    }
+}
+
+/// Requests of a debtor with blocks elsewhere: request, creditor, blocks there that could move, blocks on all creditors.
+/// The smallest remote parts first: they are the soonest home altogether.
+fn remote_parts(round: &Round<'_>, debtor: usize) -> Vec<(SeqId, InstanceId, i64, i64)> {
+    let requests = round.nodes[debtor].view.requests.iter().filter(|(_, r)| !r.moving && !r.remote.is_empty());
+    let parts = requests.flat_map(|(seq, r)| {
+        let remote = i64::from(r.remote_blocks());
+        r.remote.iter().map(move |p| (*seq, p.creditor, i64::from(p.sealed.min(p.blocks)), remote))
+    });
+    let mut parts: Vec<_> = parts.collect();
+    parts.sort_by_key(|(seq, creditor, _, remote)| (*remote, *seq, *creditor));
+    parts
+}
+
+/// Whether the copy has paid for itself before a request of usual length ends.
+fn copy_pays(round: &Round<'_>, debtor: usize, creditor: usize, blocks: i64) -> bool {
+    let shape = &round.view.shape;
+    let tokens = blocks.unsigned_abs() * u64::from(shape.block_tokens);
+    let rates = [creditor, debtor].map(|at| round.nodes[at].rates.attention_us);
+    let cross = crossover(shape, round.link(debtor, creditor), tokens, rates[0], rates[1]);
+    cross.tokens.is_some_and(|t| t <= round.config.tokens_expected)
+}

@@ -1,0 +1,401 @@
+//! The working state of one round: every instance in a few numbers, changed by each order of the round as the order will
+//! change the pool, so that later decisions see earlier ones.
+
+use super::view::{InstanceView, PoolView, RequestView};
+use super::{Order, Plan, PlannerConfig, Why};
+use crate::perf::{CreditorState, DebtorState, LinkView, Pair, Rates};
+use lagoon_protocol::Role;
+use lagoon_types::{InstanceId, SeqId};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// One instance in a round.
+#[derive(Debug)]
+pub(super) struct Node<'a> {
+    pub(super) id: InstanceId,
+    pub(super) view: &'a InstanceView,
+    pub(super) rates: Rates<'a>,
+    /// Free blocks less what moves under way will take.
+    pub(super) free: i64,
+    pub(super) lendable: i64,
+    /// Of `free`, blocks that orders of this round will free: not there yet for anybody else's.
+    freed: i64,
+    /// Blocks that the running sequences will grow by within the horizon.
+    pub(super) growth: i64,
+    /// Blocks that all waiting requests need that are told of.
+    pub(super) queue: i64,
+    pub(super) local_tokens: f64,
+    pub(super) guest_tokens: f64,
+    /// Blocks that it has lent, and borrowed, orders of this round included.
+    pub(super) lent: i64,
+    pub(super) borrowed: i64,
+    /// As debtor, once it is looked at.
+    owes: Option<Owes>,
+}
+
+/// A debtor's side of its debts, orders of this round included.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Owes {
+    /// Blocks at each creditor, and how many requests have some there.
+    pub(super) creditors: BTreeMap<InstanceId, (i64, u32)>,
+    /// Requests with blocks elsewhere.
+    rows: u32,
+}
+
+impl Node<'_> {
+    fn runs(&self) -> bool {
+        self.view.role == Role::Instance
+    }
+
+    /// Nothing of it may be planned with.
+    pub(super) fn is_left_alone(&self) -> bool {
+        self.view.frozen
+    }
+
+    /// It has lent, or will have by an order of this round; also while the last blocks are on their way.
+    pub(super) fn lends(&self) -> bool {
+        self.lent > 0 || self.view.lent.iter().any(|(_, blocks)| *blocks > 0)
+    }
+
+    /// Free blocks that neither growth nor the queue will need.
+    pub(super) fn surplus(&self) -> i64 {
+        self.free - self.freed - self.growth - self.queue
+    }
+
+    /// Blocks that it misses for growth and for its first waiting request, beyond what is leaving already.
+    pub(super) fn deficit(&self) -> i64 {
+        let head = self.view.load.queue_blocks.first().map_or(0, |b| i64::from(*b));
+        let full = self.view.load.batch >= self.view.load.batch_max.max(1);
+        let leaving = i64::from(self.view.blocks_outgoing);
+        self.growth + if full { 0 } else { head } - self.free - leaving
+    }
+
+    fn sequence_blocks(&self) -> i64 {
+        let used = i64::from(self.view.blocks_total) - i64::from(self.view.blocks_free) - self.lent;
+        (used / i64::from(self.view.load.batch.max(1))).max(1)
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Round<'a> {
+    pub(super) view: &'a PoolView,
+    pub(super) config: &'a PlannerConfig,
+    pub(super) nodes: Vec<Node<'a>>,
+    /// Instances that may lend, by the blocks that they can spare, most first.
+    creditors: BTreeSet<(Reverse<i64>, usize)>,
+    /// What each has in `creditors`; 0 if it is not there.
+    listed: Vec<i64>,
+    /// Requests that have an order in this round, with their blocks elsewhere after it: in all, and by creditor.
+    ordered: BTreeMap<(usize, SeqId), Vec<(InstanceId, i64)>>,
+    pub(super) plan: Plan,
+}
+
+impl<'a> Round<'a> {
+    pub(super) fn new(view: &'a PoolView, config: &'a PlannerConfig) -> Self {
+        let mut assumed = 0;
+        let nodes: Vec<Node<'a>> =
+            view.instances.iter().map(|(id, v)| node(*id, v, view, config, &mut assumed)).collect();
+        let plan = Plan { assumed, ..Plan::default() };
+        let mut round = Self {
+            view,
+            config,
+            nodes,
+            creditors: BTreeSet::new(),
+            listed: Vec::new(),
+            ordered: BTreeMap::new(),
+            plan,
+        };
+        round.listed = (0..round.nodes.len()).map(|at| round.spare_to_lend(at)).collect();
+        let listed = round.listed.iter().enumerate().filter(|(_, spare)| **spare > 0);
+        round.creditors = listed.map(|(at, spare)| (Reverse(*spare), at)).collect();
+        round
+    }
+
+    pub(super) fn index(&self, id: InstanceId) -> Option<usize> {
+        self.nodes.binary_search_by_key(&id, |n| n.id).ok()
+    }
+
+    /// Whether a request has an order already: one that was given before, or one of this round.
+    pub(super) fn is_moving(&self, debtor: usize, seq: SeqId) -> bool {
+        self.nodes[debtor].view.requests.get(&seq).is_none_or(|r| r.moving) || self.ordered.contains_key(&(debtor, seq))
+    }
+
+    pub(super) fn is_full(&self) -> bool {
+        self.plan.orders.len() >= self.config.orders_max
+    }
+
+    /// Blocks that an instance can take from others now: what it would lend, after its own growth and queue, and with a
+    /// share of its memory kept free if it runs requests itself. Debtors take none.
+    pub(super) fn spare_to_lend(&self, at: usize) -> i64 {
+        let node = &self.nodes[at];
+        let v = node.view;
+        // Also one whose last blocks are on their way home: it is a debtor until they are there.
+        if v.borrowed > 0 || node.borrowed > 0 || v.draining || v.paused || node.is_left_alone() {
+            return 0;
+        }
+        let mut spare = node.lendable.min(node.surplus());
+        if node.runs() {
+            let kept = f64::from(v.blocks_total) * (1.0 - self.config.creditor_use_max).clamp(0.0, 1.0);
+            spare = spare.min(node.free - node.freed - whole(kept));
+        }
+        spare.max(0)
+    }
+
+    fn list_again(&mut self, at: usize) {
+        let spare = self.spare_to_lend(at);
+        self.creditors.remove(&(Reverse(self.listed[at]), at));
+        if spare > 0 {
+            self.creditors.insert((Reverse(spare), at));
+        }
+        self.listed[at] = spare;
+    }
+
+    /// Creditors worth comparing for a debtor: those with most to spare, those that it has already, and near ones.
+    pub(super) fn creditors_for(&mut self, debtor: usize) -> Vec<usize> {
+        let limit = self.config.creditors_max;
+        let mut found: Vec<usize> = self.creditors.iter().map(|c| c.1).filter(|c| *c != debtor).take(limit).collect();
+        let mut near: Vec<(u64, InstanceId)> =
+            self.nodes[debtor].view.links.iter().map(|(id, link)| (distance(link.rtt_us), *id)).collect();
+        near.sort_unstable();
+        let known: Vec<InstanceId> = self.owes(debtor).creditors.keys().copied().collect();
+        for id in known.into_iter().chain(near.into_iter().map(|n| n.1)) {
+            if found.len() >= 2 * limit {
+                break;
+            }
+            if let Some(at) = self.index(id).filter(|at| *at != debtor && !found.contains(at))
+                && self.spare_to_lend(at) > 0
+            {
+                found.push(at);
+            }
+        }
+        found
+    }
+
+    pub(super) fn link(&self, a: usize, b: usize) -> LinkView {
+        let measured = self.view.link(self.nodes[a].id, self.nodes[b].id);
+        measured.map_or(self.config.assumed_link, |l| l.or(self.config.assumed_link))
+    }
+
+    /// What a debtor owes.
+    pub(super) fn owes(&mut self, at: usize) -> &mut Owes {
+        let node = &mut self.nodes[at];
+        let view = node.view;
+        node.owes.get_or_insert_with(|| {
+            let mut owes = Owes::default();
+            // Most instances have borrowed nothing: their requests are not looked at.
+            if view.borrowed > 0 || view.load.remote_tokens > 0 {
+                for request in view.requests.values().filter(|r| !r.remote.is_empty()) {
+                    owes.rows += 1;
+                    for there in &request.remote {
+                        let entry = owes.creditors.entry(there.creditor).or_default();
+                        (entry.0, entry.1) = (entry.0 + i64::from(there.blocks), entry.1 + 1);
+                    }
+                }
+            }
+            owes
+        })
+    }
+
+    /// Where a request's remote blocks are, orders of this round included.
+    fn remote_of(&self, debtor: usize, seq: SeqId) -> Vec<(InstanceId, i64)> {
+        if let Some(parts) = self.ordered.get(&(debtor, seq)) {
+            return parts.clone();
+        }
+        let request = self.nodes[debtor].view.requests.get(&seq);
+        request.into_iter().flat_map(|r| &r.remote).map(|p| (p.creditor, i64::from(p.blocks))).collect()
+    }
+
+    /// A request of `debtor` and a creditor, as the model sees them.
+    pub(super) fn pair(&mut self, debtor: usize, seq: SeqId, creditor: usize) -> Pair<'a> {
+        let creditor_id = self.nodes[creditor].id;
+        self.owes(debtor);
+        let owes = self.nodes[debtor].owes.as_ref().expect("just looked at");
+        let elsewhere = owes.creditors.iter().filter(|(id, _)| **id != creditor_id);
+        let elsewhere = elsewhere.filter_map(|(id, owed)| self.index(*id).map(|at| (at, *owed)));
+        let elsewhere_us = elsewhere.map(|(at, owed)| self.remote_us(debtor, at, owed)).fold(0.0, f64::max);
+        let (d, c) = (&self.nodes[debtor], &self.nodes[creditor]);
+        let (blocks_there, rows_there) = owes.creditors.get(&creditor_id).copied().unwrap_or_default();
+        let parts = self.remote_of(debtor, seq);
+        Pair {
+            shape: self.view.shape,
+            config: self.config.model,
+            debtor: DebtorState {
+                rates: d.rates,
+                batch: d.view.load.batch,
+                batch_max: d.view.load.batch_max.max(d.view.load.batch),
+                remote_rows: owes.rows,
+                local_tokens: d.local_tokens,
+                guest_tokens: d.guest_tokens,
+                spare: d.free + i64::from(d.view.blocks_outgoing) - d.growth,
+                sequence_blocks: d.sequence_blocks(),
+                queue: &d.view.load.queue_blocks,
+                elsewhere_us,
+            },
+            creditor: CreditorState {
+                rates: c.rates,
+                batch: c.view.load.batch,
+                tokens: c.local_tokens + c.guest_tokens,
+            },
+            link: self.link(debtor, creditor),
+            blocks_there,
+            rows_there,
+            request_there: parts.iter().filter(|p| p.0 == creditor_id).map(|p| p.1).sum(),
+            request_remote: parts.iter().map(|p| p.1).sum(),
+        }
+    }
+
+    fn remote_us(&self, debtor: usize, creditor: usize, (blocks, rows): (i64, u32)) -> f64 {
+        if blocks <= 0 {
+            return 0.0;
+        }
+        let (shape, link) = (&self.view.shape, self.link(debtor, creditor));
+        let wire = link.rtt_us + link.transfer_us(f64::from(rows) * as_f64(shape.row_bytes));
+        let tokens = as_f64(blocks.unsigned_abs()) * f64::from(shape.block_tokens);
+        tokens * self.nodes[creditor].rates.attention_us + f64::from(shape.layers) * wire
+    }
+
+    /// Predicted throughput of the pool as it is (Eq. 7).
+    pub(super) fn tokens_per_s(&self) -> f64 {
+        let of = |n: &Node<'_>| {
+            let batch = n.view.load.batch;
+            let us = n.rates.other_us(batch) + (n.local_tokens + n.guest_tokens) * n.rates.attention_us;
+            if batch == 0 { 0.0 } else { f64::from(batch) * 1e6 / us }
+        };
+        self.nodes.iter().map(of).sum()
+    }
+
+    /// Blocks that move between the two within the time limit of a move.
+    pub(super) fn movable_in_time(&self, a: usize, b: usize) -> i64 {
+        let shape = &self.view.shape;
+        let copies = self.nodes[a].rates.copy_bytes_per_s().min(self.nodes[b].rates.copy_bytes_per_s());
+        let rate = self.link(a, b).bytes_per_s.min(copies);
+        let block_bytes = as_f64(shape.token_bytes) * f64::from(shape.block_tokens);
+        whole(as_f64(self.config.move_ms_max) / 1e3 * rate / block_bytes)
+    }
+
+    /// Gives an order for at most [`PlannerConfig::order_blocks_max`] of `blocks`, and changes the working state as it will
+    /// change the pool. Returns the blocks ordered.
+    pub(super) fn order(
+        &mut self,
+        (debtor, seq): (usize, SeqId),
+        (source, target): (usize, usize),
+        blocks: i64,
+        why: Why,
+        gain_tokens_per_s: f64,
+    ) -> i64 {
+        let blocks = blocks.min(i64::from(self.config.order_blocks_max));
+        let ids = [debtor, source, target].map(|at| self.nodes[at].id);
+        let order = Order {
+            debtor: ids[0],
+            seq,
+            blocks: u32::try_from(blocks).expect("a positive 32-bit count"),
+            source: ids[1],
+            target: ids[2],
+            why,
+            gain_tokens_per_s,
+        };
+        self.plan.orders.push(order);
+        self.carry_out((debtor, seq), (source, target), blocks);
+        [source, target, debtor].into_iter().for_each(|at| self.list_again(at));
+        blocks
+    }
+
+    fn carry_out(&mut self, (debtor, seq): (usize, SeqId), (source, target): (usize, usize), blocks: i64) {
+        let tokens = as_f64(blocks.unsigned_abs()) * f64::from(self.view.shape.block_tokens);
+        let mut parts = self.remote_of(debtor, seq);
+        let row_before = parts.iter().any(|p| p.1 > 0);
+        for (at, sign, unit) in [(source, -1, -1.0), (target, 1, 1.0)] {
+            let node = &mut self.nodes[at];
+            let id = node.id;
+            node.free -= sign * blocks;
+            // What leaves is not free for others before it has left.
+            node.lendable -= (sign * blocks).max(0);
+            node.freed += (-sign * blocks).max(0);
+            let attended = if at == debtor { &mut node.local_tokens } else { &mut node.guest_tokens };
+            *attended = (*attended + unit * tokens).max(0.0);
+            if at == debtor {
+                continue;
+            }
+            node.lent += sign * blocks;
+            self.nodes[debtor].borrowed += sign * blocks;
+            let at = parts.iter().position(|p| p.0 == id).unwrap_or_else(|| {
+                parts.push((id, 0));
+                parts.len() - 1
+            });
+            let before = parts[at].1;
+            parts[at].1 += sign * blocks;
+            let after = parts[at].1;
+            let owed = self.owes(debtor).creditors.entry(id).or_default();
+            owed.0 += sign * blocks;
+            owed.1 = step(owed.1, before > 0, after > 0);
+        }
+        let row_after = parts.iter().any(|p| p.1 > 0);
+        let owes = self.owes(debtor);
+        owes.rows = step(owes.rows, row_before, row_after);
+        self.ordered.insert((debtor, seq), parts);
+    }
+}
+
+fn node<'a>(
+    id: InstanceId,
+    view: &'a InstanceView,
+    pool: &PoolView,
+    config: &'a PlannerConfig,
+    assumed: &mut u32,
+) -> Node<'a> {
+    let runs = view.role == Role::Instance;
+    let measured = view.calibration.as_ref().and_then(|c| Rates::new(c, runs));
+    let rates = measured.unwrap_or_else(|| {
+        *assumed += 1;
+        Rates::new(&config.assumed, true).expect("the assumed calibration is checked when the planner is made")
+    });
+    let load = &view.load;
+    let local = load.context_tokens.saturating_sub(load.remote_tokens);
+    let free = i64::from(view.blocks_free) - i64::from(view.blocks_incoming);
+    let queue = load.queue_blocks.iter().map(|b| i64::from(*b)).sum();
+    let mut node = Node {
+        id,
+        view,
+        rates,
+        free,
+        lendable: i64::from(view.blocks_lendable) - i64::from(view.blocks_incoming),
+        growth: 0,
+        queue,
+        local_tokens: as_f64(local),
+        guest_tokens: as_f64(load.guest_tokens),
+        lent: view.lent.iter().map(|(_, b)| i64::from(*b)).sum(),
+        borrowed: i64::from(view.borrowed),
+        freed: 0,
+        owes: None,
+    };
+    let step_us = rates.other_us(load.batch) + (node.local_tokens + node.guest_tokens) * rates.attention_us;
+    if load.batch > 0 && step_us > 0.0 {
+        let steps = as_f64(config.horizon_ms) * 1e3 / step_us;
+        let growth = f64::from(load.batch) * steps / f64::from(pool.shape.block_tokens.max(1));
+        // No more than a block each is certain to be needed; no more than all memory can be.
+        node.growth = (whole(growth) + 1).min(i64::from(view.blocks_total));
+    }
+    node
+}
+
+/// Distance class of a round trip: its power of two in microseconds, as in the contract protocol's advice.
+fn distance(rtt_us: f64) -> u64 {
+    whole(rtt_us).clamp(1, i64::from(u32::MAX)).unsigned_abs().ilog2().into()
+}
+
+/// A count of things, of which one was counted or not and is now or not.
+fn step(count: u32, was: bool, is: bool) -> u32 {
+    match (was, is) {
+        (false, true) => count + 1,
+        (true, false) => count.saturating_sub(1),
+        _ => count,
+    }
+}
+
+/// Blocks of a request that could move from the debtor.
+pub(super) fn movable(request: &RequestView) -> i64 {
+    i64::from(request.local_sealed.min(request.local))
+}
+
+pub(super) use crate::perf::{as_f64, whole};
