@@ -114,7 +114,8 @@ impl Instance {
         let (block_tokens, kv) = (self.config.block_tokens, self.config.kv);
         let Some(seq) = self.seqs.get_mut(&id) else {
             for &BorrowedLease { creditor, lease, epoch, blocks, .. } in leases {
-                self.rm.release(&RemoteEntries { creditor, lease, epoch, entries: blocks }, self.now_ms);
+                let all = RemoteEntries { creditor, lease, epoch, first: 0, entries: blocks };
+                self.rm.release(&all, self.now_ms);
             }
             return;
         };
@@ -122,7 +123,7 @@ impl Instance {
             let &BorrowedLease { creditor, lease, epoch, blocks, .. } = lease;
             seq.blocks.push_remote(&RemoteGrant { creditor, lease, epoch, blocks });
             let hasher = LeaseHasher::new(kv.layers as usize, block_tokens, kv.layer_token_bytes());
-            seq.leases.insert((creditor, lease), HeldLease { entries: blocks, hasher });
+            seq.leases.insert((creditor, lease), HeldLease { blocks, hasher });
         }
         let aside: Vec<PhysBlock> = std::mem::take(&mut seq.aside);
         seq.blocks.push_local(&aside);
@@ -260,7 +261,9 @@ impl Instance {
         let freed = seq.blocks.free_behind_window(seq.blocks.written(), window);
         for entries in &freed.remote {
             let key = (entries.creditor, entries.lease);
-            if seq.leases.get(&key).is_some_and(|held| held.entries == entries.entries) {
+            let Some(held) = seq.leases.get_mut(&key) else { continue };
+            held.blocks -= entries.entries - entries.first;
+            if held.blocks == 0 {
                 seq.leases.remove(&key);
             }
         }

@@ -15,6 +15,7 @@ use lagoon_types::limits::{
 };
 use lagoon_types::{DType, Epoch, InstanceId, KvRun, LeaseId, LeaseRun, StepId};
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// A peer's step: what its layer frames refer to.
 #[derive(Debug)]
@@ -85,15 +86,17 @@ impl Guests {
         self.waiting.retain(|(_, from, _, _)| *from != instance);
     }
 
-    /// Forgets the steps that attend to offsets below `end` of a lease, whose blocks are about to be free. Later steps
-    /// of the same lease stay: their tickets may have overtaken the release. Returns the steps.
-    pub(crate) fn forget_lease(&mut self, instance: InstanceId, lease: LeaseId, end: u32) -> Vec<StepId> {
-        let hit = |t: &Ticket| t.needs.iter().any(|n| n.lease == lease && n.first < end);
+    /// Forgets the steps that attend to these offsets of a lease, whose blocks are about to be free. Later steps of the
+    /// same lease stay: their tickets may have overtaken the release. Returns the steps.
+    pub(crate) fn forget_lease(&mut self, instance: InstanceId, lease: LeaseId, freed: &Range<u32>) -> Vec<StepId> {
+        let meets = |first: u32, end: u32| first < freed.end && freed.start < end;
+        let hit = |t: &Ticket| t.needs.iter().any(|n| n.lease == lease && meets(n.first, n.end));
         let steps: Vec<StepId> =
             self.tickets.iter().filter(|((from, _), t)| *from == instance && hit(t)).map(|(key, _)| key.1).collect();
         self.tickets.retain(|(from, step), _| *from != instance || !steps.contains(step));
         self.waiting.retain(|(_, from, _, w)| {
-            !matches!(w, Waiting::Read { lease: l, first, .. } if *l == lease && *from == instance && *first < end)
+            let Waiting::Read { lease: of, first, end, .. } = w else { return true };
+            !(*of == lease && *from == instance && meets(*first, *end))
         });
         steps
     }
@@ -317,10 +320,13 @@ impl Instance {
             .begin_write(from, lease, epoch, layer, offset, tokens)
             .map_err(|code| (code, format!("{lease} layer {layer} offsets {offset}+{tokens}")))?;
         self.rm.commit_write(lease, layer, &kv);
-        // Entries that were freed meanwhile are leading ones: what is still wanted is a tail.
-        if let Some(first) = pieces.first() {
-            let kv = kv.slice(first.token0 as usize * self.config.kv.layer_token_bytes()..);
-            let pieces = pieces.iter().map(|p| (p.slot0, p.tokens)).collect();
+        // Entries that were freed meanwhile are left out.
+        let token_bytes = self.config.kv.layer_token_bytes();
+        for group in pieces.chunk_by(|a, b| a.token0 + a.tokens == b.token0) {
+            let tokens: u32 = group.iter().map(|p| p.tokens).sum();
+            let from = group[0].token0 as usize * token_bytes;
+            let kv = kv.slice(from..from + tokens as usize * token_bytes);
+            let pieces = group.iter().map(|p| (p.slot0, p.tokens)).collect();
             self.guests.write_bytes += kv.len();
             self.effects.push(Effect::Runner(Command::GuestWrite(GuestWrite { layer, pieces, kv })));
         }

@@ -277,8 +277,9 @@ impl Instance {
         };
         if let ControlBody::LeaseRelease(release) = &body {
             // The debtor ended those steps itself.
-            let end = release.entries.saturating_mul(self.config.block_tokens);
-            self.guests.forget_lease(known.instance, LeaseId(release.lease), end);
+            let tokens = |entries: u32| entries.saturating_mul(self.config.block_tokens);
+            let freed = tokens(release.first)..tokens(release.entries);
+            self.guests.forget_lease(known.instance, LeaseId(release.lease), &freed);
         }
         if let Some(body) = self.rm.on_peer_control(known.instance, body, self.now_ms) {
             self.effects.push(Effect::Control { peer, body });
@@ -350,7 +351,7 @@ impl Instance {
     /// Leases that are not lent any more: steps of peers that attend to them end, and the peers are told.
     pub(crate) fn forget_ended(&mut self, ended: &[LeaseEnded]) {
         for lease in ended {
-            let steps = self.guests.forget_lease(lease.debtor, lease.lease, u32::MAX);
+            let steps = self.guests.forget_lease(lease.debtor, lease.lease, &(0..u32::MAX));
             let Some(peer) = self.peers.key(lease.debtor) else { continue };
             for step in steps {
                 let (code, detail) = (RefuseCode::UnknownLease, format!("{} ended", lease.lease));

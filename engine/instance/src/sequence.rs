@@ -9,7 +9,8 @@ use std::sync::Arc;
 /// rBlocks borrowed for a sequence under one lease.
 #[derive(Debug)]
 pub(crate) struct HeldLease {
-    pub(crate) entries: u32,
+    /// Blocks of the table that lie there.
+    pub(crate) blocks: u32,
     /// Content of what is written there, for the seals.
     pub(crate) hasher: LeaseHasher,
 }

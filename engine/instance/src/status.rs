@@ -76,7 +76,7 @@ impl Instance {
         let placement = |s: &crate::sequence::Sequence| {
             let mut remote_blocks = BTreeMap::new();
             for ((creditor, _), held) in &s.leases {
-                *remote_blocks.entry(*creditor).or_default() += held.entries;
+                *remote_blocks.entry(*creditor).or_default() += held.blocks;
             }
             SequencePlacement {
                 seq: s.id,

@@ -140,9 +140,9 @@ impl LeaseHasher {
         }
     }
 
-    /// Forgets the hashing state of entries before `entries` (they were freed). Lengths stay.
-    pub fn forget_before(&mut self, entries: u32) {
-        self.filling = self.filling.split_off(&entries);
+    /// Forgets the hashing state of entries for which `keep` is false (they were freed). Lengths stay.
+    pub fn retain(&mut self, keep: impl Fn(u32) -> bool) {
+        self.filling.retain(|entry, _| keep(*entry));
     }
 
     /// Bytes that the hasher's state takes now.

@@ -18,10 +18,12 @@ pub mod identity;
 #[cfg(test)]
 mod model_tests;
 pub mod pool;
+pub mod ranges;
 pub mod seq;
 
 pub use account::KvAccount;
 pub use hash::{BlockHasher, LeaseHasher};
 pub use identity::{BlockIdentity, IdentityRoot};
 pub use pool::{BlockPool, BlockState, Owner, PoolCounts};
+pub use ranges::RangeSet;
 pub use seq::{Advance, Freed, Placement, RemoteBlock, RemoteEntries, RemoteGrant, Segment, SeqBlocks, SlotRef};

@@ -3,7 +3,7 @@
 //! The model is a plain list per sequence: for each logical block, the memory it is in. Whatever the tables list must
 //! be what the model says, position by position, exactly once.
 
-use crate::{BlockPool, BlockState, Freed, Owner, RemoteGrant, Segment, SeqBlocks, SlotRef};
+use crate::{BlockPool, BlockState, Freed, Owner, Placement, RemoteBlock, RemoteGrant, Segment, SeqBlocks, SlotRef};
 use lagoon_types::{Epoch, InstanceId, KvRun, LeaseId, PhysBlock, SeqId};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,11 +13,34 @@ const BLOCK: u32 = 4;
 
 #[derive(Clone, Debug)]
 enum Op {
-    Local { seq: usize, blocks: u32, follow: bool },
-    Remote { seq: usize, creditor: u32, blocks: u32 },
-    Write { seq: usize, tokens: u32 },
-    Clear { seq: usize },
-    Segments { seq: usize, from: u32, len: u32 },
+    Local {
+        seq: usize,
+        blocks: u32,
+        follow: bool,
+    },
+    Remote {
+        seq: usize,
+        creditor: u32,
+        blocks: u32,
+    },
+    Write {
+        seq: usize,
+        tokens: u32,
+    },
+    Clear {
+        seq: usize,
+    },
+    /// Moves a whole block here, or to an entry of a lease.
+    Move {
+        seq: usize,
+        block: u32,
+        to: Option<u32>,
+    },
+    Segments {
+        seq: usize,
+        from: u32,
+        len: u32,
+    },
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -27,6 +50,7 @@ fn op() -> impl Strategy<Value = Op> {
         2 => (seq.clone(), 1..3u32, 1..5u32).prop_map(|(seq, creditor, blocks)| Op::Remote { seq, creditor, blocks }),
         5 => (seq.clone(), 1..14u32).prop_map(|(seq, tokens)| Op::Write { seq, tokens }),
         1 => seq.clone().prop_map(|seq| Op::Clear { seq }),
+        6 => (seq.clone(), 0..30u32, prop::option::of(1..3u32)).prop_map(|(seq, block, to)| Op::Move { seq, block, to }),
         3 => (seq, 0..80u32, 1..40u32).prop_map(|(seq, from, len)| Op::Segments { seq, from, len }),
     ]
 }
@@ -53,6 +77,8 @@ struct World {
     /// Entries of each lease that the model still holds.
     held: BTreeMap<(u32, u64), BTreeSet<u32>>,
     leases: u64,
+    /// Entries given to moves.
+    moved: u32,
 }
 
 impl Model {
@@ -102,7 +128,7 @@ fn continues(a: &Segment, b: &Segment) -> bool {
 impl World {
     fn new(windows: [Option<u32>; 3]) -> Self {
         let seqs = windows.map(|window| Model { table: SeqBlocks::new(BLOCK), places: Vec::new(), window });
-        Self { pool: BlockPool::new(TOTAL), seqs: seqs.into(), held: BTreeMap::new(), leases: 0 }
+        Self { pool: BlockPool::new(TOTAL), seqs: seqs.into(), held: BTreeMap::new(), leases: 0, moved: 0 }
     }
 
     fn owner(seq: usize) -> Owner {
@@ -141,7 +167,44 @@ impl World {
                 self.give_back(seq, &freed, &places);
                 assert_eq!(self.seqs[seq].table.leases().next(), None, "a lease outlived its sequence");
             }
+            Op::Move { seq, block, to } => self.relocate(seq, block, to),
             Op::Segments { seq, from, len } => self.segments(seq, from, len),
+        }
+    }
+
+    /// Switches one whole block and frees its source, which nobody else has freed.
+    fn relocate(&mut self, seq: usize, block: u32, to: Option<u32>) {
+        let movable = self.seqs[seq].table.movable();
+        let full = (0..)
+            .zip(&self.seqs[seq].places)
+            .filter(|(b, p)| (b + 1) * BLOCK <= self.seqs[seq].table.written() && **p != Place::Gone);
+        assert!(full.map(|(b, _)| b).eq(movable.clone()), "what is whole and not gone is movable");
+        if movable.is_empty() {
+            return;
+        }
+        let block = movable.start + block % (movable.end - movable.start);
+        let (place, to) = if let Some(creditor) = to {
+            // Two moves to a creditor share a lease, in any order of positions.
+            let lease = 1_000_000 + seq as u64 * 10 + u64::from(creditor);
+            let entry = self.moved;
+            self.moved += 1;
+            self.held.entry((creditor, lease)).or_default().insert(entry);
+            let (creditor_id, lease_id) = (InstanceId(creditor), LeaseId(lease));
+            let remote = RemoteBlock { creditor: creditor_id, lease: lease_id, epoch: Epoch(lease + 7), entry };
+            (Place::Remote(creditor, lease, entry), Placement::Remote(remote))
+        } else {
+            let Some(got) = self.pool.allocate(Self::owner(seq), 1, None) else { return };
+            self.pool.mark(got[0], BlockState::Sealed);
+            (Place::Local(got[0].0), Placement::Local(got[0]))
+        };
+        let old = std::mem::replace(&mut self.seqs[seq].places[block as usize], place);
+        match (self.seqs[seq].table.relocate(block, to), old) {
+            (Placement::Local(b), Place::Local(model)) if b.0 == model => self.pool.free(Self::owner(seq), &[b]),
+            (Placement::Remote(b), Place::Remote(creditor, lease, entry)) => {
+                assert_eq!((b.creditor.0, b.lease.0, b.entry), (creditor, lease, entry));
+                assert!(self.held.get_mut(&(creditor, lease)).unwrap().remove(&entry), "freed once");
+            }
+            other => panic!("the old place is not the model's: {other:?}"),
         }
     }
 
@@ -181,10 +244,13 @@ impl World {
         for r in &freed.remote {
             let key = (r.creditor.0, r.lease.0);
             let held = self.held.get_mut(&key).unwrap();
-            let leading: BTreeSet<u32> = held.iter().copied().filter(|e| *e < r.entries).collect();
-            assert_eq!(entries.remove(&key), Some(leading), "leading entries are freed once");
-            held.retain(|e| *e >= r.entries);
+            for entry in r.first..r.entries {
+                let wanted = entries.get_mut(&key).is_some_and(|e| e.remove(&entry));
+                // A span may name entries that were given back before, never one that somebody uses.
+                assert_eq!(held.remove(&entry), wanted, "an entry in use is given back, or one is given back twice");
+            }
         }
+        entries.retain(|_, e| !e.is_empty());
         assert!(entries.is_empty(), "{entries:?} were kept");
     }
 

@@ -2,14 +2,15 @@
 //!
 //! Invariants:
 //! * logical block `i` holds positions `[i * block_tokens, (i + 1) * block_tokens)`, wherever it lies;
-//! * the entries of a lease are in the table in order, so that what a window frees of a lease are its leading entries;
-//!   other blocks may lie between them where the lease fills holes;
+//! * an entry of a lease is in the table at most once; after moves and losses the entries of a lease may be in any number
+//!   of places;
 //! * blocks that are [`Placement::Gone`] are a prefix of the table, and wholly behind the window;
 //! * KV is valid at every position below [`SeqBlocks::written`] except those of [`SeqBlocks::lost`] (see `holes.rs`);
 //! * for every `len` and window, [`SeqBlocks::local_runs`] and [`SeqBlocks::remote_runs`] together list every position
 //!   from the window's first block to `len` exactly once.
 
 mod holes;
+mod moves;
 
 use crate::pool::{BlockPool, BlockState};
 use lagoon_types::{Epoch, InstanceId, KvRun, LeaseId, LeaseRun, PhysBlock};
@@ -47,14 +48,24 @@ pub struct RemoteGrant {
     pub blocks: u32,
 }
 
-/// Leading entries of a lease that the sequence does not need any more: all of `[0, entries)`, also those that were
-/// reported before.
+/// Entries `[first, entries)` of a lease that the sequence does not need any more. Some of them may have been given back
+/// before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemoteEntries {
     pub creditor: InstanceId,
     pub lease: LeaseId,
     pub epoch: Epoch,
+    pub first: u32,
     pub entries: u32,
+}
+
+impl RemoteEntries {
+    /// One entry.
+    #[must_use]
+    pub fn one(block: &RemoteBlock) -> Self {
+        let &RemoteBlock { creditor, lease, epoch, entry } = block;
+        Self { creditor, lease, epoch, first: entry, entries: entry + 1 }
+    }
 }
 
 /// Where one token's KV goes.
@@ -234,8 +245,7 @@ impl SeqBlocks {
         assert!(self.blocks().checked_mul(self.block_tokens).is_some(), "a sequence's capacity fits 32 bits");
     }
 
-    /// The leases in the table, in the order of their first entries, each with all of its entries that the table ever
-    /// held.
+    /// The leases in the table, in the order of their first entries, each with the span of its entries there.
     pub fn leases(&self) -> impl Iterator<Item = RemoteEntries> + '_ {
         let mut leases = Vec::new();
         self.blocks.iter().for_each(|placement| {
@@ -376,7 +386,12 @@ impl SeqBlocks {
         for block in self.gone..keep_from {
             match std::mem::replace(&mut self.blocks[index(block)], Placement::Gone) {
                 Placement::Local(phys) => freed.local.push(phys),
-                Placement::Remote(b) => add_entry(&mut freed.remote, &b),
+                Placement::Remote(b) => match freed.remote.last_mut() {
+                    Some(last) if (last.creditor, last.lease, last.entries) == (b.creditor, b.lease, b.entry) => {
+                        last.entries += 1;
+                    }
+                    _ => freed.remote.push(RemoteEntries::one(&b)),
+                },
                 Placement::Hole => {}
                 Placement::Gone => panic!("block {block} was freed before"),
             }
@@ -386,7 +401,7 @@ impl SeqBlocks {
         freed
     }
 
-    /// Empties the table and gives everything back: local blocks, and whole leases.
+    /// Empties the table and gives everything back: local blocks, and of each lease the span of entries that it had.
     pub fn clear(&mut self) -> Freed {
         let remote = self.leases().collect();
         let local = self.blocks.drain(..).filter_map(|p| match p {
@@ -406,12 +421,12 @@ impl SeqBlocks {
     }
 }
 
-/// Adds an entry to its lease in a list of leases, the latest of which is the likeliest.
+/// Adds an entry to the span of its lease in a list of leases, the latest of which is the likeliest.
 fn add_entry(leases: &mut Vec<RemoteEntries>, block: &RemoteBlock) {
-    let &RemoteBlock { creditor, lease, epoch, entry } = block;
-    match leases.iter_mut().rev().find(|l| (l.creditor, l.lease) == (creditor, lease)) {
-        Some(known) => known.entries = entry + 1,
-        None => leases.push(RemoteEntries { creditor, lease, epoch, entries: entry + 1 }),
+    let one = RemoteEntries::one(block);
+    match leases.iter_mut().rev().find(|l| (l.creditor, l.lease) == (one.creditor, one.lease)) {
+        Some(span) => (span.first, span.entries) = (span.first.min(one.first), span.entries.max(one.entries)),
+        None => leases.push(one),
     }
 }
 
@@ -519,7 +534,8 @@ mod tests {
         let freed = seq.free_behind_window(18, 8);
         assert_eq!((freed.local, freed.remote), (vec![PhysBlock(0), PhysBlock(1)], vec![]));
         let freed = seq.free_behind_window(23, 8);
-        let entries = |lease, entries| RemoteEntries { creditor: C, lease: LeaseId(lease), epoch: Epoch(5), entries };
+        let entries =
+            |lease, entries| RemoteEntries { creditor: C, lease: LeaseId(lease), epoch: Epoch(5), first: 0, entries };
         assert_eq!(freed.remote, [entries(1, 2)]);
         assert!(seq.free_behind_window(23, 8).is_empty());
         assert_eq!(seq.remote_runs(24, 16)[&C], [lease_run(2, 0, 4, 16)]);
@@ -533,7 +549,8 @@ mod tests {
         let mut seq = mixed();
         seq.free_behind_window(12, 1);
         let freed = seq.clear();
-        assert_eq!(freed.remote.iter().map(|r| (r.lease.0, r.entries)).collect::<Vec<_>>(), [(1, 2), (2, 1)]);
+        let spans: Vec<_> = freed.remote.iter().map(|r| (r.lease.0, r.first, r.entries)).collect();
+        assert_eq!(spans, [(1, 1, 2), (2, 0, 1)]);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The creditor's half of an rManager: leases that other instances' sequences have here.
 //!
 //! Invariants:
-//! * a lease's blocks `[freed, blocks)` are lent in the pool to that lease, and no others;
+//! * the entries of a lease that were not released are lent in the pool to that lease, and no others;
 //! * every access names the lease, its debtor and its epoch, and is refused if one differs;
 //! * a debtor has at most one lease per request number, so that a repeated request lends nothing twice.
 
@@ -13,6 +13,7 @@ use lagoon_protocol::{
 };
 use lagoon_types::{Epoch, InstanceId, KvRun, LeaseId, LeaseRun, PhysBlock, limits};
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// A lease ended without its debtor's release: nobody renewed it, or the debtor is another process now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,9 +37,10 @@ struct Lease {
     debtor: InstanceId,
     epoch: Epoch,
     request: u64,
-    blocks: Vec<PhysBlock>,
-    /// Leading entries that were released.
-    freed: u32,
+    /// `None` where an entry was released.
+    blocks: Vec<Option<PhysBlock>>,
+    /// Entries that were not released.
+    lent: u32,
     renewed_ms: u64,
     hasher: LeaseHasher,
     /// Hashes of entries that are written in every layer, until they are freed.
@@ -48,6 +50,36 @@ struct Lease {
 impl Lease {
     fn entries(&self) -> u32 {
         u32::try_from(self.blocks.len()).expect("a lease has at most the pool's blocks")
+    }
+
+    fn is_lent(&self, entry: u32) -> bool {
+        self.blocks.get(entry as usize).is_some_and(Option::is_some)
+    }
+
+    /// Maximal ranges of entries that were not released, ascending.
+    fn ranges(&self) -> impl Iterator<Item = Range<u32>> + '_ {
+        let mut at = 0;
+        std::iter::from_fn(move || {
+            let start = (at..self.entries()).find(|e| self.is_lent(*e))?;
+            let end = (start..self.entries()).find(|e| !self.is_lent(*e)).unwrap_or(self.entries());
+            at = end;
+            Some(start..end)
+        })
+    }
+
+    /// Takes entries back; those that are gone already are left out.
+    fn take(&mut self, entries: Range<u32>) -> Vec<PhysBlock> {
+        let entries = entries.start.min(self.entries())..entries.end.min(self.entries());
+        let taken: Vec<PhysBlock> = self.blocks[entries.start as usize..entries.end.max(entries.start) as usize]
+            .iter_mut()
+            .filter_map(Option::take)
+            .collect();
+        self.lent -= u32::try_from(taken.len()).expect("at most a lease");
+        let blocks = &self.blocks;
+        let lent = |entry: u32| blocks.get(entry as usize).is_some_and(Option::is_some);
+        self.hasher.retain(lent);
+        self.whole.retain(|entry, _| lent(*entry));
+        taken
     }
 }
 
@@ -128,8 +160,10 @@ impl Creditor {
         let blocks = pool.allocate(Owner::Lent(lease), blocks, None).expect("lendable blocks are free");
         let hasher = LeaseHasher::new(self.layers as usize, self.block_tokens, self.layer_token_bytes);
         let (debtor, request) = (from, request.request);
-        let (freed, renewed_ms, whole) = (0, now_ms, BTreeMap::new());
-        self.leases.insert(lease, Lease { debtor, epoch, request, blocks, freed, renewed_ms, hasher, whole });
+        let (renewed_ms, whole) = (now_ms, BTreeMap::new());
+        let lent = u32::try_from(blocks.len()).expect("at most the pool's blocks");
+        let blocks = blocks.into_iter().map(Some).collect();
+        self.leases.insert(lease, Lease { debtor, epoch, request, blocks, lent, renewed_ms, hasher, whole });
         self.by_request.insert((from, request), lease);
         Ok(self.grant_of(lease))
     }
@@ -145,28 +179,24 @@ impl Creditor {
         }
     }
 
-    /// Frees leading entries. What the debtor does not have (any more) is as good as released.
+    /// Frees entries. What the debtor does not have (any more) is as good as released.
     pub(super) fn on_release(&mut self, from: InstanceId, m: &LeaseRelease, pool: &mut BlockPool) -> LeaseReleased {
         let id = LeaseId(m.lease);
         if let Some(lease) = self.leases.get_mut(&id)
             && (lease.debtor, lease.epoch.0) == (from, m.epoch)
         {
-            if m.entries >= lease.entries() {
+            pool.free(Owner::Lent(id), &lease.take(m.first..m.entries));
+            if lease.lent == 0 {
                 self.remove(id, pool);
-            } else if m.entries > lease.freed {
-                pool.free(Owner::Lent(id), &lease.blocks[lease.freed as usize..m.entries as usize]);
-                lease.freed = m.entries;
-                lease.hasher.forget_before(m.entries);
-                lease.whole = lease.whole.split_off(&m.entries);
             }
         }
         LeaseReleased { lease: m.lease, entries: m.entries, first: m.first }
     }
 
     fn remove(&mut self, id: LeaseId, pool: &mut BlockPool) -> LeaseEnded {
-        let lease = self.leases.remove(&id).expect("the lease exists");
+        let mut lease = self.leases.remove(&id).expect("the lease exists");
         self.by_request.remove(&(lease.debtor, lease.request));
-        pool.free(Owner::Lent(id), &lease.blocks[lease.freed as usize..]);
+        pool.free(Owner::Lent(id), &lease.take(0..u32::MAX));
         LeaseEnded { debtor: lease.debtor, lease: id }
     }
 
@@ -202,13 +232,13 @@ impl Creditor {
     pub(super) fn debts(&self) -> Vec<Debt> {
         let mut debts: BTreeMap<InstanceId, u32> = BTreeMap::new();
         for lease in self.leases.values() {
-            *debts.entry(lease.debtor).or_default() += lease.entries() - lease.freed;
+            *debts.entry(lease.debtor).or_default() += lease.lent;
         }
         debts.into_iter().map(|(debtor, blocks)| Debt { debtor: debtor.0, blocks }).collect()
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (InstanceId, LeaseId, Epoch, u32, u32)> + '_ {
-        self.leases.iter().map(|(id, l)| (l.debtor, *id, l.epoch, l.freed, l.entries()))
+        self.leases.iter().flat_map(|(id, l)| l.ranges().map(|r| (l.debtor, *id, l.epoch, r.start, r.end)))
     }
 
     pub(super) fn hashers(&self) -> impl Iterator<Item = &LeaseHasher> + '_ {
@@ -226,13 +256,17 @@ impl Creditor {
         let end = offset.checked_add(tokens).filter(|end| tokens > 0 && end.div_ceil(bt) <= lease.entries());
         let end = end.ok_or(RefuseCode::OutOfRange)?;
         let mut pieces: Vec<WritePiece> = Vec::new();
-        let mut at = offset.max(lease.freed * bt);
+        let mut at = offset;
         while at < end {
-            let tokens = (bt - at % bt).min(end - at);
-            let slot0 = lease.blocks[(at / bt) as usize].0 * bt + at % bt;
-            match pieces.last_mut() {
-                Some(last) if last.slot0 + last.tokens == slot0 => last.tokens += tokens,
-                _ => pieces.push(WritePiece { token0: at - offset, slot0, tokens }),
+            let (tokens, token0) = ((bt - at % bt).min(end - at), at - offset);
+            if let Some(block) = lease.blocks[(at / bt) as usize] {
+                let slot0 = block.0 * bt + at % bt;
+                match pieces.last_mut() {
+                    Some(last) if (last.slot0 + last.tokens, last.token0 + last.tokens) == (slot0, token0) => {
+                        last.tokens += tokens;
+                    }
+                    _ => pieces.push(WritePiece { token0, slot0, tokens }),
+                }
             }
             at += tokens;
         }
@@ -244,10 +278,10 @@ impl Creditor {
         if run.first_pos.checked_add(run.len).is_none_or(|end| end > limits::SEQUENCE_TOKENS_MAX) {
             return Err(RefuseCode::OutOfRange);
         }
-        if run.offset < lease.freed * self.block_tokens {
+        let pieces = self.pieces(lease, run.offset, run.len)?;
+        if pieces.iter().map(|p| p.tokens).sum::<u32>() != run.len {
             return Err(RefuseCode::OutOfRange);
         }
-        let pieces = self.pieces(lease, run.offset, run.len)?;
         let run_of = |p: WritePiece| KvRun { base: p.slot0, len: p.tokens, first_pos: run.first_pos + p.token0 };
         out.extend(pieces.into_iter().map(run_of));
         Ok(())
@@ -281,13 +315,15 @@ impl Creditor {
         let mut whole = Vec::new();
         lease.hasher.write(layer as usize, bytes, &mut whole);
         let end = lease.hasher.written(layer as usize).div_ceil(self.block_tokens);
-        lease.hasher.forget_before(lease.freed);
-        for block in &lease.blocks[first.max(lease.freed).min(end) as usize..end as usize] {
+        let blocks = &lease.blocks;
+        let lent = |entry: u32| blocks[entry as usize].is_some();
+        lease.hasher.retain(lent);
+        for block in blocks[first.min(end) as usize..end as usize].iter().flatten() {
             if pool.state(*block) == BlockState::Reserved {
                 pool.mark(*block, BlockState::Filling);
             }
         }
-        lease.whole.extend(whole.into_iter().filter(|(entry, _)| *entry >= lease.freed));
+        lease.whole.extend(whole.into_iter().filter(|(entry, _)| lent(*entry)));
     }
 
     pub(super) fn seal(
@@ -299,14 +335,13 @@ impl Creditor {
         pool: &mut BlockPool,
     ) -> Result<(), RefuseCode> {
         let lease = self.find(from, key)?;
-        if entry < lease.freed {
-            return Ok(());
-        }
+        let block = *lease.blocks.get(entry as usize).ok_or(RefuseCode::OutOfRange)?;
+        let Some(block) = block else { return Ok(()) };
         let own = lease.whole.get(&entry).ok_or(RefuseCode::OutOfRange)?;
         if own != hash {
             return Err(RefuseCode::HashMismatch);
         }
-        pool.mark(lease.blocks[entry as usize], BlockState::Sealed);
+        pool.mark(block, BlockState::Sealed);
         Ok(())
     }
 }

@@ -10,7 +10,7 @@
 //! * a candidate is asked at most once per borrow.
 
 use super::held::{Held, HeldLeases};
-use lagoon_kv::RemoteGrant;
+use lagoon_kv::{RangeSet, RemoteGrant};
 use lagoon_protocol::{
     BorrowAdvice, BorrowQuery, Candidate, ControlBody, LeaseGrant, LeaseRefuse, LeaseRenewed, LeaseRequest, Refusal,
 };
@@ -175,7 +175,7 @@ impl Debtor {
         let Some(output) = queued.and_then(|at| self.held.outputs.remove(at)) else { return false };
         if let Output::Borrowed { leases, .. } = output {
             for lease in leases {
-                self.held.release(lease.creditor, lease.lease, lease.blocks, now_ms);
+                self.held.release(lease.creditor, lease.lease, 0..lease.blocks, now_ms);
             }
         }
         true
@@ -184,7 +184,7 @@ impl Debtor {
     /// Releases what a borrow got, and whatever is still to be granted to it.
     fn abandon(&mut self, borrow: Borrow, now_ms: u64) {
         for (creditor, lease) in borrow.granted {
-            self.held.release(creditor, lease, u32::MAX, now_ms);
+            self.held.release(creditor, lease, 0..u32::MAX, now_ms);
         }
         if let State::Asking { request, candidate, .. } = borrow.state {
             self.expect_late(request, &candidate, now_ms);
@@ -287,7 +287,7 @@ impl Debtor {
         let Some(id) = self.waiting(from, grant.request) else {
             if self.late.get(&grant.request).is_some_and(|l| l.instance == from) {
                 let late = self.late.remove(&grant.request).expect("just found");
-                self.held.start_release((from, lease), late.quic_addr, epoch, grant.blocks, now_ms);
+                self.held.start_release((from, lease), late.quic_addr, epoch, 0..grant.blocks, now_ms);
             }
             return;
         };
@@ -296,7 +296,7 @@ impl Debtor {
         let (quic_addr, confirmed_ms) = (candidate.quic_addr.clone(), *sent_ms);
         let sensible = (1..=*blocks).contains(&grant.blocks) && grant.ttl_ms >= limits::LEASE_RENEW_MS * 3;
         if !sensible || self.held.get(from, lease).is_some() {
-            self.held.start_release((from, lease), quic_addr, epoch, grant.blocks, now_ms);
+            self.held.start_release((from, lease), quic_addr, epoch, 0..grant.blocks, now_ms);
             return self.ask_next(id, now_ms);
         }
         borrow.got += grant.blocks;
@@ -306,7 +306,7 @@ impl Debtor {
             epoch,
             seq: borrow.seq,
             blocks: grant.blocks,
-            released: 0,
+            released: RangeSet::default(),
             ttl_ms: grant.ttl_ms,
             confirmed_ms,
             borrow: Some(id),
@@ -365,7 +365,7 @@ impl Debtor {
         let held = self.held.remove(creditor, lease)?;
         match held.borrow.and_then(|id| self.borrows.get_mut(&id)) {
             Some(borrow) => {
-                borrow.got -= held.blocks;
+                borrow.got -= held.blocks - held.released.len();
                 borrow.granted.retain(|key| *key != (creditor, lease));
             }
             None => self.held.outputs.push_back(Output::LeaseLost { seq: held.seq, creditor, lease }),
@@ -400,7 +400,7 @@ impl Debtor {
     pub(super) fn tick(&mut self, now_ms: u64) {
         for (creditor, lease) in self.held.overdue(now_ms) {
             if let Some(held) = self.lose(creditor, lease) {
-                self.held.start_release((creditor, lease), held.quic_addr, held.epoch, held.blocks, now_ms);
+                self.held.start_release((creditor, lease), held.quic_addr, held.epoch, 0..held.blocks, now_ms);
             }
         }
         let over: Vec<_> = self.borrows.iter().filter(|(_, b)| now_ms >= b.deadline_ms).map(|(id, _)| *id).collect();

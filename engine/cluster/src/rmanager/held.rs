@@ -8,9 +8,11 @@
 //!   live has done its work.
 
 use super::debtor::{BorrowId, Output};
+use lagoon_kv::RangeSet;
 use lagoon_protocol::{ControlBody, LeaseRelease, LeaseReleased, LeaseRenew, LeaseRenewed};
 use lagoon_types::{Epoch, InstanceId, LeaseId, SeqId, limits};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::ops::Range;
 
 /// One part in this many of a lease's time to live is the debtor's safety margin.
 const MARGIN: u64 = 8;
@@ -24,8 +26,9 @@ pub(super) struct Held {
     pub(super) quic_addr: String,
     pub(super) epoch: Epoch,
     pub(super) seq: SeqId,
+    /// Entries that it ever had.
     pub(super) blocks: u32,
-    pub(super) released: u32,
+    pub(super) released: RangeSet,
     pub(super) ttl_ms: u64,
     /// When the last message was sent that the creditor is known to have taken as a sign of life.
     pub(super) confirmed_ms: u64,
@@ -39,6 +42,7 @@ impl Held {
     }
 }
 
+/// Entries up to `entries`, which is their end.
 #[derive(Debug)]
 struct Releasing {
     quic_addr: String,
@@ -58,14 +62,15 @@ struct Renewals {
 #[derive(Debug, Default)]
 pub(super) struct HeldLeases {
     leases: BTreeMap<(InstanceId, LeaseId), Held>,
-    releasing: BTreeMap<(InstanceId, LeaseId), Releasing>,
+    /// By creditor, lease and first entry.
+    releasing: BTreeMap<(InstanceId, LeaseId, u32), Releasing>,
     renewals: BTreeMap<InstanceId, Renewals>,
     pub(super) outputs: VecDeque<Output>,
 }
 
 impl HeldLeases {
     pub(super) fn blocks(&self) -> u32 {
-        self.leases.values().map(|h| h.blocks - h.released).sum()
+        self.leases.values().map(|h| h.blocks - h.released.len()).sum()
     }
 
     pub(super) fn has_from(&self, creditor: InstanceId) -> bool {
@@ -77,7 +82,9 @@ impl HeldLeases {
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (InstanceId, LeaseId, Epoch, u32, u32)> + '_ {
-        self.leases.iter().map(|((creditor, lease), h)| (*creditor, *lease, h.epoch, h.released, h.blocks))
+        self.leases.iter().flat_map(|((creditor, lease), h)| {
+            h.released.gaps(0..h.blocks).map(|r| (*creditor, *lease, h.epoch, r.start, r.end))
+        })
     }
 
     fn of(&self, creditor: InstanceId) -> impl Iterator<Item = LeaseId> + '_ {
@@ -98,39 +105,49 @@ impl HeldLeases {
         }
     }
 
-    /// Releases leading entries, and stops holding the lease if they are all.
-    pub(super) fn release(&mut self, creditor: InstanceId, lease: LeaseId, entries: u32, now_ms: u64) {
+    /// Releases entries, and stops holding the lease if they are the last.
+    pub(super) fn release(&mut self, creditor: InstanceId, lease: LeaseId, entries: Range<u32>, now_ms: u64) {
         let key = (creditor, lease);
         let Some(held) = self.leases.get_mut(&key) else { return };
-        if entries <= held.released {
+        let entries = entries.start..entries.end.min(held.blocks);
+        if held.released.insert(entries.clone()) == 0 {
             return;
         }
         let (quic_addr, epoch) = (held.quic_addr.clone(), held.epoch);
-        let entries = entries.min(held.blocks);
-        held.released = entries;
-        if entries == held.blocks {
+        if held.released.len() == held.blocks {
             self.leases.remove(&key);
         }
         self.start_release(key, quic_addr, epoch, entries, now_ms);
     }
 
-    /// Releases a lease that is not (or no longer) held: a late grant, or one that seems lost.
+    /// Releases entries of a lease that are not (or no longer) held: a late grant, or one that seems lost.
     pub(super) fn start_release(
         &mut self,
-        key: (InstanceId, LeaseId),
+        (creditor, lease): (InstanceId, LeaseId),
         quic_addr: String,
         epoch: Epoch,
-        entries: u32,
+        entries: Range<u32>,
         now_ms: u64,
     ) {
+        let (first, end) = (entries.start, entries.end);
+        // What the new one says need not be said again.
+        let all = (creditor, lease, 0)..=(creditor, lease, u32::MAX);
+        let covered = self.releasing.range(all).filter(|((_, _, f), r)| (first..end).contains(f) && r.entries <= end);
+        let covered: Vec<_> = covered.map(|(key, _)| *key).collect();
+        covered.iter().for_each(|key| drop(self.releasing.remove(key)));
         let give_up_ms = now_ms + limits::LEASE_TTL_MS;
-        let releasing = Releasing { quic_addr, epoch, entries, sent_ms: now_ms, give_up_ms };
+        let releasing = Releasing { quic_addr, epoch, entries: end, sent_ms: now_ms, give_up_ms };
+        let key = (creditor, lease, first);
         self.outputs.push_back(release_message(key, &releasing));
-        self.releasing.insert(key, releasing);
+        // A longer one from the same entry on may be under way: what it says holds, and it is repeated on its own.
+        match self.releasing.get(&key) {
+            Some(longer) if longer.entries > end => {}
+            _ => drop(self.releasing.insert(key, releasing)),
+        }
     }
 
     pub(super) fn on_released(&mut self, from: InstanceId, m: &LeaseReleased) {
-        let key = (from, LeaseId(m.lease));
+        let key = (from, LeaseId(m.lease), m.first);
         if self.releasing.get(&key).is_some_and(|r| m.entries >= r.entries) {
             self.releasing.remove(&key);
         }
@@ -162,7 +179,7 @@ impl HeldLeases {
     /// The creditor is another process: nothing of the old one is left to release. Returns what is lost.
     pub(super) fn on_peer_restarted(&mut self, peer: InstanceId) -> Vec<LeaseId> {
         self.renewals.remove(&peer);
-        self.releasing.retain(|(creditor, _), _| *creditor != peer);
+        self.releasing.retain(|(creditor, _, _), _| *creditor != peer);
         self.of(peer).collect()
     }
 
@@ -220,7 +237,7 @@ fn gave_up(renewals: &Renewals, now_ms: u64) -> bool {
     now_ms > renewals.sent_ms + limits::LEASE_TTL_MS
 }
 
-fn release_message((instance, lease): (InstanceId, LeaseId), r: &Releasing) -> Output {
-    let release = LeaseRelease { lease: lease.0, epoch: r.epoch.0, entries: r.entries, first: 0 };
+fn release_message((instance, lease, first): (InstanceId, LeaseId, u32), r: &Releasing) -> Output {
+    let release = LeaseRelease { lease: lease.0, epoch: r.epoch.0, entries: r.entries, first };
     Output::ToPeer { instance, quic_addr: r.quic_addr.clone(), body: ControlBody::LeaseRelease(release) }
 }

@@ -278,13 +278,15 @@ impl RManager {
         self.debtor.on_advice(advice, now_ms);
     }
 
-    /// Gives back leading entries of a borrowed lease, the whole lease if all. Leases that are not held (any more) are
+    /// Gives back entries of a borrowed lease. Leases that are not held (any more) are
     /// ignored, so that what a sequence frees can be handed in as it is, lost leases included.
     pub fn release(&mut self, entries: &RemoteEntries, now_ms: u64) {
-        self.debtor.held.release(entries.creditor, entries.lease, entries.entries, now_ms);
+        let range = entries.first..entries.entries;
+        self.debtor.held.release(entries.creditor, entries.lease, range, now_ms);
     }
 
-    /// Leases that this instance holds and has not released: creditor, lease, epoch, first and end entry.
+    /// What this instance holds and has not released: creditor, lease, epoch, and a range of entries, first and end. A
+    /// lease has as many rows as ranges.
     pub fn held(&self) -> impl Iterator<Item = (InstanceId, LeaseId, Epoch, u32, u32)> + '_ {
         self.debtor.held.iter()
     }
@@ -305,7 +307,7 @@ impl RManager {
         self.creditor.on_request(from, request, now_ms, &mut self.pool)
     }
 
-    /// Leases that this instance has lent: debtor, lease, epoch, first and end entry.
+    /// What this instance has lent, as in [`RManager::held`]; the first is the debtor.
     pub fn lent(&self) -> impl Iterator<Item = (InstanceId, LeaseId, Epoch, u32, u32)> + '_ {
         self.creditor.iter()
     }

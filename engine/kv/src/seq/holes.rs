@@ -32,8 +32,8 @@ impl SeqBlocks {
         self.lost.first().map_or(self.written, |lost| lost.start)
     }
 
-    /// Makes holes of all blocks in leases that `is_lost` names. Returns those leases, with all of their entries that
-    /// the table ever held: the table does not hold them any more.
+    /// Makes holes of all blocks in leases that `is_lost` names. Returns those leases, each with the span of its
+    /// entries that the table had: it does not hold them any more.
     pub fn lose(&mut self, is_lost: impl Fn(InstanceId, LeaseId) -> bool) -> Vec<RemoteEntries> {
         let (mut leases, mut lost) = (Vec::new(), Vec::new());
         for (block, placement) in (0..).zip(&mut self.blocks) {

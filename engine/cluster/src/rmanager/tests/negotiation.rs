@@ -277,7 +277,7 @@ fn senseless_grants_are_given_back() {
 fn releases_are_repeated_until_acknowledged_or_moot() {
     let mut rm = manager();
     borrowed(&mut rm, 7, 4);
-    let entries = |entries| RemoteEntries { creditor: A, lease: LeaseId(7), epoch: Epoch(1007), entries };
+    let entries = |entries| RemoteEntries { creditor: A, lease: LeaseId(7), epoch: Epoch(1007), first: 0, entries };
     rm.release(&entries(2), 10);
     rm.release(&entries(2), 10);
     assert_eq!(outputs(&mut rm), [release_to(A, 7, 2)]);
@@ -293,6 +293,30 @@ fn releases_are_repeated_until_acknowledged_or_moot() {
     assert_eq!(outputs(&mut rm), [release_to(A, 7, 4)], "leases outlive connections");
     rm.tick(20 + TTL);
     assert_eq!((outputs(&mut rm), rm.releasing()), (vec![], 0), "the creditor's own clock has freed it");
+}
+
+#[test]
+fn releases_of_ranges_are_acknowledged_each_and_covered_by_larger_ones() {
+    let mut rm = manager();
+    borrowed(&mut rm, 7, 8);
+    let range = |first, entries| RemoteEntries { creditor: A, lease: LeaseId(7), epoch: Epoch(1007), first, entries };
+    let ack = |rm: &mut RManager, first, entries| {
+        rm.on_peer_control(A, ControlBody::LeaseReleased(LeaseReleased { lease: 7, entries, first }), 20);
+    };
+    rm.release(&range(2, 4), 10);
+    rm.release(&range(5, 6), 10);
+    rm.release(&range(2, 4), 10);
+    assert_eq!((outputs(&mut rm).len(), rm.releasing(), rm.borrowed()), (2, 2, 5));
+    assert_eq!(rm.held().map(|h| (h.3, h.4)).collect::<Vec<_>>(), [(0, 2), (4, 5), (6, 8)]);
+    ack(&mut rm, 2, 4);
+    assert_eq!(rm.releasing(), 1);
+    // The whole span says what is not acknowledged, too.
+    rm.release(&range(0, 8), 11);
+    assert_eq!((outputs(&mut rm).len(), rm.releasing(), rm.borrowed()), (1, 1, 0));
+    ack(&mut rm, 5, 6);
+    assert_eq!(rm.releasing(), 1);
+    ack(&mut rm, 0, 8);
+    assert_eq!(rm.releasing(), 0);
 }
 
 #[test]
