@@ -6,6 +6,7 @@
 #![allow(clippy::print_stderr, reason = "tests tell what they skip")]
 
 pub mod cluster;
+pub mod etcd;
 pub mod golden;
 pub mod process;
 pub mod single;

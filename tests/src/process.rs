@@ -4,6 +4,7 @@
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use serde_json::{Value, json};
+use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -37,6 +38,8 @@ pub fn lagoon(arguments: &[&str]) -> Command {
     for name in ["LAGOON_API_KEY", "LAGOON_LOG", "LAGOON_TLS_CA", "LAGOON_TLS_CERT", "LAGOON_TLS_KEY"] {
         command.env_remove(name);
     }
+    // What instances measure of themselves is kept beside the binary, for the next test.
+    command.env("XDG_CACHE_HOME", binary().with_file_name("test-cache"));
     command
 }
 
@@ -103,7 +106,16 @@ impl Server {
     /// If it ends first, or takes too long.
     #[must_use]
     pub fn start(arguments: &[&str]) -> Self {
-        Self::try_start(arguments).unwrap_or_else(|ended| panic!("{arguments:?} ended: {ended:?}"))
+        Self::start_with(arguments, &[])
+    }
+
+    /// As [`Self::start`], with variables of the environment.
+    ///
+    /// # Panics
+    /// As there.
+    #[must_use]
+    pub fn start_with(arguments: &[&str], variables: &[(&str, &OsStr)]) -> Self {
+        Self::try_start_with(arguments, variables).unwrap_or_else(|ended| panic!("{arguments:?} ended: {ended:?}"))
     }
 
     /// As [`Self::start`]; if it ends before it is ready, what it came to.
@@ -114,7 +126,12 @@ impl Server {
     /// # Panics
     /// If it takes too long, or says what is no JSON.
     pub fn try_start(arguments: &[&str]) -> Result<Self, Ended> {
+        Self::try_start_with(arguments, &[])
+    }
+
+    fn try_start_with(arguments: &[&str], variables: &[(&str, &OsStr)]) -> Result<Self, Ended> {
         let mut command = lagoon(arguments);
+        command.envs(variables.iter().copied());
         command.args(["--json", "--exit-with-stdin"]);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let stdin = child.stdin.take();
@@ -156,6 +173,12 @@ impl Server {
         self.ended()
     }
 
+    /// Its process.
+    #[must_use]
+    pub fn pid(&self) -> u64 {
+        self.child.id().into()
+    }
+
     /// A text of the ready line.
     ///
     /// # Panics
@@ -193,7 +216,15 @@ impl Drop for Server {
 /// # Panics
 /// If that fails.
 pub fn kill(pid: u64) {
-    assert!(Command::new("kill").args(["-9", &pid.to_string()]).status().unwrap().success());
+    signal(pid, "KILL");
+}
+
+/// Sends a process a signal (`TERM`, `STOP`, `CONT`, …).
+///
+/// # Panics
+/// If that fails.
+pub fn signal(pid: u64, name: &str) {
+    assert!(Command::new("kill").args(["-s", name, &pid.to_string()]).status().unwrap().success());
 }
 
 /// An answer.

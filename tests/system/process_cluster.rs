@@ -6,12 +6,12 @@ use lagoon_tests::process::{Client, Server, logits, run, token_ids};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-struct Cluster {
-    ca: TempDir,
-    gmanager: Server,
+pub(crate) struct Cluster {
+    pub(crate) ca: TempDir,
+    pub(crate) gmanager: Server,
 }
 
-fn certificates(dir: &TempDir, name: &str) -> [String; 3] {
+pub(crate) fn certificates(dir: &TempDir, name: &str) -> [String; 3] {
     let at = |file: &str| dir.path().join(file).to_string_lossy().into_owned();
     let issued = run(&["certs", "issue", &dir.path().to_string_lossy(), name]);
     assert_eq!(issued.code, Some(0), "{issued:?}");
@@ -22,7 +22,7 @@ fn certificates(dir: &TempDir, name: &str) -> [String; 3] {
     ]
 }
 
-fn new_ca() -> TempDir {
+pub(crate) fn new_ca() -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     let made = run(&["certs", "init", &dir.path().to_string_lossy()]);
     assert_eq!(made.code, Some(0), "{made:?}");
@@ -30,7 +30,7 @@ fn new_ca() -> TempDir {
 }
 
 impl Cluster {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let ca = new_ca();
         let tls = certificates(&ca, "gm");
         let [a, b, c] = &tls;
@@ -47,17 +47,17 @@ impl Cluster {
         Server::try_start(&[&own[..], &common[..], flags].concat()).map_err(|ended| ended.stderr)
     }
 
-    fn serve(&self, name: &str, model: &str, flags: &[&str]) -> Server {
+    pub(crate) fn serve(&self, name: &str, model: &str, flags: &[&str]) -> Server {
         self.serve_with(&self.ca, name, model, flags).unwrap()
     }
 }
 
-fn wait_for_pool(client: &Client, blocks: u64) {
+pub(crate) fn wait_for_pool(client: &Client, blocks: u64) {
     client.wait_until("/lagoon/status", "a whole pool", |s| s["pool_blocks_total"].as_u64() == Some(blocks));
 }
 
 /// One request on `client` equals the one of a single large instance.
-fn equals_single(client: &Client, model: &str, prompt: &[u32]) {
+pub(crate) fn equals_single(client: &Client, model: &str, prompt: &[u32]) {
     let extra = json!({"return_logits": true});
     let reference = single(model, "256");
     let expected = reference.client().complete(prompt, 12, &extra).json();

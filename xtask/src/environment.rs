@@ -1,11 +1,34 @@
-//! What the tests need besides Rust: Mesa's software Vulkan driver, for the wgpu tests. Installed where that is possible, else named.
+//! What the tests need besides Rust: Mesa's software Vulkan driver, for the wgpu tests, and an etcd server, for gManagers
+//! that stand by. Installed where that is possible, else named.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result};
 
-const PACKAGES: [&str; 2] = ["mesa-vulkan-drivers", "libvulkan1"];
+/// Debian packages that give one thing that the tests need.
+struct Need {
+    packages: &'static [&'static str],
+    /// What it is, and what cannot run without it.
+    what: &'static str,
+    consequence: &'static str,
+    is_there: fn() -> bool,
+}
+
+const NEEDS: [Need; 2] = [
+    Need {
+        packages: &["mesa-vulkan-drivers", "libvulkan1"],
+        what: "software Vulkan driver",
+        consequence: "the wgpu tests cannot run",
+        is_there: has_software_vulkan,
+    },
+    Need {
+        packages: &["etcd-server"],
+        what: "etcd server",
+        consequence: "the tests of standby gManagers cannot run",
+        is_there: has_etcd,
+    },
+];
 
 /// A directory of our own for XDG_RUNTIME_DIR (Mesa warns without one), removed when dropped.
 #[derive(Debug)]
@@ -67,20 +90,30 @@ fn apt_get(arguments: &[&str]) -> bool {
         .is_ok_and(|status| status.success())
 }
 
-/// Make sure that there is a software Vulkan driver, on Linux: install it when this is root on a Debian, else say how.
+fn has_etcd() -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|dir| dir.join("etcd").is_file()) || Path::new("/usr/bin/etcd").is_file()
+}
+
+/// Makes sure that everything is there, on Linux: installs it when this is root on a Debian, else says how.
 pub(crate) fn prepare() {
-    if !cfg!(target_os = "linux") || has_software_vulkan() {
+    if !cfg!(target_os = "linux") {
         return;
     }
-    let hint = format!("sudo apt-get install --no-install-recommends {}", PACKAGES.join(" "));
+    NEEDS.iter().filter(|need| !(need.is_there)()).for_each(install);
+}
+
+fn install(need: &Need) {
+    let Need { packages, what, consequence, .. } = need;
+    let hint = format!("sudo apt-get install --no-install-recommends {}", packages.join(" "));
     if !is_root() || !Path::new("/usr/bin/apt-get").exists() {
-        println!("no software Vulkan driver was found: the wgpu tests cannot run");
+        println!("no {what} was found: {consequence}");
         println!("hint: {hint}");
         return;
     }
-    println!("no software Vulkan driver was found: installing {}", PACKAGES.join(" "));
+    println!("no {what} was found: installing {}", packages.join(" "));
     let mut install = vec!["install", "-y", "-qq", "--no-install-recommends"];
-    install.extend(PACKAGES);
+    install.extend(*packages);
     // The lists may be there already, or a mirror may be away: only the installation itself decides.
     let updated = apt_get(&["update", "-qq"]);
     if !apt_get(&install) {

@@ -43,17 +43,29 @@ pub(crate) enum RemoteArg {
     Fetch,
 }
 
+/// Whether an instance measures itself at start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum CalibrateArg {
+    /// Once for each model, backend, device and element type; then what was measured is read from the cache.
+    #[default]
+    Auto,
+    /// At every start.
+    Always,
+    /// Not at all: the planner does without this instance's numbers.
+    Off,
+}
+
 /// The node's certificate.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub(crate) struct TlsArgs {
     /// The cluster's CA (`lagoon certs init`).
-    #[arg(long, value_name = "PEM", env = "LAGOON_TLS_CA")]
+    #[arg(long, global = true, value_name = "PEM", env = "LAGOON_TLS_CA")]
     pub(crate) tls_ca: Option<PathBuf>,
     /// This node's certificate (`lagoon certs issue`).
-    #[arg(long, value_name = "PEM", env = "LAGOON_TLS_CERT")]
+    #[arg(long, global = true, value_name = "PEM", env = "LAGOON_TLS_CERT")]
     pub(crate) tls_cert: Option<PathBuf>,
     /// This node's private key.
-    #[arg(long, value_name = "PEM", env = "LAGOON_TLS_KEY")]
+    #[arg(long, global = true, value_name = "PEM", env = "LAGOON_TLS_KEY")]
     pub(crate) tls_key: Option<PathBuf>,
 }
 
@@ -85,6 +97,9 @@ pub(crate) struct EngineArgs {
     /// KV capacity of each instance, in tokens [default: by the memory there is].
     #[arg(long, value_name = "N")]
     pub(crate) kv_tokens: Option<u32>,
+    /// Tokens of KV in each instance's host memory besides, lent to itself and others as a kv node of the pool.
+    #[arg(long, value_name = "N")]
+    pub(crate) host_kv_tokens: Option<u32>,
     /// Tokens in an rBlock; the same in the whole pool.
     #[arg(long, value_name = "N", default_value_t = lagoon_types::limits::BLOCK_TOKENS_DEFAULT)]
     pub(crate) block_tokens: u32,
@@ -117,6 +132,9 @@ pub(crate) struct EngineArgs {
     /// Element type of queries and partials between instances.
     #[arg(long, value_parser = parse_dtype, default_value = "f32")]
     pub(crate) wire_dtype: DType,
+    /// Measure this instance at start, for the planner; takes about a second.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) calibrate: CalibrateArg,
 }
 
 impl EngineArgs {
@@ -138,10 +156,17 @@ impl EngineArgs {
             RemoteArg::Fetch => "fetch",
         };
         flags.push(format!("--remote-attention={remote}"));
+        let calibrate = match self.calibrate {
+            CalibrateArg::Auto => "auto",
+            CalibrateArg::Always => "always",
+            CalibrateArg::Off => "off",
+        };
+        flags.push(format!("--calibrate={calibrate}"));
         flags.extend(self.dtype.map(|d| format!("--dtype={d}")));
         flags.extend(self.kv_dtype.map(|d| format!("--kv-dtype={d}")));
         flags.extend(self.kv_tokens.map(|n| format!("--kv-tokens={n}")));
         flags.extend(self.pace.iter().map(|p| format!("--pace={}", p.display())));
+        flags.extend(self.host_kv_tokens.map(|n| format!("--host-kv-tokens={n}")));
         flags.extend(self.threads.map(|n| format!("--threads={n}")));
         flags
     }

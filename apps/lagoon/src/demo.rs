@@ -5,7 +5,7 @@
 //! generated token are compared.
 
 use crate::api_client::ApiClient;
-use crate::args::{BackendArg, EngineArgs, RemoteArg};
+use crate::args::{BackendArg, CalibrateArg, EngineArgs, RemoteArg};
 use crate::local::{EphemeralCa, LocalPool, start_pool, start_single};
 use crate::{bundled, device, up};
 use anyhow::{Context, ensure};
@@ -181,6 +181,7 @@ fn engine_args(args: &DemoArgs, backend: &str) -> EngineArgs {
         dtype: None,
         kv_dtype: None,
         kv_tokens: Some(args.kv_tokens),
+        host_kv_tokens: None,
         block_tokens: limits::BLOCK_TOKENS_DEFAULT,
         step_tokens: u32::try_from(limits::STEP_ROWS_DEFAULT).unwrap_or(u32::MAX),
         max_running: 8,
@@ -191,6 +192,8 @@ fn engine_args(args: &DemoArgs, backend: &str) -> EngineArgs {
         pace: None,
         remote_attention: args.remote_attention,
         wire_dtype: lagoon_types::DType::F32,
+        // Nothing is planned here, and nobody should wait for it.
+        calibrate: CalibrateArg::Off,
     }
 }
 

@@ -1,15 +1,19 @@
 //! The one place that picks a backend: everything below is generic over it.
 
-use crate::args::{BackendArg, EngineArgs};
+use crate::args::{BackendArg, CalibrateArg, EngineArgs};
+use crate::calibrate::{Subject, calibrate};
+use crate::calibration_cache::{self as cache, Key};
 use crate::model::{OpenModel, bytes_bar};
 use anyhow::{Context, bail};
 use lagoon_backend::{Device, DeviceInfo, Lateness, PaceProfile, Paced, cpu::CpuDevice};
 use lagoon_cuda::CudaProbe;
 use lagoon_model::{LlamaWeights, Rope};
+use lagoon_protocol::Calibration;
 use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, Model, Report};
 use lagoon_shaders::{AdapterChoice, WgpuDevice, list_adapters};
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// Largest piece of remote KV that is fetched at once, in tokens.
 pub(crate) const FETCH_TOKENS: u32 = 512;
@@ -71,6 +75,8 @@ pub(crate) struct Running {
     pub(crate) info: DeviceInfo,
     /// Of a paced device: see `--pace`.
     pub(crate) _lateness: Option<LatenessLog>,
+    /// What it measured of itself, now or earlier.
+    pub(crate) calibration: Option<Calibration>,
 }
 
 /// Tells at the end how far a paced device fell behind.
@@ -83,6 +89,9 @@ impl Drop for LatenessLog {
         tracing::info!(late_us, modelled_us, "paced device");
     }
 }
+
+/// Time that an instance takes to measure itself.
+const CALIBRATION_BUDGET: Duration = Duration::from_secs(1);
 
 /// What the executor is to hold.
 #[derive(Clone, Copy, Debug)]
@@ -157,7 +166,53 @@ fn load<D: Device>(
         step_seqs: args.max_running.min(args.step_tokens as usize),
         fetch_tokens: FETCH_TOKENS as usize,
     };
-    let executor = Executor::new(device, &model.config, weights, config)
+    let runs_requests = weights.is_some();
+    let mut executor = Executor::new(device, &model.config, weights, config)
         .context("allocate the KV cache and buffers\nhint: choose a smaller --kv-tokens or --step-tokens")?;
-    Ok(Running { thread: lagoon_runner::spawn(executor, report), info, _lateness: None })
+    let subject = Subject {
+        geometry: model.config.geometry,
+        kv: model.config.kv_shape(sizes.kv_dtype),
+        slots: sizes.blocks_total * args.block_tokens,
+        positions: model.config.max_positions,
+        step_rows: u32::try_from(config.step_rows).unwrap_or(u32::MAX),
+        step_seqs: u32::try_from(config.step_seqs).unwrap_or(u32::MAX),
+        runs_requests,
+    };
+    let calibration = measured(&mut executor, subject, args, model, &info)?;
+    Ok(Running { thread: lagoon_runner::spawn(executor, report), info, _lateness: None, calibration })
+}
+
+/// What is known of the executor's speed: from the cache, or measured now, as the flag says.
+fn measured<D: Device>(
+    executor: &mut Executor<D>,
+    subject: Subject,
+    args: &EngineArgs,
+    model: &OpenModel,
+    info: &DeviceInfo,
+) -> anyhow::Result<Option<Calibration>> {
+    let key = Key {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        model: model.hash.to_string(),
+        backend: info.backend.to_owned(),
+        device: info.name.clone(),
+        kv_dtype: subject.kv.dtype.to_string(),
+        threads: args.threads,
+        runs_requests: subject.runs_requests,
+    };
+    // What a profile paces is not the device's own speed.
+    let cached = args.calibrate == CalibrateArg::Auto && args.pace.is_none();
+    if args.calibrate == CalibrateArg::Off {
+        return Ok(None);
+    }
+    if cached && let Some(known) = cache::load(&key) {
+        return Ok(Some(known));
+    }
+    let started = Instant::now();
+    let calibration = calibrate(executor, subject, CALIBRATION_BUDGET)
+        .context("measure the device\nhint: --calibrate=off does not")?;
+    tracing::info!(took = ?started.elapsed(), ?calibration, "measured");
+    if args.pace.is_none() {
+        cache::store(&key, &calibration);
+    }
+    Ok(Some(calibration))
 }

@@ -1,5 +1,6 @@
 //! `lagoon doctor`: what this machine offers, and what would get in the way.
 
+use crate::calibration_cache as cache;
 use crate::local::EphemeralCa;
 use crate::pool_client::PoolClient;
 use lagoon_protocol::{VERSION_MAX, VERSION_MIN};
@@ -43,6 +44,7 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<()> {
     checks.push(segmentation_offload());
     checks.push(port(args.port));
     checks.push(loopback().await);
+    checks.push(calibration());
     if args.json {
         println!("{}", serde_json::to_string(&serde_json::json!({ "checks": checks }))?);
         return Ok(());
@@ -54,6 +56,22 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+/// Where instances keep what they measured of themselves.
+fn calibration() -> Check {
+    match cache::dir() {
+        Some(dir) => {
+            let text = format!("{} measured instances in {}", cache::entries(), dir.display());
+            check("calibration", true, text, "")
+        }
+        None => check(
+            "calibration",
+            false,
+            "no cache directory: every instance measures itself at each start",
+            "set XDG_CACHE_HOME or HOME",
+        ),
+    }
 }
 
 fn versions() -> Check {
@@ -161,7 +179,7 @@ async fn handshake() -> anyhow::Result<u128> {
         }
         anyhow::Ok(())
     });
-    let mut client = PoolClient::new(addr, &ca.identity()?)?;
+    let mut client = PoolClient::new(&[addr], &ca.identity()?)?;
     client.rows().await?;
     let started = std::time::Instant::now();
     client.rows().await?;

@@ -29,10 +29,15 @@ impl NodeEngine {
 
     /// The node's state, as of now.
     pub(crate) async fn status(&self) -> Option<NodeStatus> {
-        let (reply, answer) = oneshot::channel();
-        self.inputs.send(Input::Status { reply }).await.ok()?;
-        tokio::time::timeout(STATUS_DEADLINE, answer).await.ok()?.ok()
+        node_status(&self.inputs).await
     }
+}
+
+/// The state of the node that takes these inputs, as of now.
+pub(crate) async fn node_status(inputs: &mpsc::Sender<Input>) -> Option<NodeStatus> {
+    let (reply, answer) = oneshot::channel();
+    inputs.send(Input::Status { reply }).await.ok()?;
+    tokio::time::timeout(STATUS_DEADLINE, answer).await.ok()?.ok()
 }
 
 impl Engine for NodeEngine {
@@ -62,7 +67,7 @@ impl Engine for NodeEngine {
         let pool = *self.shared.pool_tokens.lock().unwrap_or_else(PoisonError::into_inner);
         EngineInfo {
             capacity_tokens: Some(u32::try_from(pool).unwrap_or(u32::MAX)),
-            ready: !self.inputs.is_closed(),
+            ready: !self.inputs.is_closed() && !self.shared.draining.load(Relaxed),
             ..self.info.clone()
         }
     }

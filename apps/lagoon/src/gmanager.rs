@@ -1,9 +1,13 @@
 //! `lagoon gmanager`: the coordinator's process around the sans-IO `GManager`.
+//!
+//! There is a `GManager` only while this process leads (`election.rs`), a new one in each term; whoever asks a standby is
+//! told who leads.
 
 use crate::args::TlsArgs;
+use crate::election::{Election, ElectionArgs, Standing};
 use anyhow::Context;
 use lagoon_cluster::GManager;
-use lagoon_protocol::ControlBody;
+use lagoon_protocol::{ControlBody, NotLeader};
 use lagoon_transport::{Bound, Event, Frame, Node, PeerId, TransportConfig};
 use lagoon_types::InstanceId;
 use std::collections::HashMap;
@@ -19,6 +23,8 @@ pub(crate) struct GManagerArgs {
     /// The address that instances are told, if it is not the one listened on.
     #[arg(long, value_name = "ADDR")]
     advertise: Option<SocketAddr>,
+    #[command(flatten)]
+    election: ElectionArgs,
     #[command(flatten)]
     tls: TlsArgs,
     /// Print one JSON object when ready.
@@ -54,64 +60,118 @@ pub(crate) async fn run(args: GManagerArgs) -> anyhow::Result<()> {
     } else {
         println!("gManager on {addr}");
     }
-    let first = args.first_instance.unwrap_or_else(|| first_instance_by_clock(SystemTime::now()));
-    let mut pool = Registry { gmanager: GManager::new(first), registered: HashMap::new(), started: Instant::now() };
+    let election = Election::start(&args.election, addr, stop.clone())?;
+    let mut shell = Shell { node: node.clone(), election, first_instance: args.first_instance, leading: None };
     let mut tick = tokio::time::interval(Duration::from_secs(1));
     loop {
         tokio::select! {
             () = stop.cancelled() => break,
-            Some(event) = events.recv() => pool.on_event(&node, event),
+            Some(event) = events.recv() => shell.on_event(event),
             // Nobody has a reason to send KV or partials here: they are dropped.
             Some(_) = partials.recv() => {}
             Some(_) = bulk.recv() => {}
-            _ = tick.tick() => {
-                let now = pool.now_ms();
-                for instance in pool.gmanager.tick(now) {
-                    tracing::warn!(%instance, "forgotten after a long silence");
-                }
-            }
+            _ = tick.tick() => shell.on_tick(),
         }
     }
+    shell.election.ended().await;
     node.close(Duration::from_millis(500)).await;
     Ok(())
 }
 
-struct Registry {
+struct Shell {
+    node: Node,
+    election: Election,
+    first_instance: Option<u32>,
+    leading: Option<Leading>,
+}
+
+/// The pool as it is known in one term.
+struct Leading {
+    term: u64,
     gmanager: GManager,
     /// Who registered on which connection.
     registered: HashMap<PeerId, InstanceId>,
     started: Instant,
 }
 
-impl Registry {
+impl Leading {
     fn now_ms(&self) -> u64 {
         u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 
-    fn on_event(&mut self, node: &Node, event: Event) {
+    fn on_control(&mut self, peer: PeerId, body: &ControlBody) -> Option<ControlBody> {
+        let now = self.now_ms();
+        let mut answer = self.gmanager.on_control(self.registered.get(&peer).copied(), body, now)?;
+        match &mut answer {
+            ControlBody::HeartbeatAck(ack) => ack.term = self.term,
+            ControlBody::StatusReply(reply) => reply.term = self.term,
+            ControlBody::Registered(r) => {
+                r.term = self.term;
+                tracing::info!(instance = r.instance, "registered");
+                self.registered.insert(peer, InstanceId(r.instance));
+            }
+            ControlBody::Rejected(r) => tracing::warn!(reason = r.reason, "refused a registration"),
+            _ => {}
+        }
+        Some(answer)
+    }
+}
+
+impl Shell {
+    /// The pool, if this process leads now; else the address of who does. What was known in another term is forgotten:
+    /// instances tell a new leader everything.
+    fn leading(&mut self) -> Result<&mut Leading, String> {
+        match self.election.standing() {
+            Standing::Follows { leader } => {
+                self.leading = None;
+                Err(leader)
+            }
+            Standing::Leads { term } => {
+                let current = self.leading.take().filter(|leading| leading.term == term);
+                let first = || self.first_instance.unwrap_or_else(|| first_instance_by_clock(SystemTime::now()));
+                Ok(self.leading.insert(current.unwrap_or_else(|| Leading {
+                    term,
+                    gmanager: GManager::new(first()),
+                    registered: HashMap::new(),
+                    started: Instant::now(),
+                })))
+            }
+        }
+    }
+
+    fn on_event(&mut self, event: Event) {
         match event {
             Event::Control { peer, message, .. } => {
                 let Some(body) = message.body else { return };
-                let now = self.now_ms();
-                let answer = self.gmanager.on_control(self.registered.get(&peer).copied(), &body, now);
-                let Some(answer) = answer else { return };
-                match &answer {
-                    ControlBody::Registered(r) => {
-                        tracing::info!(instance = r.instance, "registered");
-                        self.registered.insert(peer, InstanceId(r.instance));
-                    }
-                    ControlBody::Rejected(r) => tracing::warn!(reason = r.reason, "refused a registration"),
-                    _ => {}
-                }
-                if let Err(error) = node.try_send(peer, &Frame::Control(answer.into())) {
-                    tracing::debug!(%peer, %error, "an answer was not sent");
+                let answer = match self.leading() {
+                    Ok(leading) => leading.on_control(peer, &body),
+                    Err(leader_addr) => Some(ControlBody::NotLeader(NotLeader { leader_addr })),
+                };
+                if let Some(answer) = answer {
+                    self.send(peer, answer);
                 }
             }
             Event::Down { peer, .. } => {
-                self.registered.remove(&peer);
+                if let Some(leading) = &mut self.leading {
+                    leading.registered.remove(&peer);
+                }
             }
             // The transport has logged what it refused.
             Event::Refused { .. } | Event::Up { .. } | Event::Unreachable { .. } | Event::Expired { .. } => {}
+        }
+    }
+
+    fn send(&self, peer: PeerId, body: ControlBody) {
+        if let Err(error) = self.node.try_send(peer, &Frame::Control(body.into())) {
+            tracing::debug!(%peer, %error, "a message was not sent");
+        }
+    }
+
+    fn on_tick(&mut self) {
+        let Ok(leading) = self.leading() else { return };
+        let now = leading.now_ms();
+        for instance in leading.gmanager.tick(now) {
+            tracing::warn!(%instance, "forgotten after a long silence");
         }
     }
 }

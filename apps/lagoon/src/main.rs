@@ -3,28 +3,39 @@
 //! Commands parse their arguments, wire libraries together and print; everything else lives below.
 #![forbid(unsafe_code)]
 
+mod admin;
 mod api_client;
 mod args;
 mod bench;
 mod bench_trace;
 mod bundled;
+mod calibrate;
+mod calibration_cache;
 mod certs;
 mod chat;
 mod demo;
 mod device;
 mod doctor;
+mod drain;
+mod election;
 mod engine;
+mod etcd;
 mod gateway;
 mod gmanager;
+mod host_tier;
+mod kv;
+mod leader;
 mod local;
 mod loop_thread;
 mod model;
 mod node;
+mod node_metrics;
 mod pool_client;
 mod quiet;
 mod serve;
 mod shutdown;
 mod status;
+mod table;
 mod up;
 
 use clap::{Parser, Subcommand};
@@ -60,6 +71,10 @@ enum Command {
     Bench(bench::BenchArgs),
     /// Instances, blocks and requests of a pool.
     Status(status::StatusArgs),
+    /// Move everything away from an instance, to stop it without losing a request.
+    Drain(drain::DrainArgs),
+    /// Where requests' rBlocks are, and moving them by hand.
+    Kv(kv::KvArgs),
     /// The cluster's certificates.
     Certs(certs::CertsArgs),
     /// What this machine offers: adapters, UDP buffers, ports, versions.
@@ -94,6 +109,8 @@ fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
             Command::Chat(args) => chat::run(args).await.map(done),
             Command::Bench(args) => bench::run(args).await.map(done),
             Command::Status(args) => status::run(args).await.map(done),
+            Command::Drain(args) => drain::run(args).await.map(done),
+            Command::Kv(args) => kv::run(args).await.map(done),
             Command::Certs(args) => certs::run(args).map(done),
             Command::Doctor(args) => doctor::run(args).await.map(done),
         }

@@ -54,6 +54,12 @@ impl OpenModel {
         Ok(Self { id, dtype: dtype.unwrap_or(stored), config, checkpoint: Some(checkpoint), hash })
     }
 
+    /// The same without its weights.
+    pub(crate) fn shape(&self) -> Self {
+        let (id, config) = (self.id.clone(), self.config.clone());
+        Self { id, config, checkpoint: None, hash: self.hash, dtype: self.dtype }
+    }
+
     /// The shape of the model in `dir`, for a kv node: its weights are not needed, their identity is.
     pub(crate) fn open_shape(dir: &Path, id: String, dtype: Option<DType>, hash: ModelHash) -> anyhow::Result<Self> {
         let config = ModelConfig::open(dir)?;

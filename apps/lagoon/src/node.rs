@@ -1,15 +1,19 @@
 //! The loop around `Instance::handle`: it turns what comes from the transport, the device thread, HTTP and the clock
 //! into events, and carries out the effects. All decisions are in the instance.
 
-use lagoon_instance::{Effect, Event, Instance, InstanceStatus, PeerKey, TICK_MS};
-use lagoon_protocol::{BulkFrame, PartialsFrame};
+use crate::leader::Leader;
+use crate::node_metrics::NodeMetrics;
+use crate::pool_client::{CalibrationRow, role_name, tier_name};
+use anyhow::Context as _;
+use lagoon_instance::{Effect, Event, Instance, InstanceConfig, InstanceStatus, PeerKey, TICK_MS};
+use lagoon_protocol::{AdminBody, AdminDrain, AdminQuery, BulkFrame, ControlBody, DrainOrder, PartialsFrame};
 use lagoon_runner::{ExecutorThread, Report};
-use lagoon_transport::{Bound, Class, Event as NetEvent, Frame, Inbound, Node, PeerId};
+use lagoon_transport::{Bound, Class, Event as NetEvent, Frame, Identity, Inbound, Node, PeerId, TransportConfig};
 use lagoon_types::{GenerateRequest, InstanceId, RequestError, SeqId, TokenEvent};
-use metrics::{counter, describe_counter, describe_gauge, gauge};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
@@ -24,9 +28,36 @@ pub(crate) enum Input {
     Status { reply: oneshot::Sender<NodeStatus> },
 }
 
+/// What does not change while a node runs.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct About {
+    pub(crate) name: String,
+    /// `instance` or `kv`.
+    pub(crate) role: &'static str,
+    pub(crate) backend: String,
+    /// `device` or `host`.
+    pub(crate) tier: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) calibration: Option<CalibrationRow>,
+}
+
+impl About {
+    pub(crate) fn new(config: &InstanceConfig) -> Self {
+        Self {
+            name: config.name.clone(),
+            role: role_name(config.role),
+            backend: config.backend.clone(),
+            tier: tier_name(config.tier.into()),
+            calibration: config.calibration.as_ref().map(CalibrationRow::from),
+        }
+    }
+}
+
 /// What `/lagoon/status` answers.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct NodeStatus {
+    #[serde(flatten)]
+    pub(crate) about: About,
     #[serde(flatten)]
     pub(crate) instance: InstanceStatus,
     /// Bytes of frames sent to peers, by class, since the start.
@@ -40,17 +71,47 @@ pub(crate) struct NodeStatus {
 pub(crate) struct Shared {
     /// Tokens that the whole pool could hold.
     pub(crate) pool_tokens: Mutex<u64>,
+    /// It is being drained: whoever dispatches requests shall look elsewhere.
+    pub(crate) draining: AtomicBool,
 }
 
-/// The pool side of a node: its transport and the gManager's address.
+impl Shared {
+    pub(crate) fn new(instance: &Instance) -> Self {
+        Self { pool_tokens: Mutex::new(instance.pool_tokens()), draining: AtomicBool::new(false) }
+    }
+}
+
+/// The pool side of a node: its transport and the gManagers' addresses.
 #[derive(Debug)]
 pub(crate) struct Pool {
     pub(crate) bound: Bound,
-    pub(crate) gmanager: SocketAddr,
+    pub(crate) gmanagers: Vec<SocketAddr>,
+    /// The address that peers are told, if it is not the one that is listened on.
+    pub(crate) advertise: Option<SocketAddr>,
+}
+
+impl Pool {
+    /// Opens an endpoint on `listen`. Call it within the runtime of the loop that will use it.
+    pub(crate) fn join(
+        listen: SocketAddr,
+        advertise: Option<SocketAddr>,
+        identity: &Identity,
+        gmanagers: &[SocketAddr],
+    ) -> anyhow::Result<Self> {
+        let config = TransportConfig { advertise, ..TransportConfig::default() };
+        let bound = Node::bind(listen, identity, config).with_context(|| format!("accept peers on {listen}"))?;
+        Ok(Self { bound, gmanagers: gmanagers.to_vec(), advertise })
+    }
+
+    /// As peers reach it.
+    pub(crate) fn addr(&self) -> SocketAddr {
+        self.advertise.unwrap_or_else(|| self.bound.node.local_addr())
+    }
 }
 
 enum Happened {
     Stop,
+    Drain,
     Net(NetEvent),
     Report(Report),
     Partials(Inbound<PartialsFrame>),
@@ -69,9 +130,11 @@ pub(crate) struct NodeLoop {
     reports: mpsc::UnboundedReceiver<Report>,
     inputs: mpsc::Receiver<Input>,
     pool: Option<Pool>,
-    gmanager: Option<PeerId>,
+    leader: Option<Leader>,
     sessions: HashMap<PeerId, u64>,
     outputs: BTreeMap<SeqId, mpsc::Sender<TokenEvent>>,
+    about: About,
+    metrics: NodeMetrics,
     shared: Arc<Shared>,
     started: Instant,
     /// How long the loop polls for a frame that is due before it sleeps. Waking a processor that has gone to sleep costs
@@ -80,10 +143,21 @@ pub(crate) struct NodeLoop {
     /// When something last came, the clock's ticks apart.
     last: Instant,
     fatal: Option<String>,
+    drain: Drain,
+}
+
+/// A drain that this process was asked for (SIGTERM).
+#[derive(Debug, Default)]
+struct Drain {
+    asked: CancellationToken,
+    begun: bool,
+    /// Nothing is left here.
+    done: bool,
 }
 
 impl NodeLoop {
     pub(crate) fn new(
+        about: About,
         instance: Instance,
         executor: ExecutorThread,
         reports: mpsc::UnboundedReceiver<Report>,
@@ -91,22 +165,31 @@ impl NodeLoop {
         pool: Option<Pool>,
         shared: Arc<Shared>,
     ) -> Self {
-        let gmanager = pool.as_ref().and_then(|p| p.bound.node.connect(p.gmanager, &[Class::Control]));
+        let leader = pool.as_ref().map(|p| Leader::new(&p.bound.node, &p.gmanagers));
         Self {
             instance,
             executor,
             reports,
             inputs,
             pool,
-            gmanager,
+            leader,
             sessions: HashMap::new(),
             outputs: BTreeMap::new(),
+            metrics: NodeMetrics::new(about.tier),
+            about,
             shared,
             started: Instant::now(),
             poll: Duration::ZERO,
             last: Instant::now(),
             fatal: None,
+            drain: Drain::default(),
         }
+    }
+
+    /// Begins a drain when `asked` is cancelled, and ends when it is done.
+    #[must_use]
+    pub(crate) fn draining_on(self, asked: CancellationToken) -> Self {
+        Self { drain: Drain { asked, ..Drain::default() }, ..self }
     }
 
     /// Polls for so long for frames that are due, instead of sleeping at once.
@@ -127,6 +210,11 @@ impl NodeLoop {
             }
             match happened {
                 Happened::Stop => break,
+                Happened::Drain => {
+                    self.drain.begun = true;
+                    self.shared.draining.store(true, Relaxed);
+                    self.order_drain();
+                }
                 Happened::Net(event) => self.on_net(event),
                 Happened::Report(report) => self.step(Event::Runner(report)),
                 Happened::Partials(Inbound { peer, session, frame }) => {
@@ -149,6 +237,10 @@ impl NodeLoop {
             if let Some(reason) = self.fatal.take() {
                 anyhow::bail!(reason);
             }
+            // Whoever waits for an answer's last event has it in a channel of their own by now.
+            if self.drain.done {
+                break;
+            }
         }
         if let Some(pool) = &self.pool {
             pool.bound.node.close(Duration::from_millis(500)).await;
@@ -159,7 +251,7 @@ impl NodeLoop {
     /// The next thing that happens: what is latency-bound first, the bulk class last.
     async fn next(&mut self, stop: &CancellationToken, tick: &mut Interval) -> Happened {
         let polls = self.instance.expects_frames() && self.last.elapsed() < self.poll;
-        let Self { pool, reports, inputs, instance, .. } = self;
+        let Self { pool, reports, inputs, instance, drain, .. } = self;
         let (events, partials, bulk) = match pool {
             Some(Pool { bound: Bound { events, partials, bulk, .. }, .. }) => {
                 (Some(events), Some(partials), Some(bulk))
@@ -169,6 +261,7 @@ impl NodeLoop {
         tokio::select! {
             biased;
             () = stop.cancelled() => Happened::Stop,
+            () = drain.asked.cancelled(), if !drain.begun => Happened::Drain,
             Some(event) = recv(events) => Happened::Net(event),
             Some(report) = reports.recv() => Happened::Report(report),
             Some(inbound) = recv(partials) => Happened::Partials(inbound),
@@ -196,29 +289,38 @@ impl NodeLoop {
             NetEvent::Up { peer, session, addr, .. } => {
                 tracing::debug!(%peer, %addr, "connected");
                 self.sessions.insert(peer, session);
-                if Some(peer) == self.gmanager {
-                    self.step(Event::GManagerUp);
-                } else {
-                    self.step(Event::PeerUp { peer: PeerKey(peer.0) });
+                match &mut self.leader {
+                    Some(leader) if leader.is_gmanager(peer) => {
+                        leader.on_up(peer);
+                        self.choose_leader();
+                    }
+                    _ => self.step(Event::PeerUp { peer: PeerKey(peer.0) }),
                 }
             }
             NetEvent::Down { peer, reason, .. } => {
                 self.sessions.remove(&peer);
-                if Some(peer) == self.gmanager {
-                    tracing::warn!(reason, "the gManager is gone; running requests go on");
-                    self.step(Event::GManagerDown);
-                } else {
-                    tracing::warn!(%peer, reason, "a peer is gone");
-                    self.step(Event::PeerDown { peer: PeerKey(peer.0) });
+                match &mut self.leader {
+                    Some(leader) if leader.is_gmanager(peer) => {
+                        if leader.on_down(peer) {
+                            tracing::warn!(reason, "the gManager is gone; running requests go on");
+                            self.step(Event::GManagerDown);
+                            self.choose_leader();
+                        }
+                    }
+                    _ => {
+                        tracing::warn!(%peer, reason, "a peer is gone");
+                        self.step(Event::PeerDown { peer: PeerKey(peer.0) });
+                    }
                 }
             }
             NetEvent::Unreachable { peer, addr, reason } => {
-                if Some(peer) == self.gmanager {
+                if self.is_gmanager(peer) {
                     tracing::warn!(%addr, reason, "the gManager cannot be reached; trying again");
                 } else {
                     self.step(Event::PeerDown { peer: PeerKey(peer.0) });
                 }
             }
+            NetEvent::Expired { peer, .. } if self.is_gmanager(peer) => {}
             NetEvent::Expired { peer, .. } => self.step(Event::SendFailed { peer: PeerKey(peer.0) }),
             // The transport has logged it.
             NetEvent::Refused { .. } => {}
@@ -227,12 +329,54 @@ impl NodeLoop {
                 if self.sessions.get(&peer) != Some(&session) {
                     return;
                 }
-                if Some(peer) == self.gmanager {
-                    self.step(Event::GManager(body));
+                if self.is_gmanager(peer) {
+                    self.on_gmanager(peer, body);
                 } else {
                     self.step(Event::Control { peer: PeerKey(peer.0), body });
                 }
             }
+        }
+    }
+
+    fn is_gmanager(&self, peer: PeerId) -> bool {
+        self.leader.as_ref().is_some_and(|leader| leader.is_gmanager(peer))
+    }
+
+    /// What a gManager says counts only while it is the one talked to.
+    fn on_gmanager(&mut self, peer: PeerId, body: ControlBody) {
+        let (Some(leader), Some(pool)) = (&mut self.leader, &self.pool) else { return };
+        if leader.current() != Some(peer) {
+            return;
+        }
+        if let ControlBody::NotLeader(standby) = &body {
+            let addr = standby.leader_addr.parse::<SocketAddr>().ok();
+            let named = addr.and_then(|addr| pool.bound.node.connect(addr, &[Class::Control]));
+            tracing::info!(leader = standby.leader_addr, "a standby answered; looking for the gManager that leads");
+            if leader.on_not_leader(peer, named, Instant::now()) {
+                self.step(Event::GManagerDown);
+            }
+            return;
+        }
+        if matches!(body, ControlBody::Registered(_)) {
+            leader.on_registered();
+        }
+        self.step(Event::GManager(body));
+    }
+
+    /// Tells the instance, and the gManager, which moves away what others have here. Repeated while it lasts: another
+    /// gManager may lead by then.
+    fn order_drain(&mut self) {
+        self.step(Event::GManager(ControlBody::DrainOrder(DrainOrder { on: true, stop: true })));
+        if let Some(instance) = self.instance.status().instance {
+            let drain = AdminBody::Drain(AdminDrain { instance: instance.0, cancel: false, stop: true });
+            let query = AdminQuery { query: 0, body: Some(drain) };
+            self.apply(Effect::ToGManager(ControlBody::AdminQuery(query)));
+        }
+    }
+
+    fn choose_leader(&mut self) {
+        if self.leader.as_mut().is_some_and(|leader| leader.choose(Instant::now()).is_some()) {
+            self.step(Event::GManagerUp);
         }
     }
 
@@ -257,6 +401,7 @@ impl NodeLoop {
             self.sessions.keys().filter_map(|p| node?.stats(*p, class)).map(|s| s.bytes_sent).sum()
         };
         NodeStatus {
+            about: self.about.clone(),
             instance: self.instance.status(),
             control_bytes_sent: sent(Class::Control),
             partials_bytes_sent: sent(Class::Partials),
@@ -266,8 +411,12 @@ impl NodeLoop {
 
     fn on_tick(&mut self, ticks: u64) {
         self.step(Event::Tick);
+        self.choose_leader();
         if !ticks.is_multiple_of(25) {
             return;
+        }
+        if self.drain.begun {
+            self.order_drain();
         }
         let rtts: Vec<(PeerId, Duration)> = self
             .node()
@@ -279,16 +428,7 @@ impl NodeLoop {
         }
         *self.shared.pool_tokens.lock().unwrap_or_else(PoisonError::into_inner) = self.instance.pool_tokens();
         let status = self.status();
-        let blocks = &status.instance;
-        gauge!("lagoon_kv_blocks_total").set(f64::from(blocks.blocks_total));
-        gauge!("lagoon_kv_blocks_free").set(f64::from(blocks.blocks_free));
-        gauge!("lagoon_kv_blocks_lent").set(f64::from(blocks.blocks_lent));
-        gauge!("lagoon_kv_blocks_borrowed").set(f64::from(blocks.blocks_borrowed));
-        gauge!("lagoon_requests_running").set(as_f64(blocks.running));
-        gauge!("lagoon_requests_waiting").set(as_f64(blocks.waiting));
-        counter!("lagoon_wire_bytes_sent_total", "class" => "control").absolute(status.control_bytes_sent);
-        counter!("lagoon_wire_bytes_sent_total", "class" => "partials").absolute(status.partials_bytes_sent);
-        counter!("lagoon_wire_bytes_sent_total", "class" => "bulk").absolute(status.bulk_bytes_sent);
+        self.metrics.record(&status);
     }
 
     /// Hands one event to the instance, and whatever follows from failing to carry out an effect.
@@ -306,7 +446,7 @@ impl NodeLoop {
     fn apply(&mut self, effect: Effect) -> Option<Event> {
         match effect {
             Effect::ToGManager(body) => {
-                let peer = self.gmanager?;
+                let peer = self.leader.as_ref()?.current()?;
                 if let Err(error) = self.node()?.try_send(peer, &Frame::Control(body.into())) {
                     tracing::debug!(%error, "the gManager was not told");
                 }
@@ -378,21 +518,6 @@ async fn recv<T>(inbox: Option<&mut lagoon_transport::Inbox<T>>) -> Option<T> {
         Some(inbox) => inbox.recv().await,
         None => std::future::pending().await,
     }
-}
-
-fn as_f64(n: usize) -> f64 {
-    f64::from(u32::try_from(n).unwrap_or(u32::MAX))
-}
-
-/// Says what the pool's metrics mean. Call it once, after the recorder is installed.
-pub(crate) fn describe_metrics() {
-    describe_gauge!("lagoon_kv_blocks_total", "rBlocks of this instance.");
-    describe_gauge!("lagoon_kv_blocks_free", "rBlocks that nobody has.");
-    describe_gauge!("lagoon_kv_blocks_lent", "rBlocks that other instances have borrowed here.");
-    describe_gauge!("lagoon_kv_blocks_borrowed", "rBlocks that this instance has borrowed elsewhere.");
-    describe_gauge!("lagoon_requests_running", "Sequences in the batch.");
-    describe_gauge!("lagoon_requests_waiting", "Sequences that wait for memory.");
-    describe_counter!("lagoon_wire_bytes_sent_total", "Bytes of frames sent to peers and the gManager, by class.");
 }
 
 /// What a request is refused with when the loop is gone.

@@ -1,21 +1,32 @@
-//! Asking a gManager for the state of its pool.
+//! Asking a pool's gManager for its state, and giving it an operator's orders.
+//!
+//! Of several gManagers the one that leads answers; the others say who does.
 
-use anyhow::{Context, bail};
-use lagoon_protocol::{ControlBody, InstanceStatus, StatusQuery};
+use anyhow::{Context, bail, ensure};
+use lagoon_protocol::{
+    AdminBody, AdminQuery, AdminReply, BatchPoint, Calibration, ControlBody, InstanceStatus, MemoryTier, Role,
+    StatusQuery, StatusReply,
+};
 use lagoon_transport::{Bound, Class, Event, Frame, Identity, Node, PeerId, TransportConfig};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::time::Duration;
+use tokio::time::Instant;
 
 /// Time for one question and its answer, the first connection included.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(5);
+/// Silence after which another gManager is asked, if there is one.
+const SILENCE: Duration = Duration::from_millis(1500);
+/// Pause before the next gManager is asked while none leads.
+const PAUSE: Duration = Duration::from_millis(100);
 
 /// One row of `lagoon status`.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct PoolRow {
     pub(crate) instance: u32,
     pub(crate) name: String,
-    pub(crate) role: &'static str,
+    pub(crate) role: String,
     pub(crate) backend: String,
     pub(crate) alive: bool,
     pub(crate) http_addr: String,
@@ -29,11 +40,63 @@ pub(crate) struct PoolRow {
     pub(crate) blocks_borrowed: u32,
     pub(crate) requests_running: u32,
     pub(crate) requests_waiting: u32,
+    pub(crate) tier: String,
+    pub(crate) draining: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) calibration: Option<CalibrationRow>,
+}
+
+/// What an instance measured of itself.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct CalibrationRow {
+    /// Microseconds of a step without its attention, by batch size.
+    pub(crate) step_us: BTreeMap<u32, f64>,
+    pub(crate) attention_us_per_ktoken: f64,
+    pub(crate) prefill_us_per_token: f64,
+    pub(crate) copy_bytes_per_s: f64,
+}
+
+impl From<&Calibration> for CalibrationRow {
+    fn from(c: &Calibration) -> Self {
+        Self {
+            step_us: c.batches.iter().map(|p| (p.batch, p.step_us)).collect(),
+            attention_us_per_ktoken: c.attention_us_per_ktoken,
+            prefill_us_per_token: c.prefill_us_per_token,
+            copy_bytes_per_s: c.copy_bytes_per_s,
+        }
+    }
+}
+
+impl From<&CalibrationRow> for Calibration {
+    fn from(row: &CalibrationRow) -> Self {
+        Self {
+            batches: row.step_us.iter().map(|(batch, us)| BatchPoint { batch: *batch, step_us: *us }).collect(),
+            attention_us_per_ktoken: row.attention_us_per_ktoken,
+            prefill_us_per_token: row.prefill_us_per_token,
+            copy_bytes_per_s: row.copy_bytes_per_s,
+        }
+    }
+}
+
+/// A pool as its gManager knows it.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(crate) struct PoolState {
+    pub(crate) gmanager: GManagerRow,
+    pub(crate) instances: Vec<PoolRow>,
+}
+
+/// The gManager that answered: the one that leads.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(crate) struct GManagerRow {
+    pub(crate) addr: String,
+    pub(crate) term: u64,
+    /// Addresses of the others that were asked on the way.
+    pub(crate) standbys: Vec<String>,
 }
 
 impl From<InstanceStatus> for PoolRow {
     fn from(row: InstanceStatus) -> Self {
-        let role = if row.role == lagoon_protocol::Role::Kv as i32 { "kv" } else { "instance" };
+        let role = role_name(row.role()).to_owned();
         let h = row.heartbeat.unwrap_or_default();
         Self {
             instance: row.instance,
@@ -51,63 +114,180 @@ impl From<InstanceStatus> for PoolRow {
             blocks_borrowed: h.blocks_borrowed,
             requests_running: h.requests_running,
             requests_waiting: h.requests_waiting,
+            tier: tier_name(row.tier).to_owned(),
+            draining: h.draining,
+            calibration: row.calibration.as_ref().map(CalibrationRow::from),
         }
     }
 }
 
-/// A connection to a gManager.
+/// As on the command line.
+pub(crate) fn role_name(role: Role) -> &'static str {
+    match role {
+        Role::Instance => "instance",
+        Role::Kv => "kv",
+    }
+}
+
+/// As on the command line.
+pub(crate) fn tier_name(tier: i32) -> &'static str {
+    if tier == MemoryTier::Host as i32 { "host" } else { "device" }
+}
+
+/// A client of a pool's gManagers.
 #[derive(Debug)]
 pub(crate) struct PoolClient {
     bound: Bound,
-    gmanager: PeerId,
+    gmanagers: Vec<PeerId>,
+    /// The one to ask, by its place in `gmanagers`.
+    at: usize,
     queries: u64,
 }
 
+/// What came of asking one gManager.
+enum Outcome {
+    Answer(ControlBody),
+    NotLeader { leader_addr: String },
+    Unreachable { reason: String },
+    Silent,
+}
+
 impl PoolClient {
-    /// Within a tokio runtime. The connection is made with the first question.
-    pub(crate) fn new(gmanager: SocketAddr, identity: &Identity) -> anyhow::Result<Self> {
-        let any = if gmanager.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
+    /// Within a tokio runtime. Connections are made with the first question.
+    pub(crate) fn new(gmanagers: &[SocketAddr], identity: &Identity) -> anyhow::Result<Self> {
+        let first = gmanagers.first().context("no gManager is named\nhint: --gmanager IP:PORT")?;
+        let any = if first.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
         let bound = Node::bind(any.parse()?, identity, TransportConfig::default()).context("open a UDP socket")?;
-        let gmanager = bound.node.connect(gmanager, &[Class::Control]).context("too many peers")?;
-        Ok(Self { bound, gmanager, queries: 0 })
+        let peers = gmanagers.iter().map(|addr| bound.node.connect(*addr, &[Class::Control]));
+        let gmanagers = peers.collect::<Option<Vec<_>>>().context("too many gManagers")?;
+        Ok(Self { bound, gmanagers, at: 0, queries: 0 })
     }
 
     /// The pool's instances, by number.
     pub(crate) async fn rows(&mut self) -> anyhow::Result<Vec<PoolRow>> {
-        self.queries += 1;
-        let query = Frame::Control(ControlBody::StatusQuery(StatusQuery { query: self.queries }).into());
-        self.bound.node.send(self.gmanager, &query, ANSWER_DEADLINE).await.context("ask the gManager")?;
-        match tokio::time::timeout(ANSWER_DEADLINE, self.answer()).await {
-            Ok(rows) => rows,
-            Err(_) => bail!(
-                "the gManager did not answer within {} s\nhint: check the address and that the certificates are of \
-                 the same CA",
-                ANSWER_DEADLINE.as_secs()
-            ),
-        }
+        Ok(self.state().await?.instances)
     }
 
-    async fn answer(&mut self) -> anyhow::Result<Vec<PoolRow>> {
-        while let Some(event) = self.bound.events.recv().await {
-            match event {
-                Event::Control { message, .. } => {
-                    if let Some(ControlBody::StatusReply(reply)) = message.body
-                        && reply.query == self.queries
-                    {
-                        return Ok(reply.instances.into_iter().map(PoolRow::from).collect());
-                    }
+    /// The pool as its gManager knows it.
+    pub(crate) async fn state(&mut self) -> anyhow::Result<PoolState> {
+        self.queries += 1;
+        let query = self.queries;
+        let mine = move |body: &ControlBody| matches!(body, ControlBody::StatusReply(reply) if reply.query == query);
+        let (answer, standbys) = self.ask(ControlBody::StatusQuery(StatusQuery { query }), mine).await?;
+        let ControlBody::StatusReply(StatusReply { instances, term, .. }) = answer else { bail!("no status") };
+        let addr = |peer: &PeerId| self.bound.node.addr(*peer).map(|a| a.to_string()).unwrap_or_default();
+        let gmanager =
+            GManagerRow { addr: addr(&self.gmanagers[self.at]), term, standbys: standbys.iter().map(addr).collect() };
+        Ok(PoolState { gmanager, instances: instances.into_iter().map(PoolRow::from).collect() })
+    }
+
+    /// Has an operator's order carried out; an error says why it was not, and what to do.
+    pub(crate) async fn admin(&mut self, body: AdminBody) -> anyhow::Result<AdminReply> {
+        self.queries += 1;
+        let query = self.queries;
+        let mine = move |body: &ControlBody| matches!(body, ControlBody::AdminReply(reply) if reply.query == query);
+        let order = ControlBody::AdminQuery(AdminQuery { query, body: Some(body) });
+        let (answer, _) = self.ask(order, mine).await?;
+        let ControlBody::AdminReply(reply) = answer else { bail!("no answer to an order") };
+        let hint = if reply.hint.is_empty() { String::new() } else { format!("\nhint: {}", reply.hint) };
+        ensure!(reply.error.is_empty(), "{}{hint}", reply.error);
+        Ok(reply)
+    }
+
+    /// Asks until the gManager that leads answers, within the deadline. Also those that said that they do not lead.
+    async fn ask(
+        &mut self,
+        body: ControlBody,
+        mine: impl Fn(&ControlBody) -> bool,
+    ) -> anyhow::Result<(ControlBody, Vec<PeerId>)> {
+        let deadline = Instant::now() + ANSWER_DEADLINE;
+        let question = Frame::Control(body.into());
+        let mut standbys = Vec::new();
+        let mut unreachable: BTreeMap<PeerId, String> = BTreeMap::new();
+        while Instant::now() < deadline {
+            let peer = self.gmanagers[self.at];
+            self.bound.node.send(peer, &question, ANSWER_DEADLINE).await.context("ask the gManager")?;
+            let until = if self.gmanagers.len() > 1 { deadline.min(Instant::now() + SILENCE) } else { deadline };
+            match self.outcome(peer, until, &mine).await? {
+                Outcome::Answer(answer) => {
+                    standbys.retain(|standby| *standby != peer);
+                    return Ok((answer, standbys));
                 }
-                Event::Unreachable { addr, reason, .. } => {
-                    let hint = if reason.contains("certificate") {
-                        "\nhint: both ends need certificates of the same CA"
-                    } else {
-                        ""
-                    };
-                    bail!("the gManager at {addr} cannot be reached: {reason}{hint}")
+                Outcome::NotLeader { leader_addr } => {
+                    unreachable.clear();
+                    if !standbys.contains(&peer) {
+                        standbys.push(peer);
+                    }
+                    self.follow(&leader_addr);
+                    tokio::time::sleep(PAUSE).await;
+                }
+                Outcome::Unreachable { reason } => {
+                    unreachable.insert(peer, reason);
+                    if unreachable.len() == self.gmanagers.len() {
+                        break;
+                    }
+                    self.at = (self.at + 1) % self.gmanagers.len();
+                }
+                Outcome::Silent => self.at = (self.at + 1) % self.gmanagers.len(),
+            }
+        }
+        Err(self.no_answer(&unreachable, !standbys.is_empty()))
+    }
+
+    fn follow(&mut self, leader_addr: &str) {
+        let named = leader_addr.parse().ok().and_then(|addr| self.bound.node.connect(addr, &[Class::Control]));
+        if let Some(named) = named
+            && !self.gmanagers.contains(&named)
+        {
+            self.gmanagers.push(named);
+        }
+        let place = named.and_then(|named| self.gmanagers.iter().position(|peer| *peer == named));
+        self.at = place.unwrap_or((self.at + 1) % self.gmanagers.len());
+    }
+
+    fn no_answer(&self, unreachable: &BTreeMap<PeerId, String>, standbys: bool) -> anyhow::Error {
+        if let Some((peer, reason)) = unreachable.iter().next() {
+            let addr = self.bound.node.addr(*peer).map(|a| a.to_string()).unwrap_or_default();
+            let hint =
+                if reason.contains("certificate") { "\nhint: both ends need certificates of the same CA" } else { "" };
+            return anyhow::anyhow!("the gManager at {addr} cannot be reached: {reason}{hint}");
+        }
+        let seconds = ANSWER_DEADLINE.as_secs();
+        if standbys {
+            return anyhow::anyhow!(
+                "no gManager leads: only standbys answered within {seconds} s\nhint: they elect one through etcd; is \
+                 it running?"
+            );
+        }
+        anyhow::anyhow!(
+            "the gManager did not answer within {seconds} s\nhint: check the address and that the certificates are of \
+             the same CA"
+        )
+    }
+
+    async fn outcome(
+        &mut self,
+        asked: PeerId,
+        until: Instant,
+        mine: &impl Fn(&ControlBody) -> bool,
+    ) -> anyhow::Result<Outcome> {
+        loop {
+            let Ok(event) = tokio::time::timeout_at(until, self.bound.events.recv()).await else {
+                return Ok(Outcome::Silent);
+            };
+            match event.context("the transport was closed")? {
+                Event::Control { peer, message, .. } => match message.body {
+                    Some(body) if mine(&body) => return Ok(Outcome::Answer(body)),
+                    Some(ControlBody::NotLeader(standby)) if peer == asked => {
+                        return Ok(Outcome::NotLeader { leader_addr: standby.leader_addr });
+                    }
+                    _ => {}
+                },
+                Event::Unreachable { peer, reason, .. } if peer == asked => {
+                    return Ok(Outcome::Unreachable { reason });
                 }
                 _ => {}
             }
         }
-        bail!("the transport was closed")
     }
 }

@@ -3,9 +3,11 @@
 use crate::args::{EngineArgs, RemoteArg, TlsArgs};
 use crate::device::{self, FETCH_TOKENS, Sizes};
 use crate::engine::NodeEngine;
+use crate::host_tier::{HostStatus, HostTier};
 use crate::loop_thread::LoopThread;
 use crate::model::{OpenModel, defaults, resolve, short_name};
-use crate::node::{NodeLoop, Pool, Shared};
+use crate::node::{About, NodeLoop, Pool, Shared};
+use crate::shutdown::{self, Ending};
 use anyhow::Context;
 use axum::Json;
 use axum::extract::{Request, State};
@@ -19,14 +21,12 @@ use lagoon_instance::{Instance, InstanceConfig, RemotePolicy};
 use lagoon_protocol::{MemoryTier, Role};
 use lagoon_sched::SchedulerConfig;
 use lagoon_text::{ChatTemplate, Tokenizer};
-use lagoon_transport::{Node, TransportConfig};
 use lagoon_types::ModelHash;
 use std::net::SocketAddr;
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
-use tokio_util::sync::CancellationToken;
 
 /// What this process does in the pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -38,16 +38,29 @@ pub(crate) enum RoleArg {
     Kv,
 }
 
+/// Which memory rBlocks are in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum TierArg {
+    /// That of the device which computes attention there (the processor's own on the cpu backend).
+    #[default]
+    Device,
+    /// The host's: large and slow, with attention on its processor.
+    Host,
+}
+
 /// `lagoon serve`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct ServeArgs {
     /// A model directory (config.json, safetensors, tokenizer.json) or a hub name (org/name[@revision]).
     model: String,
-    /// Join the pool of this gManager (ip:port of its QUIC endpoint).
-    #[arg(long, value_name = "ADDR")]
-    gmanager: Option<SocketAddr>,
+    /// Join the pool of this gManager (ip:port of its QUIC endpoint); of several, comma-separated, the one that leads.
+    #[arg(long, value_name = "ADDR", value_delimiter = ',')]
+    gmanager: Vec<SocketAddr>,
     #[arg(long, value_enum, default_value_t)]
     role: RoleArg,
+    /// Which memory the pool counts a kv node's rBlocks as: `host` is used when device memory is full.
+    #[arg(long, value_enum, default_value_t)]
+    tier: TierArg,
     /// Where the OpenAI endpoint listens.
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8000")]
     http: SocketAddr,
@@ -57,6 +70,9 @@ pub(crate) struct ServeArgs {
     /// The address that peers are told, if it is not the one listened on.
     #[arg(long, value_name = "ADDR")]
     advertise: Option<SocketAddr>,
+    /// Where peers reach the host memory tier (QUIC, UDP) [default: a free port beside --quic].
+    #[arg(long, value_name = "ADDR", requires = "host_kv_tokens")]
+    host_quic: Option<SocketAddr>,
     /// Name of this instance, for people.
     #[arg(long, default_value = "lagoon")]
     name: String,
@@ -72,6 +88,9 @@ pub(crate) struct ServeArgs {
     /// The model's identity in hexadecimal, for a kv node without weights (the others print it when they start).
     #[arg(long, value_name = "HEX", value_parser = parse_hash)]
     model_hash: Option<ModelHash>,
+    /// Seconds that SIGTERM gives requests to finish and lent rBlocks to move away before the process stops.
+    #[arg(long, value_name = "N", default_value_t = 25)]
+    drain_timeout_s: u64,
     #[command(flatten)]
     tls: TlsArgs,
     #[command(flatten)]
@@ -132,25 +151,55 @@ struct Ready<'a> {
     kv_tokens: u64,
 }
 
+/// Refuses flags that do not go together.
+fn check(args: &ServeArgs) -> anyhow::Result<()> {
+    anyhow::ensure!(
+        args.tier == TierArg::Device || args.role == RoleArg::Kv,
+        "--tier is for kv nodes\nhint: an instance gets host memory besides its own with --host-kv-tokens"
+    );
+    anyhow::ensure!(
+        args.engine.host_kv_tokens.is_none() || !args.gmanager.is_empty(),
+        "--host-kv-tokens adds memory to a pool, and this instance is in none\n\
+         hint: name the pool's --gmanager, use `lagoon up`, or raise --kv-tokens"
+    );
+    anyhow::ensure!(
+        args.engine.host_kv_tokens.is_none() || args.advertise.is_none() || args.host_quic.is_some(),
+        "with --advertise the host memory tier needs a port of its own that peers reach\nhint: name it with --host-quic"
+    );
+    Ok(())
+}
+
+/// How much KV it holds, in whole rBlocks.
+fn sizes(args: &ServeArgs, model: &OpenModel) -> anyhow::Result<Sizes> {
+    let kv_dtype = args.engine.kv_dtype.unwrap_or(model.dtype);
+    let kv = model.config.kv_shape(kv_dtype);
+    let kv_tokens = args.engine.kv_tokens.unwrap_or_else(|| default_kv_tokens(model, kv.token_bytes()));
+    let block_tokens = args.engine.block_tokens;
+    anyhow::ensure!(
+        block_tokens > 0 && kv_tokens >= block_tokens,
+        "--kv-tokens {kv_tokens} is less than one rBlock of {block_tokens} tokens\nhint: raise --kv-tokens or lower --block-tokens"
+    );
+    Ok(Sizes { blocks_total: kv_tokens / block_tokens, kv_dtype })
+}
+
+/// The endpoint of the host memory tier: beside the instance's own.
+fn join_host(args: &ServeArgs) -> anyhow::Result<Pool> {
+    let listen = args.host_quic.unwrap_or(SocketAddr::new(args.quic.ip(), 0));
+    let advertise = args.advertise.map(|addr| SocketAddr::new(addr.ip(), listen.port()));
+    Pool::join(listen, advertise, &args.tls.identity()?, &args.gmanager)
+}
+
 /// Runs until Ctrl-C (or the end of standard input, if asked).
 pub(crate) async fn run(args: ServeArgs) -> anyhow::Result<()> {
-    let stop = crate::shutdown::token(args.exit_with_stdin);
+    check(&args)?;
+    let Ending { drain, stop } = shutdown::graceful(args.exit_with_stdin, Duration::from_secs(args.drain_timeout_s));
     let dir = {
         let name = args.model.clone();
         tokio::task::spawn_blocking(move || resolve(&name)).await??
     };
     let model = open(&args, &dir)?;
     let chosen = device::choose(args.engine.backend)?;
-    let kv_dtype = args.engine.kv_dtype.unwrap_or(model.dtype);
-    let kv = model.config.kv_shape(kv_dtype);
-    let kv_tokens = args.engine.kv_tokens.unwrap_or_else(|| default_kv_tokens(&model, kv.token_bytes()));
-    let block_tokens = args.engine.block_tokens;
-    anyhow::ensure!(
-        block_tokens > 0 && kv_tokens >= block_tokens,
-        "--kv-tokens {kv_tokens} is less than one rBlock of {block_tokens} tokens\nhint: raise --kv-tokens or lower --block-tokens"
-    );
-    let sizes = Sizes { blocks_total: kv_tokens / block_tokens, kv_dtype };
-
+    let sizes = sizes(&args, &model)?;
     let (report, reports) = mpsc::unbounded_channel();
     let running = device::start(chosen, &args.engine, &model, sizes, move |r| {
         // The loop ends before the device thread does; a report after that concerns nobody.
@@ -161,21 +210,22 @@ pub(crate) async fn run(args: ServeArgs) -> anyhow::Result<()> {
         .with_context(|| format!("listen on {}\nhint: choose another address with --http", args.http))?;
     let http_addr = listener.local_addr()?;
     let loop_thread = LoopThread::spawn(stop.clone())?;
-    let pool = match args.gmanager {
-        None => None,
-        Some(gmanager) => {
-            let config = TransportConfig { advertise: args.advertise, ..TransportConfig::default() };
-            let identity = args.tls.identity()?;
+    let pool = match &args.gmanager[..] {
+        [] => None,
+        gmanagers => {
             let _network = loop_thread.handle().enter();
-            let bound =
-                Node::bind(args.quic, &identity, config).with_context(|| format!("accept peers on {}", args.quic))?;
-            Some(Pool { bound, gmanager })
+            Some(Pool::join(args.quic, args.advertise, &args.tls.identity()?, gmanagers)?)
         }
     };
-    let quic_addr = pool.as_ref().map(|p| args.advertise.unwrap_or_else(|| p.bound.node.local_addr()));
-    let config = instance_config(&args, &model, sizes, running.info.backend, http_addr, quic_addr);
+    let quic_addr = pool.as_ref().map(Pool::addr);
+    let config = InstanceConfig {
+        calibration: running.calibration,
+        ..instance_config(&args, &model, sizes, running.info.backend, http_addr, quic_addr)
+    };
+    let host = HostTier::start(&args.engine, &model, &config, &stop, || join_host(&args))?;
+    let about = About::new(&config);
     let instance = Instance::new(config)?;
-    let shared = Arc::new(Shared { pool_tokens: Mutex::new(instance.pool_tokens()) });
+    let shared = Arc::new(Shared::new(&instance));
     let (input, inputs) = mpsc::channel(args.engine.max_queue.max(64) * 2);
     let info = EngineInfo {
         model_id: model.id.clone(),
@@ -185,20 +235,41 @@ pub(crate) async fn run(args: ServeArgs) -> anyhow::Result<()> {
         ready: true,
     };
     let engine = Arc::new(NodeEngine::new(input, shared.clone(), info));
-    let node = NodeLoop::new(instance, running.thread, reports, inputs, pool, shared)
-        .polling(Duration::from_micros(args.engine.poll_us));
-    let router = router(&args, &dir, &model, engine)?;
+    let node = NodeLoop::new(about, instance, running.thread, reports, inputs, pool, shared)
+        .polling(Duration::from_micros(args.engine.poll_us))
+        .draining_on(drain.clone());
+    let source = StatusSource { engine: engine.clone(), host: host.as_ref().map(HostTier::status) };
+    let router = router(&args, &dir, &model, engine, source)?;
     announce(&args, &model, &running.info, sizes, http_addr, quic_addr)?;
     let server = lagoon_http::serve(listener, router, stop.clone().cancelled_owned());
-    let (served, looped) = tokio::join!(server, run_loop(loop_thread, node, stop));
+    let loops = run_loops((loop_thread, node), host, Ending { drain, stop });
+    let (served, looped) = tokio::join!(server, loops);
     served.context("serve HTTP")?;
     looped
 }
 
-/// The loop's end ends the server, whatever the reason.
-async fn run_loop(thread: LoopThread, node: NodeLoop, stop: CancellationToken) -> anyhow::Result<()> {
+/// Runs the instance's loop and that of its host memory tier to their ends.
+async fn run_loops(own: (LoopThread, NodeLoop), host: Option<HostTier>, ending: Ending) -> anyhow::Result<()> {
+    let beside = async {
+        match host {
+            Some(HostTier { thread, node, .. }) => {
+                run_loop(thread, node.draining_on(ending.drain.clone()), &ending).await
+            }
+            None => Ok(()),
+        }
+    };
+    let (own, beside) = tokio::join!(run_loop(own.0, own.1, &ending), beside);
+    ending.stop.cancel();
+    own.and(beside.context("the host memory tier"))
+}
+
+/// A loop that fails ends the process; one that is drained has the other drained too.
+async fn run_loop(thread: LoopThread, node: NodeLoop, ending: &Ending) -> anyhow::Result<()> {
     let result = thread.run(node).await;
-    stop.cancel();
+    match &result {
+        Ok(()) => ending.drain.cancel(),
+        Err(_) => ending.stop.cancel(),
+    }
     result
 }
 
@@ -225,7 +296,10 @@ fn instance_config(
             RoleArg::Instance => Role::Instance,
             RoleArg::Kv => Role::Kv,
         },
-        tier: MemoryTier::Device,
+        tier: match args.tier {
+            TierArg::Device => MemoryTier::Device,
+            TierArg::Host => MemoryTier::Host,
+        },
         calibration: None,
         incarnation: rand::random(),
         model_hash: model.hash,
@@ -256,16 +330,29 @@ const LINK_BYTES_PER_S: f64 = 1e9;
 /// As [`LINK_BYTES_PER_S`], for attention on this instance.
 const ATTENTION_FLOPS: f64 = 5e10;
 
-fn router(args: &ServeArgs, dir: &Path, model: &OpenModel, engine: Arc<NodeEngine>) -> anyhow::Result<axum::Router> {
+/// Who knows what `/lagoon/status` tells.
+#[derive(Clone, Debug)]
+struct StatusSource {
+    engine: Arc<NodeEngine>,
+    host: Option<HostStatus>,
+}
+
+fn router(
+    args: &ServeArgs,
+    dir: &Path,
+    model: &OpenModel,
+    engine: Arc<NodeEngine>,
+    source: StatusSource,
+) -> anyhow::Result<axum::Router> {
+    let status = axum::routing::get(status).with_state(source);
     if args.role == RoleArg::Kv {
         let health = axum::routing::get(|| async { "ok" });
-        let status = axum::routing::get(status).with_state(engine);
         return Ok(axum::Router::new().route("/health", health).route("/lagoon/status", status));
     }
     let metrics = lagoon_http::metrics::install()?;
-    crate::node::describe_metrics();
+    crate::node_metrics::describe();
     let state = ServerState {
-        engine: engine.clone(),
+        engine,
         tokenizer: Arc::new(
             Tokenizer::open(dir).context("open the tokenizer\nhint: a model directory needs its tokenizer.json")?,
         ),
@@ -277,7 +364,7 @@ fn router(args: &ServeArgs, dir: &Path, model: &OpenModel, engine: Arc<NodeEngin
         metrics,
         created: lagoon_http::unix_seconds(),
     };
-    let guarded = guarded(axum::routing::get(status).with_state(engine), args.api_key.clone());
+    let guarded = guarded(status, args.api_key.clone());
     Ok(axum::Router::new().route("/lagoon/status", guarded).fallback_service(lagoon_http::router(state)))
 }
 
@@ -289,11 +376,16 @@ pub(crate) fn guarded(route: MethodRouter, key: Option<String>) -> MethodRouter 
     }))
 }
 
-async fn status(State(engine): State<Arc<NodeEngine>>) -> Response {
-    match engine.status().await {
-        Some(status) => Json(status).into_response(),
-        None => StatusCode::SERVICE_UNAVAILABLE.into_response(),
+/// The instance's own state, and that of its host memory tier under `host`.
+async fn status(State(source): State<StatusSource>) -> Response {
+    let Some(status) = source.engine.status().await else { return StatusCode::SERVICE_UNAVAILABLE.into_response() };
+    let Ok(mut shown) = serde_json::to_value(status) else { return StatusCode::INTERNAL_SERVER_ERROR.into_response() };
+    if let Some(host) = &source.host
+        && let Some(host) = host.get().await
+    {
+        shown["host"] = serde_json::to_value(host).unwrap_or_default();
     }
+    Json(shown).into_response()
 }
 
 #[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]

@@ -1,10 +1,11 @@
 //! `lagoon up`: a whole pool on this machine behind one OpenAI endpoint.
 
+use crate::admin::{self, state_json};
 use crate::api_client::ApiClient;
 use crate::args::EngineArgs;
 use crate::gateway::{Backend, Gateway};
 use crate::local::{EphemeralCa, LocalPool, start_pool};
-use crate::pool_client::{PoolClient, PoolRow};
+use crate::pool_client::{PoolClient, PoolRow, PoolState};
 use crate::serve::guarded;
 use crate::{bundled, device, model};
 use anyhow::Context;
@@ -14,6 +15,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use std::net::SocketAddr;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
+use tokio::sync::Mutex;
 use tokio_util::sync::CancellationToken;
 
 /// How often the gateway learns the instances' loads.
@@ -94,21 +96,24 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     .await?;
     bar.finish_and_clear();
 
-    let rows = Arc::new(RwLock::new(Vec::<PoolRow>::new()));
-    let mut client = PoolClient::new(pool.gmanager, &ca.identity()?)?;
-    wait_registered(&mut client, &rows, count).await?;
-    wait_acquainted(&pool, &rows, args.api_key.as_ref()).await?;
-    tokio::spawn(watch(client, rows.clone(), stop.clone()));
+    let mut client = PoolClient::new(&[pool.gmanager], &ca.identity()?)?;
+    let state = wait_registered(&mut client, count).await?;
+    wait_acquainted(&pool, &state.instances, args.api_key.as_ref()).await?;
+    let state = Arc::new(RwLock::new(state));
+    tokio::spawn(watch(client, state.clone(), stop.clone()));
 
-    let (source, block_tokens) = (rows.clone(), u64::from(args.engine.block_tokens));
+    let (source, block_tokens) = (state.clone(), u64::from(args.engine.block_tokens));
     let backends = Arc::new(move || backends(&source, block_tokens));
     let gateway = Gateway::new(backends, lagoon_http::metrics::install()?, args.api_key.clone())?;
     let status = get(move || async move {
-        let rows = rows.read().unwrap_or_else(PoisonError::into_inner).clone();
-        Json(serde_json::json!({ "instances": rows }))
+        let state = state.read().unwrap_or_else(PoisonError::into_inner).clone();
+        Json(state_json(&state))
     });
+    let operator = Arc::new(Mutex::new(PoolClient::new(&[pool.gmanager], &ca.identity()?)?));
+    let orders = axum::routing::post(admin::serve).with_state(operator);
     let router = axum::Router::new()
         .route("/lagoon/status", guarded(status, args.api_key.clone()))
+        .route("/lagoon/admin", guarded(orders, args.api_key.clone()))
         .fallback_service(gateway.router());
     announce(&args, &name, listener.local_addr()?, &pool)?;
     lagoon_http::serve(listener, router, stop.cancelled_owned()).await.context("serve HTTP")
@@ -132,14 +137,13 @@ fn announce(args: &UpArgs, model: &str, http: SocketAddr, pool: &LocalPool) -> a
     Ok(())
 }
 
-async fn wait_registered(client: &mut PoolClient, rows: &RwLock<Vec<PoolRow>>, count: usize) -> anyhow::Result<()> {
+async fn wait_registered(client: &mut PoolClient, count: usize) -> anyhow::Result<PoolState> {
     let deadline = tokio::time::Instant::now() + REGISTER_DEADLINE;
     loop {
-        let now = client.rows().await?;
-        let alive = now.iter().filter(|r| r.alive).count();
-        *rows.write().unwrap_or_else(PoisonError::into_inner) = now;
+        let state = client.state().await?;
+        let alive = state.instances.iter().filter(|r| r.alive).count();
         if alive >= count {
-            return Ok(());
+            return Ok(state);
         }
         anyhow::ensure!(
             tokio::time::Instant::now() < deadline,
@@ -151,9 +155,8 @@ async fn wait_registered(client: &mut PoolClient, rows: &RwLock<Vec<PoolRow>>, c
 }
 
 /// Waits until every instance has heard how large the pool is: before that it refuses what is larger than itself.
-async fn wait_acquainted(pool: &LocalPool, rows: &RwLock<Vec<PoolRow>>, key: Option<&String>) -> anyhow::Result<()> {
+async fn wait_acquainted(pool: &LocalPool, rows: &[PoolRow], key: Option<&String>) -> anyhow::Result<()> {
     let deadline = tokio::time::Instant::now() + REGISTER_DEADLINE;
-    let rows = rows.read().unwrap_or_else(PoisonError::into_inner).clone();
     for instance in &pool.instances {
         let http = instance.http()?.to_string();
         let share = |row: &PoolRow| if row.http_addr == http { row.blocks_total } else { row.blocks_lend_max };
@@ -171,19 +174,19 @@ async fn wait_acquainted(pool: &LocalPool, rows: &RwLock<Vec<PoolRow>>, key: Opt
     Ok(())
 }
 
-/// Keeps the rows fresh; when the gManager is silent the last ones stand.
-async fn watch(mut client: PoolClient, rows: Arc<RwLock<Vec<PoolRow>>>, stop: CancellationToken) {
+/// Keeps the state fresh; when the gManager is silent the last one stands.
+async fn watch(mut client: PoolClient, state: Arc<RwLock<PoolState>>, stop: CancellationToken) {
     while !stop.is_cancelled() {
-        match client.rows().await {
-            Ok(now) => *rows.write().unwrap_or_else(PoisonError::into_inner) = now,
+        match client.state().await {
+            Ok(now) => *state.write().unwrap_or_else(PoisonError::into_inner) = now,
             Err(error) => tracing::warn!(%error, "the pool's state is unknown"),
         }
         tokio::time::sleep(WATCH_EVERY).await;
     }
 }
 
-fn backends(rows: &RwLock<Vec<PoolRow>>, block_tokens: u64) -> Vec<Backend> {
-    let rows = rows.read().unwrap_or_else(PoisonError::into_inner);
+fn backends(state: &RwLock<PoolState>, block_tokens: u64) -> Vec<Backend> {
+    let state = state.read().unwrap_or_else(PoisonError::into_inner);
     let backend = |row: &PoolRow| {
         Some(Backend {
             name: row.name.clone(),
@@ -193,5 +196,6 @@ fn backends(rows: &RwLock<Vec<PoolRow>>, block_tokens: u64) -> Vec<Backend> {
             waiting: u64::from(row.requests_waiting),
         })
     };
-    rows.iter().filter(|r| r.alive && r.role == "instance").filter_map(backend).collect()
+    let serves = |r: &&PoolRow| r.alive && !r.draining && r.role == "instance";
+    state.instances.iter().filter(serves).filter_map(backend).collect()
 }

@@ -1,0 +1,318 @@
+//! Calibration: what an executor measures of itself before it serves, for the planner's model (v2 Eq. 5).
+//!
+//! Decode-shaped steps of growing batches whose sequences see one token each (f), micro attention over two context
+//! lengths (g), one prefill chunk, and KV copied out and in. Everything goes through the executor's own commands, so that
+//! what is measured is what serves. Each point is the fastest of a few repetitions: other programs only ever add time.
+//!
+//! Bounded: a point is not begun when it is expected to exceed what is left of the budget; the first point always is.
+//! Leaves no trace: slots that were written are zero again afterwards, and nothing else is kept.
+
+use anyhow::{Context, bail};
+use lagoon_backend::{AttnRows, Device};
+use lagoon_protocol::{BatchPoint, Calibration};
+use lagoon_runner::{
+    Command, Executor, GuestQuery, GuestRead, GuestTag, GuestWrite, RemoteWork, Report, SampleSpec, SeqRows, StepWork,
+};
+use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape, Lane, SamplingParams, SeqId, StepId};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Largest batch that is measured.
+const BATCH_MAX: u32 = 64;
+/// Longest context that attention is measured over, in tokens.
+const CONTEXT_MAX: u32 = 4096;
+/// Tokens of the prefill chunk at most.
+const PREFILL_MAX: u32 = 512;
+/// Tokens that are copied at once at most.
+const COPY_MAX: u32 = 256;
+/// Repetitions of a point: at least so many (after one that is not counted), then until the time is used.
+const REPEATS_MIN: usize = 2;
+const POINT_TIME: Duration = Duration::from_millis(15);
+
+/// What an executor was made for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Subject {
+    pub(crate) geometry: AttentionGeometry,
+    pub(crate) kv: KvShape,
+    /// Slots of its KV store.
+    pub(crate) slots: u32,
+    /// Longest sequence of the model, in tokens.
+    pub(crate) positions: u32,
+    pub(crate) step_rows: u32,
+    pub(crate) step_seqs: u32,
+    /// It has weights: not on a kv node.
+    pub(crate) runs_requests: bool,
+}
+
+/// Measures an executor that serves nobody yet, in about `budget` (the first step apart, however slow it is).
+pub(crate) fn calibrate<D: Device>(
+    executor: &mut Executor<D>,
+    subject: Subject,
+    budget: Duration,
+) -> anyhow::Result<Calibration> {
+    let mut bench = Bench { executor, subject, step: 0 };
+    let (attention_us_per_ktoken, copy_bytes_per_s) =
+        (bench.attention(budget.mul_f64(0.2))?, bench.copy(budget.mul_f64(0.1))?);
+    let (mut batches, mut prefill_us_per_token) = (Vec::new(), 0.0);
+    if subject.runs_requests {
+        batches = bench.batches(budget.mul_f64(0.4))?;
+        let slowest = batches.first().map_or(0.0, |p| p.step_us);
+        prefill_us_per_token = bench.prefill(budget.mul_f64(0.3), slowest)?;
+        bench.clear(subject.slots.min(PREFILL_MAX.max(BATCH_MAX)))?;
+    }
+    Ok(Calibration { batches, attention_us_per_ktoken, prefill_us_per_token, copy_bytes_per_s })
+}
+
+struct Bench<'a, D: Device> {
+    executor: &'a mut Executor<D>,
+    subject: Subject,
+    step: u64,
+}
+
+fn us(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e6
+}
+
+impl<D: Device> Bench<'_, D> {
+    /// Runs a command to the report that ends it.
+    fn run(&mut self, command: Command) -> anyhow::Result<Report> {
+        self.executor.push(command);
+        let mut last = None;
+        while self.executor.turn(&mut |report| last = Some(report)) {}
+        match last.context("the device did not answer")? {
+            Report::Failed { error, .. } => bail!("a step failed: {error}"),
+            Report::GuestFailed { error, .. } => bail!("the device failed: {error}"),
+            report => Ok(report),
+        }
+    }
+
+    /// The fastest of some runs.
+    fn fastest(&mut self, mut run: impl FnMut(&mut Self) -> anyhow::Result<()>) -> anyhow::Result<Duration> {
+        // The first run compiles kernels and touches memory.
+        run(self)?;
+        let begun = Instant::now();
+        let mut fastest = Duration::MAX;
+        let mut runs = 0;
+        while runs < REPEATS_MIN || begun.elapsed() < POINT_TIME {
+            let started = Instant::now();
+            run(self)?;
+            fastest = fastest.min(started.elapsed());
+            runs += 1;
+        }
+        Ok(fastest)
+    }
+
+    /// Steps of 1, 2, 4, … sequences, each at position 0.
+    fn batches(&mut self, budget: Duration) -> anyhow::Result<Vec<BatchPoint>> {
+        let most = BATCH_MAX.min(self.subject.step_seqs).min(self.subject.step_rows).min(self.subject.slots);
+        let mut points = Vec::new();
+        let begun = Instant::now();
+        let mut batch = 1;
+        while batch <= most {
+            let before = begun.elapsed();
+            let time = self.fastest(|bench| bench.decode(batch))?;
+            points.push(BatchPoint { batch, step_us: us(time) });
+            // The next takes at most twice as long, repetitions included.
+            if begun.elapsed() + 2 * (begun.elapsed() - before) > budget {
+                break;
+            }
+            batch *= 2;
+        }
+        Ok(points)
+    }
+
+    /// One chunk of a sequence's first tokens. A row costs at most what a step of one does (`slowest_us`).
+    fn prefill(&mut self, budget: Duration, slowest_us: f64) -> anyhow::Result<f64> {
+        let Subject { step_rows, slots, positions, .. } = self.subject;
+        let mut rows = PREFILL_MAX.min(step_rows).min(slots).min(positions);
+        let runs = f64::from(u32::try_from(REPEATS_MIN + 1).unwrap_or(u32::MAX));
+        while rows > 1 && f64::from(rows) * slowest_us * runs > us(budget) * 4.0 {
+            rows /= 2;
+        }
+        let time = self.fastest(|bench| bench.chunk(rows))?;
+        Ok(us(time) / f64::from(rows))
+    }
+
+    fn decode(&mut self, batch: u32) -> anyhow::Result<()> {
+        let seqs = (0..batch).map(|i| SeqRows { row0: i, rows: 1, run0: i, runs: 1, ..self.seq(i) });
+        let runs = (0..batch).map(|i| KvRun { base: i, len: 1, first_pos: 0 });
+        let (seqs, runs) = (seqs.collect(), runs.collect());
+        self.forward(batch, seqs, runs)
+    }
+
+    fn chunk(&mut self, rows: u32) -> anyhow::Result<()> {
+        let seq = SeqRows { row0: 0, rows, run0: 0, runs: 1, ..self.seq(0) };
+        self.forward(rows, vec![seq], vec![KvRun { base: 0, len: rows, first_pos: 0 }])
+    }
+
+    /// A sequence at position 0 whose next token is chosen.
+    fn seq(&self, number: u32) -> SeqRows {
+        let params = Arc::new(SamplingParams { temperature: 0.0, ..SamplingParams::default() });
+        let sample = Some(SampleSpec { params, index: 0, return_logits: false });
+        SeqRows { seq: SeqId(number.into()), row0: 0, rows: 0, pos0: 0, run0: 0, runs: 0, sample }
+    }
+
+    fn forward(&mut self, rows: u32, seqs: Vec<SeqRows>, runs: Vec<KvRun>) -> anyhow::Result<()> {
+        self.step += 1;
+        let work = StepWork {
+            step: StepId(self.step),
+            lane: Lane::Local,
+            tokens: vec![0; rows as usize],
+            slots: (0..rows).collect(),
+            seqs,
+            runs,
+            remote: RemoteWork::default(),
+        };
+        match self.run(Command::Step(Box::new(work)))? {
+            Report::Done { .. } => Ok(()),
+            other => bail!("a step ended with {other:?}"),
+        }
+    }
+
+    /// Attention of one token's queries, all layers: the difference between two lengths, so that what does not grow with
+    /// the context does not count.
+    fn attention(&mut self, budget: Duration) -> anyhow::Result<f64> {
+        let longest = CONTEXT_MAX.min(self.subject.slots).min(self.subject.positions);
+        let (mut long, mut times) = (longest.min(64), None);
+        let begun = Instant::now();
+        // Longer contexts as far as the budget goes: short ones are lost in the clock's grain.
+        loop {
+            let before = begun.elapsed();
+            let short = (long / 4).max(1);
+            let pair = (self.micro(short)?, self.micro(long)?);
+            times = Some((short, long, pair)).or(times);
+            if long == longest || begun.elapsed() + 4 * (begun.elapsed() - before) > budget {
+                break;
+            }
+            long = (long * 4).min(longest);
+        }
+        let Some((short, long, (fast, slow))) = times.filter(|(short, long, _)| short < long) else { return Ok(0.0) };
+        let per_token = us(slow.saturating_sub(fast)) / f64::from(long - short);
+        // Where the difference drowned in noise, the whole is an upper bound that is still of use.
+        let per_token = if per_token > 0.0 { per_token } else { us(slow) / f64::from(long) };
+        Ok(per_token * 1024.0)
+    }
+
+    /// Fastest attention over `context` tokens in every layer.
+    fn micro(&mut self, context: u32) -> anyhow::Result<Duration> {
+        let queries: bytes::Bytes = vec![0; self.subject.geometry.q_dim() * DType::F32.size()].into();
+        self.fastest(|bench| {
+            for layer in 0..bench.subject.kv.layers {
+                bench.run(Command::GuestQuery(GuestQuery {
+                    tag: GuestTag(0),
+                    layer,
+                    dtype: DType::F32,
+                    queries: queries.clone(),
+                    seqs: vec![AttnRows { row0: 0, rows: 1, pos0: context - 1, run0: 0, runs: 1 }],
+                    runs: vec![KvRun { base: 0, len: context, first_pos: 0 }],
+                }))?;
+            }
+            Ok(())
+        })
+    }
+
+    /// Bytes per second out of and into the store: those of one copy over the slower of both ways.
+    fn copy(&mut self, budget: Duration) -> anyhow::Result<f64> {
+        let bytes_of = |tokens: u32| tokens as usize * self.subject.kv.layer_token_bytes();
+        // 100 MB/s is slower than anything that this runs on.
+        let affordable = budget.as_micros() * 100 / bytes_of(1) as u128;
+        let affordable = u32::try_from(affordable).unwrap_or(u32::MAX);
+        let tokens = COPY_MAX.min(self.subject.slots).min(affordable.max(1));
+        let bytes = bytes_of(tokens);
+        let read = self.fastest(|bench| bench.read(tokens))?;
+        let kv: bytes::Bytes = vec![0; bytes].into();
+        // A read of one token behind it waits for the write.
+        let written = self.fastest(|bench| {
+            bench.run(Command::GuestWrite(GuestWrite { layer: 0, pieces: vec![(0, tokens)], kv: kv.clone() }))?;
+            bench.read(1)
+        })?;
+        #[allow(clippy::cast_precision_loss, reason = "a few megabytes")]
+        Ok(bytes as f64 / read.max(written).as_secs_f64().max(1e-9))
+    }
+
+    fn read(&mut self, tokens: u32) -> anyhow::Result<()> {
+        let read = GuestRead { tag: GuestTag(0), layer: 0, pieces: vec![(0, tokens)] };
+        self.run(Command::GuestRead(read)).map(drop)
+    }
+
+    /// Zeroes the first `tokens` slots in every layer.
+    fn clear(&mut self, tokens: u32) -> anyhow::Result<()> {
+        let kv: bytes::Bytes = vec![0; tokens as usize * self.subject.kv.layer_token_bytes()].into();
+        for layer in 0..self.subject.kv.layers {
+            self.run(Command::GuestWrite(GuestWrite { layer, pieces: vec![(0, tokens)], kv: kv.clone() }))?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{bundled, model::OpenModel};
+    use lagoon_backend::cpu::CpuDevice;
+    use lagoon_model::{LlamaWeights, Rope};
+    use lagoon_runner::{ExecutorConfig, Model};
+
+    const SLOTS: u32 = 1024;
+
+    fn executor(with_weights: bool) -> (Executor<CpuDevice>, Subject) {
+        let dir = tempfile::tempdir().unwrap();
+        bundled::extract(dir.path()).unwrap();
+        let model = OpenModel::open(dir.path(), "m".to_owned(), None).unwrap();
+        let mut device = CpuDevice::with_threads(1);
+        let weights = with_weights.then(|| {
+            let checkpoint = model.checkpoint.as_ref().unwrap();
+            let weights = LlamaWeights::load(&mut device, checkpoint, &model.config, None, &mut |_, _| {}).unwrap();
+            Model { weights, rope: Rope::new(&model.config) }
+        });
+        let config = ExecutorConfig {
+            slots: SLOTS as usize,
+            kv_dtype: model.dtype,
+            step_rows: 32,
+            step_seqs: 4,
+            fetch_tokens: 0,
+        };
+        let executor = Executor::new(device, &model.config, weights, config).unwrap();
+        let subject = Subject {
+            geometry: model.config.geometry,
+            kv: model.config.kv_shape(model.dtype),
+            slots: SLOTS,
+            positions: model.config.max_positions,
+            step_rows: 32,
+            step_seqs: 4,
+            runs_requests: with_weights,
+        };
+        (executor, subject)
+    }
+
+    #[test]
+    fn everything_is_measured_and_no_trace_left() {
+        let (mut executor, subject) = executor(true);
+        let measured = calibrate(&mut executor, subject, Duration::from_millis(500)).unwrap();
+        let batches: Vec<u32> = measured.batches.iter().map(|p| p.batch).collect();
+        assert!(batches == [1, 2, 4], "{measured:?}");
+        assert!(measured.batches.iter().all(|p| p.step_us > 0.0), "{measured:?}");
+        // A row of a chunk is cheaper than a step of its own: weights are read once.
+        assert!(measured.prefill_us_per_token > 0.0, "{measured:?}");
+        assert!(measured.prefill_us_per_token < measured.batches[0].step_us, "{measured:?}");
+        assert!(measured.attention_us_per_ktoken > 0.0 && measured.copy_bytes_per_s > 1e6, "{measured:?}");
+
+        let mut bench = Bench { executor: &mut executor, subject, step: 0 };
+        for layer in 0..subject.kv.layers {
+            let read = GuestRead { tag: GuestTag(1), layer, pieces: vec![(0, SLOTS)] };
+            let Report::GuestKv { kv, .. } = bench.run(Command::GuestRead(read)).unwrap() else { panic!("no KV") };
+            assert!(kv.iter().all(|byte| *byte == 0), "layer {layer} was written");
+        }
+    }
+
+    #[test]
+    fn a_kv_node_measures_attention_and_copies_within_its_budget() {
+        let (mut executor, subject) = executor(false);
+        let started = Instant::now();
+        let measured = calibrate(&mut executor, subject, Duration::from_millis(1)).unwrap();
+        // Every point is measured once at least; a tiny budget keeps it to the shortest.
+        assert!(started.elapsed() < Duration::from_secs(2), "{:?}", started.elapsed());
+        assert!(measured.batches.is_empty() && measured.prefill_us_per_token == 0.0, "{measured:?}");
+        assert!(measured.attention_us_per_ktoken > 0.0 && measured.copy_bytes_per_s > 0.0, "{measured:?}");
+    }
+}

@@ -1,0 +1,121 @@
+//! What instances measured of themselves, kept in the user's cache directory: one small JSON file for each model,
+//! backend, device, element type and number of threads.
+//!
+//! A file that cannot be read, or is another's, counts as absent; one that cannot be written costs the next start a second.
+
+use crate::pool_client::CalibrationRow;
+use lagoon_protocol::Calibration;
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+/// What a measurement holds for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Key {
+    /// Of this program.
+    pub(crate) version: String,
+    /// The model's identity, which covers the weights' element type.
+    pub(crate) model: String,
+    pub(crate) backend: String,
+    pub(crate) device: String,
+    pub(crate) kv_dtype: String,
+    /// As asked for.
+    pub(crate) threads: Option<usize>,
+    pub(crate) runs_requests: bool,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Entry {
+    key: Key,
+    calibration: CalibrationRow,
+}
+
+/// Where measurements are kept: `$XDG_CACHE_HOME/lagoon/calibration`, or under `~/.cache`. `None` without a home.
+pub(crate) fn dir() -> Option<PathBuf> {
+    let set = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let cache = set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")))?;
+    Some(cache.join("lagoon").join("calibration"))
+}
+
+/// Files that are there.
+pub(crate) fn entries() -> usize {
+    dir().and_then(|dir| std::fs::read_dir(dir).ok()).map_or(0, |files| files.flatten().count())
+}
+
+impl Key {
+    /// A file name: what is readable of the key, and a checksum of all of it.
+    fn file(&self) -> String {
+        let text = format!("{self:?}");
+        // FNV-1a: stable over builds, and the whole key is compared on reading anyway.
+        let sum = text
+            .bytes()
+            .fold(0xcbf2_9ce4_8422_2325u64, |sum, byte| (sum ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3));
+        format!("{}-{}-{}-{sum:016x}.json", self.model.get(..16).unwrap_or("model"), self.backend, self.kv_dtype)
+    }
+}
+
+/// What was measured for `key`.
+pub(crate) fn load(key: &Key) -> Option<Calibration> {
+    load_from(&dir()?, key)
+}
+
+fn load_from(dir: &Path, key: &Key) -> Option<Calibration> {
+    let text = std::fs::read_to_string(dir.join(key.file())).ok()?;
+    let entry: Entry = serde_json::from_str(&text).ok()?;
+    (entry.key == *key).then(|| Calibration::from(&entry.calibration))
+}
+
+/// Keeps a measurement, if that is possible.
+pub(crate) fn store(key: &Key, calibration: &Calibration) {
+    let Some(dir) = dir() else { return };
+    if let Err(error) = store_in(&dir, key, calibration) {
+        tracing::warn!(dir = %dir.display(), %error, "what was measured is not kept");
+    }
+}
+
+/// A whole file or none: instances of one pool start together.
+fn store_in(dir: &Path, key: &Key, calibration: &Calibration) -> anyhow::Result<()> {
+    std::fs::create_dir_all(dir)?;
+    let mut draft = tempfile::NamedTempFile::new_in(dir)?;
+    serde_json::to_writer_pretty(&mut draft, &Entry { key: key.clone(), calibration: calibration.into() })?;
+    draft.persist(dir.join(key.file()))?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lagoon_protocol::BatchPoint;
+
+    #[test]
+    fn a_measurement_is_found_for_its_own_key_only() {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path().join("new");
+        let key = Key {
+            version: "1".to_owned(),
+            model: "ab".repeat(32),
+            backend: "cpu".to_owned(),
+            device: "a / b".to_owned(),
+            kv_dtype: "f16".to_owned(),
+            threads: None,
+            runs_requests: true,
+        };
+        assert_eq!(load_from(&dir, &key), None);
+        let calibration = Calibration {
+            batches: vec![BatchPoint { batch: 1, step_us: 10.5 }, BatchPoint { batch: 64, step_us: 99.0 }],
+            attention_us_per_ktoken: 3.25,
+            prefill_us_per_token: 1.5,
+            copy_bytes_per_s: 1e9,
+        };
+        store_in(&dir, &key, &calibration).unwrap();
+        assert_eq!(load_from(&dir, &key), Some(calibration.clone()));
+        let other = Key { threads: Some(1), ..key.clone() };
+        assert_eq!(load_from(&dir, &other), None);
+        // Another key's file under this name, and half a file.
+        std::fs::copy(dir.join(key.file()), dir.join(other.file())).unwrap();
+        assert_eq!(load_from(&dir, &other), None);
+        std::fs::write(dir.join(key.file()), "{").unwrap();
+        assert_eq!(load_from(&dir, &key), None);
+        store_in(&dir, &key, &calibration).unwrap();
+        assert_eq!(load_from(&dir, &key), Some(calibration));
+    }
+}
