@@ -162,6 +162,52 @@ fn what_runs_goes_on_without_a_gmanager() {
     world.check_empty();
 }
 
+/// What must borrow waits for a gManager and disturbs nobody, until the deadline.
+#[test]
+fn borrowing_waits_for_a_gmanager() {
+    let specs = [Spec::cpu(16), Spec::cpu(20)];
+    let grows = |world: &mut World| {
+        let requests = [77, 78].map(|seed| world.submit(0, greedy(prompt(seed, 24, 128), 24)));
+        run_to_token(world, requests[1], 2);
+        world.kill_gmanager();
+        world.run_for(20_000);
+        let status = world.nodes[0].live().status();
+        assert_eq!(
+            (status.preemptions, status.blocks_free, status.running),
+            (0, 0, 2),
+            "they wait with what they have"
+        );
+        requests
+    };
+    let mut world = World::pool(pool(), None, &specs);
+    grows(&mut world);
+    world.start_gmanager();
+    world.run();
+    let status = world.nodes[0].live().status();
+    assert!(status.preemptions == 0 && world.sent("partial").0 > 0, "it borrowed");
+    assert_equals_single("in time", &world, &pool());
+    world.check_empty();
+
+    // Nobody comes: the younger one yields, as on an instance that is alone.
+    let mut world = World::pool(pool(), None, &specs);
+    let start = world.now_ms;
+    let requests = grows(&mut world);
+    let large = world.submit(0, greedy(prompt(79, 80, 128), 2));
+    world.run();
+    let waited = world.now_ms - start;
+    assert!((30_000..36_000).contains(&waited), "{waited} ms");
+    let status = world.nodes[0].live().status();
+    assert!(status.preemptions > 0 && status.preempted_tokens >= 24 && status.recomputed_tokens == 0, "{status:?}");
+    let error = error_of(&world.requests[large]);
+    assert!(matches!(error, RequestError::Unavailable(_)) && error.to_string().contains("no gManager"), "{error}");
+    let all: Vec<_> = requests.map(|r| world.requests[r].request.clone()).to_vec();
+    let single = single(&pool(), &all);
+    requests.iter().zip(&single).for_each(|(r, single)| {
+        assert_same("alone", &world.requests[*r], single, f32_tolerance(std::slice::from_ref(single)));
+    });
+    world.check_empty();
+}
+
 #[test]
 fn requests_that_cannot_be_served_are_refused_with_the_numbers() {
     let mut world = World::pool(pool(), None, &[Spec::cpu(8), Spec::cpu(20)]);

@@ -15,3 +15,4 @@ mod process_operate;
 mod process_standby;
 mod process_up;
 mod random;
+mod recovery;

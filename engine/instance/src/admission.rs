@@ -1,17 +1,28 @@
-//! Memory for sequences: all-or-nothing admission, growth, borrowing, preemption, and recovery of lost KV.
+//! Memory for sequences: all-or-nothing admission, growth, borrowing and preemption.
 //!
 //! A prompt is planned whole: its oldest rBlocks go to creditors, its newest stay here, so that decoding grows in local
 //! memory. What cannot be placed waits, holding nothing. When a growing sequence finds no memory it borrows; when
 //! nobody lends, the youngest sequence yields (it is computed again later): the oldest always advances.
 
 use crate::instance::Instance;
-use crate::sequence::{HeldLease, Hold, Sequence};
+use crate::sequence::{HeldLease, Hold};
 use lagoon_cluster::{BorrowFailure, BorrowedLease, Output};
 use lagoon_kv::{Freed, LeaseHasher, RemoteEntries, RemoteGrant};
 use lagoon_types::limits::{
-    ADMISSION_DEADLINE_MS, ADMISSION_RETRY_MAX_MS, ADMISSION_RETRY_MS, GROWTH_BLOCKS, RECOVERIES_MAX,
+    ADMISSION_DEADLINE_MS, ADMISSION_RETRY_MAX_MS, ADMISSION_RETRY_MS, GMANAGER_WAIT_MS, GROWTH_BLOCKS,
 };
-use lagoon_types::{InstanceId, Lane, PhysBlock, RequestError, SeqId};
+use lagoon_types::{Lane, PhysBlock, RequestError, SeqId};
+
+/// Whether memory can be borrowed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Market {
+    /// The gManager is there.
+    Open,
+    /// It was there, and is waited for.
+    Away,
+    /// There is none, or it did not come back in time.
+    Closed,
+}
 
 impl Instance {
     /// Hands the rManager's outputs on.
@@ -22,8 +33,8 @@ impl Instance {
                 Output::ToPeer { instance, quic_addr, body } => self.send_control(instance, &quic_addr, body),
                 Output::Borrowed { borrow: _, seq, leases } => self.on_borrowed(seq, &leases),
                 Output::BorrowFailed { borrow: _, seq, reason } => self.on_borrow_failed(seq, &reason),
-                Output::LeaseLost { seq, creditor, lease: _ } => {
-                    self.lose(seq, creditor, "a creditor no longer has the sequence's blocks");
+                Output::LeaseLost { seq, creditor, lease } => {
+                    self.lose(seq, creditor, Some(lease), "a creditor no longer has the sequence's blocks");
                 }
             }
         }
@@ -63,7 +74,7 @@ impl Instance {
         }
     }
 
-    fn lane_of(&self, seq: SeqId) -> Lane {
+    pub(crate) fn lane_of(&self, seq: SeqId) -> Lane {
         let remote = self.seqs.get(&seq).is_some_and(|s| s.blocks.remote_blocks() > 0);
         if remote { Lane::Remote } else { Lane::Local }
     }
@@ -74,8 +85,9 @@ impl Instance {
         // One token more than is known: the next one must have a place.
         let needed = seq.blocks.shortfall(seq.len() + 1);
         let local = needed.min(self.rm.available());
-        if local < needed && !self.registered {
-            self.retry_later(id);
+        let market = self.market();
+        if local < needed && market != Market::Open {
+            self.wait_for_gmanager(id, market, needed);
             return false;
         }
         // The newest blocks stay here; the table is built oldest first, so they wait aside while it borrows.
@@ -101,13 +113,43 @@ impl Instance {
 
     /// The pause grows with every miss and differs between instances and sequences: two that hold what the other one
     /// wants, and give it up at the same time, do not meet again for ever.
-    fn retry_later(&mut self, id: SeqId) {
+    pub(crate) fn retry_later(&mut self, id: SeqId) {
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         let longest = (ADMISSION_RETRY_MS << seq.misses.min(10)).min(ADMISSION_RETRY_MAX_MS);
         seq.misses += 1;
         let salt = self.config.incarnation ^ id.0.rotate_left(32) ^ u64::from(seq.misses).rotate_left(48);
         let spread = salt.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
         seq.hold = Hold::RetryAt(self.now_ms + longest / 2 + spread % (longest / 2 + 1));
+    }
+
+    /// A waiting sequence needs others' memory and there is no gManager to ask. What could not run here alone waits for
+    /// one until the deadline.
+    fn wait_for_gmanager(&mut self, id: SeqId, market: Market, needed: u32) {
+        let (alone, total) = (market == Market::Closed && self.id.is_some(), self.config.blocks_total);
+        if alone && needed > total {
+            let room = u64::from(total) * u64::from(self.config.block_tokens);
+            let message = format!(
+                "the request needs more than this instance's {room} tokens of memory, and no gManager was there to \
+                 borrow through for {} s",
+                GMANAGER_WAIT_MS / 1000
+            );
+            self.fail(id, RequestError::Unavailable(message));
+        } else {
+            self.retry_later(id);
+        }
+    }
+
+    /// Whether borrowing is possible now.
+    pub(crate) fn market(&mut self) -> Market {
+        if self.registered {
+            self.away_since_ms = None;
+            return Market::Open;
+        }
+        if self.id.is_none() {
+            return Market::Closed;
+        }
+        let since = *self.away_since_ms.get_or_insert(self.now_ms);
+        if self.now_ms < since + GMANAGER_WAIT_MS { Market::Away } else { Market::Closed }
     }
 
     fn on_borrowed(&mut self, id: SeqId, leases: &[BorrowedLease]) {
@@ -119,15 +161,25 @@ impl Instance {
             }
             return;
         };
+        let restores = seq.blocks.holes() > 0;
         for lease in leases {
             let &BorrowedLease { creditor, lease, epoch, blocks, .. } = lease;
-            seq.blocks.push_remote(&RemoteGrant { creditor, lease, epoch, blocks });
+            let grant = RemoteGrant { creditor, lease, epoch, blocks };
+            if restores {
+                seq.blocks.fill_remote(&grant)
+            } else {
+                seq.blocks.push_remote(&grant)
+            }
             let hasher = LeaseHasher::new(kv.layers as usize, block_tokens, kv.layer_token_bytes());
             seq.leases.insert((creditor, lease), HeldLease { blocks, hasher });
         }
         let aside: Vec<PhysBlock> = std::mem::take(&mut seq.aside);
-        seq.blocks.push_local(&aside);
-        seq.hold = Hold::None;
+        if restores {
+            seq.blocks.fill_local(&aside)
+        } else {
+            seq.blocks.push_local(&aside)
+        }
+        (seq.hold, seq.restore_by_ms) = (Hold::None, None);
         (seq.misses, seq.frugal) = (0, false);
         if self.sched.is_running(id) {
             self.sched.set_lane(id, Lane::Remote);
@@ -136,12 +188,14 @@ impl Instance {
         }
         // A connection that broke during the negotiation has taken nothing, but nothing would dial it again either.
         if let Some(gone) = leases.iter().find(|l| self.peers.key(l.creditor).is_none()) {
-            self.lose(id, gone.creditor, "a creditor's connection was lost during a negotiation");
+            self.lose(id, gone.creditor, None, "a creditor's connection was lost during a negotiation");
         }
     }
 
     fn on_borrow_failed(&mut self, id: SeqId, reason: &BorrowFailure) {
-        if !self.seqs.contains_key(&id) {
+        let Some(seq) = self.seqs.get(&id) else { return };
+        if seq.blocks.holes() > 0 {
+            self.on_restore_failed(id, reason);
             return;
         }
         if self.sched.is_running(id) {
@@ -179,6 +233,10 @@ impl Instance {
 
     fn grow_one(&mut self, id: SeqId, tokens: u32) {
         let Some(seq) = self.seqs.get_mut(&id) else { return };
+        if seq.blocks.holes() > 0 {
+            self.restore(id);
+            return;
+        }
         let shortfall = seq.blocks.shortfall(tokens);
         let retry = match seq.hold {
             Hold::None => true,
@@ -191,17 +249,23 @@ impl Instance {
         if self.grow_here(id) {
             return;
         }
-        if !self.registered {
-            self.yield_memory(id);
-        } else if let Some(seq) = self.seqs.get_mut(&id) {
-            let wanted = if seq.frugal { shortfall } else { shortfall.max(GROWTH_BLOCKS) };
-            seq.hold = Hold::Borrowing(self.rm.borrow(id, wanted, self.now_ms));
+        match (self.market(), self.seqs.get_mut(&id)) {
+            (Market::Open, Some(seq)) => {
+                let wanted = if seq.frugal { shortfall } else { shortfall.max(GROWTH_BLOCKS) };
+                seq.hold = Hold::Borrowing(self.rm.borrow(id, wanted, self.now_ms));
+            }
+            (Market::Away, Some(_)) => self.retry_later(id),
+            (Market::Closed, _) => self.yield_memory(id),
+            (_, None) => {}
         }
     }
 
     /// Gives a sequence the own blocks that it is short of, if there are as many.
     fn grow_here(&mut self, id: SeqId) -> bool {
         let Some(seq) = self.seqs.get_mut(&id) else { return false };
+        if seq.blocks.holes() > 0 {
+            return self.restore_here(id);
+        }
         let blocks = self.rm.allocate(id, seq.blocks.shortfall(seq.len()), seq.blocks.last_local());
         let Some(blocks) = blocks else { return false };
         seq.blocks.push_local(&blocks);
@@ -211,7 +275,7 @@ impl Instance {
 
     /// A running sequence cannot grow and nobody lends: the youngest idle sequence that holds memory here gives it up,
     /// and what it gave goes first to the one that grows.
-    fn yield_memory(&mut self, id: SeqId) {
+    pub(crate) fn yield_memory(&mut self, id: SeqId) {
         let victim = self.sched.victim(|seq| self.seqs.get(&seq).is_some_and(|s| s.blocks.local_blocks() > 0));
         let victim = victim.unwrap_or(id);
         self.preempt(victim);
@@ -227,7 +291,12 @@ impl Instance {
     }
 
     /// Takes a sequence that is in no step out of the batch; it will be computed again.
-    fn preempt(&mut self, id: SeqId) {
+    pub(crate) fn preempt(&mut self, id: SeqId) {
+        if let Some(seq) = self.seqs.get(&id) {
+            let lost = seq.blocks.holes() > 0 || !seq.blocks.lost().is_empty();
+            let counter = if lost { &mut self.recomputed_tokens } else { &mut self.preempted_tokens };
+            *counter += u64::from(seq.blocks.written());
+        }
         self.release_memory(id);
         self.sched.preempt(id, self.now_ms);
         if let Some(seq) = self.seqs.get_mut(&id) {
@@ -238,15 +307,23 @@ impl Instance {
     /// Gives back everything that a sequence holds or negotiates for.
     pub(crate) fn release_memory(&mut self, id: SeqId) {
         let Some(seq) = self.seqs.get_mut(&id) else { return };
+        seq.restore_by_ms = None;
+        self.stop_waiting(id);
+        let Some(seq) = self.seqs.get_mut(&id) else { return };
+        let freed = seq.blocks.clear();
+        seq.leases.clear();
+        self.give_back(id, &freed);
+    }
+
+    /// Ends what a sequence negotiates or waits for.
+    pub(crate) fn stop_waiting(&mut self, id: SeqId) {
+        let Some(seq) = self.seqs.get_mut(&id) else { return };
         if let Hold::Borrowing(borrow) = seq.hold {
             self.rm.cancel(borrow, self.now_ms);
         }
         seq.hold = Hold::None;
         let aside = std::mem::take(&mut seq.aside);
         self.rm.free(id, &aside);
-        let freed = seq.blocks.clear();
-        seq.leases.clear();
-        self.give_back(id, &freed);
     }
 
     fn give_back(&mut self, id: SeqId, freed: &Freed) {
@@ -258,7 +335,7 @@ impl Instance {
 
     fn free_behind_window(&mut self, id: SeqId) {
         let (Some(window), Some(seq)) = (self.config.window, self.seqs.get_mut(&id)) else { return };
-        let freed = seq.blocks.free_behind_window(seq.blocks.written(), window);
+        let freed = seq.blocks.free_behind_window(seq.blocks.next_position(), window);
         for entries in &freed.remote {
             let key = (entries.creditor, entries.lease);
             let Some(held) = seq.leases.get_mut(&key) else { continue };
@@ -271,43 +348,6 @@ impl Instance {
             self.give_back(id, &freed);
             let lane = self.lane_of(id);
             self.sched.set_lane(id, lane);
-        }
-    }
-
-    /// A creditor is gone: every sequence with blocks there has lost them.
-    pub(crate) fn lose_creditor(&mut self, creditor: InstanceId, why: &str) {
-        let holds = |s: &Sequence| s.leases.keys().any(|(c, _)| *c == creditor);
-        let lost: Vec<SeqId> = self.seqs.values().filter(|s| holds(s)).map(|s| s.id).collect();
-        for seq in lost {
-            self.lose(seq, creditor, why);
-        }
-    }
-
-    /// A sequence has lost KV at a creditor. Its step, if it is in one, is aborted first: the other sequences of that
-    /// step are planned again as they were.
-    pub(crate) fn lose(&mut self, id: SeqId, creditor: InstanceId, why: &str) {
-        if self.sched.in_step(id) {
-            self.abort_lane_of(id);
-        }
-        if self.seqs.contains_key(&id) {
-            self.recover(id, &format!("{why} ({creditor})"));
-        }
-    }
-
-    /// Computes a sequence that is in no step again from its tokens, a bounded number of times.
-    pub(crate) fn recover(&mut self, id: SeqId, why: &str) {
-        let Some(seq) = self.seqs.get_mut(&id) else { return };
-        seq.recoveries += 1;
-        self.recoveries += 1;
-        if seq.cancelled {
-            self.remove(id);
-        } else if seq.recoveries > RECOVERIES_MAX {
-            let message = format!("{why}; given up after computing the sequence again {RECOVERIES_MAX} times");
-            self.fail(id, RequestError::Unavailable(message));
-        } else if self.sched.is_running(id) {
-            self.preempt(id);
-        } else {
-            self.release_memory(id);
         }
     }
 }

@@ -4,7 +4,7 @@ use crate::config::InstanceConfig;
 use crate::event::{Effect, Event, PeerKey};
 use crate::guests::Guests;
 use crate::peers::Peers;
-use crate::sequence::{Hold, Sequence};
+use crate::sequence::Sequence;
 use crate::steps::InFlight;
 use lagoon_cluster::{ConfigError, LeaseEnded, RManager, RManagerConfig};
 use lagoon_protocol::{
@@ -40,6 +40,10 @@ pub struct Instance {
     pub(crate) effects: Vec<Effect>,
     pub(crate) preemptions: u64,
     pub(crate) recoveries: u64,
+    pub(crate) recomputed_tokens: u64,
+    pub(crate) preempted_tokens: u64,
+    /// Since when no gManager was there to ask, if it was before.
+    pub(crate) away_since_ms: Option<u64>,
     heartbeat_at_ms: u64,
 }
 
@@ -75,6 +79,9 @@ impl Instance {
             effects: Vec::new(),
             preemptions: 0,
             recoveries: 0,
+            recomputed_tokens: 0,
+            preempted_tokens: 0,
+            away_since_ms: None,
             heartbeat_at_ms: 0,
             config,
         })
@@ -373,6 +380,6 @@ impl Instance {
 
     /// Whether a sequence may advance.
     pub(crate) fn is_ready(seqs: &BTreeMap<SeqId, Sequence>, seq: SeqId) -> bool {
-        seqs.get(&seq).is_some_and(|s| s.hold == Hold::None && s.blocks.capacity_tokens() >= s.len())
+        seqs.get(&seq).is_some_and(Sequence::is_ready)
     }
 }

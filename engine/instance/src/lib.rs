@@ -8,7 +8,7 @@
 //! * Nothing waits without a deadline: borrows, steps, peers' frames, admission.
 //! * Every accepted request ends with exactly one `Finished` or `Failed`.
 //! * Memory of a sequence in a step is never freed before the step ends.
-//! * A sequence whose remote KV is lost is computed again from its tokens; what was emitted is never emitted twice.
+//! * What a sequence lost of its KV is computed again from its tokens; what was emitted is never emitted twice.
 #![forbid(unsafe_code)]
 
 mod admission;
@@ -18,6 +18,7 @@ mod event;
 mod guests;
 mod instance;
 mod peers;
+mod recovery;
 mod sequence;
 mod status;
 mod steps;

@@ -2,6 +2,7 @@
 
 use lagoon_cluster::BorrowId;
 use lagoon_kv::{LeaseHasher, SeqBlocks};
+use lagoon_types::limits::{RECOVERIES_MAX, RECOVERIES_WINDOW_MS};
 use lagoon_types::{FinishReason, GenerateRequest, InstanceId, LeaseId, PhysBlock, SamplingParams, SeqId};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -38,15 +39,17 @@ pub(crate) struct Sequence {
     pub(crate) return_logits: bool,
     pub(crate) blocks: SeqBlocks,
     pub(crate) leases: BTreeMap<(InstanceId, LeaseId), HeldLease>,
-    /// Own blocks for the newest tokens, until the older blocks are borrowed and the table can be built in order.
+    /// Own blocks for the newest tokens (or holes), until the older ones are borrowed and the table can be built in order.
     pub(crate) aside: Vec<PhysBlock>,
     pub(crate) hold: Hold,
     /// Times that there was no memory since there last was.
     pub(crate) misses: u32,
     /// Growth failed: it asks for what it needs and no more.
     pub(crate) frugal: bool,
-    /// Times it was computed again after a failure.
-    pub(crate) recoveries: u32,
+    /// When it lost KV, within the time that counts; ascending.
+    pub(crate) recoveries: Vec<u64>,
+    /// Until then it looks for memory for what it lost; then it is computed again as a whole.
+    pub(crate) restore_by_ms: Option<u64>,
     /// The client is gone: removed when its step ends.
     pub(crate) cancelled: bool,
     /// When it must have been admitted.
@@ -69,7 +72,8 @@ impl Sequence {
             hold: Hold::None,
             misses: 0,
             frugal: false,
-            recoveries: 0,
+            recoveries: Vec::new(),
+            restore_by_ms: None,
             cancelled: false,
             admit_by_ms,
         }
@@ -84,6 +88,20 @@ impl Sequence {
         self.len() - self.prompt_len
     }
 
+    /// Has places for every known token and nothing else to wait for.
+    pub(crate) fn is_ready(&self) -> bool {
+        self.hold == Hold::None && self.blocks.holes() == 0 && self.blocks.capacity_tokens() >= self.len()
+    }
+
+    /// Notes that it lost KV. Losses at the same moment are one. Says whether it was one too many.
+    pub(crate) fn note_recovery(&mut self, now_ms: u64) -> bool {
+        if self.recoveries.last() != Some(&now_ms) {
+            self.recoveries.retain(|at| at + RECOVERIES_WINDOW_MS > now_ms);
+            self.recoveries.push(now_ms);
+        }
+        self.recoveries.len() > RECOVERIES_MAX
+    }
+
     /// Takes a generated token; says whether it is the last.
     pub(crate) fn push(&mut self, token: u32, max_positions: u32) -> Option<FinishReason> {
         self.tokens.push(token);
@@ -94,5 +112,35 @@ impl Sequence {
         } else {
             None
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sequence() -> Sequence {
+        let request = GenerateRequest {
+            prompt: vec![1, 2, 3],
+            max_tokens: 4,
+            sampling: SamplingParams::default(),
+            stop_ids: Vec::new(),
+            return_logits: false,
+        };
+        Sequence::new(SeqId(1), request, 4, 0)
+    }
+
+    #[test]
+    fn losses_are_bounded_per_time_and_not_in_a_life() {
+        let mut seq = sequence();
+        let hour_ms = 3_600_000;
+        assert!((1..100).all(|hour| !seq.note_recovery(hour * hour_ms)), "one in an hour, for ever");
+        assert_eq!(seq.recoveries.len(), 1);
+        // Leases of one creditor that are lost at the same moment are one loss.
+        let now = 100 * hour_ms;
+        assert!((0..50).all(|_| !seq.note_recovery(now)));
+        let times: Vec<bool> = (1..=RECOVERIES_MAX as u64).map(|i| seq.note_recovery(now + i * 100)).collect();
+        assert_eq!(times.iter().position(|over| *over), Some(RECOVERIES_MAX - 1));
+        assert!(!seq.note_recovery(now + RECOVERIES_WINDOW_MS + 60 * 1000));
     }
 }

@@ -24,8 +24,12 @@ pub struct InstanceStatus {
     pub guest_frames: usize,
     /// Times that a running sequence gave its memory up, to be computed again.
     pub preemptions: u64,
-    /// Times that a sequence lost KV and was computed again.
+    /// Tokens whose KV these had and must compute again.
+    pub preempted_tokens: u64,
+    /// Times that a sequence lost KV with a creditor.
     pub recoveries: u64,
+    /// Tokens that were computed again because their KV was lost.
+    pub recomputed_tokens: u64,
     pub sequences: Vec<SequencePlacement>,
 }
 
@@ -37,6 +41,10 @@ pub struct SequencePlacement {
     pub local_blocks: u32,
     /// Own blocks that wait until the rest is borrowed.
     pub reserved_blocks: u32,
+    /// Blocks that were lost with a creditor and have no new place yet.
+    pub lost_blocks: u32,
+    /// Tokens whose KV was lost and is not computed again yet.
+    pub lost_tokens: u32,
     /// Blocks by creditor.
     pub remote_blocks: BTreeMap<InstanceId, u32>,
 }
@@ -52,7 +60,7 @@ impl Instance {
     /// a step that is served here. A shell with a processor to spare then polls instead of sleeping.
     #[must_use]
     pub fn expects_frames(&self) -> bool {
-        self.lanes.iter().flatten().any(|f| f.unanswered > 0) || self.guests.expects_queries()
+        self.lanes.iter().flatten().any(|f| !f.unanswered.is_empty()) || self.guests.expects_queries()
     }
 
     /// Bytes of its KV store, and of what it keeps beside: its pool's table, block tables, hashing state of leases on
@@ -83,6 +91,8 @@ impl Instance {
                 tokens: s.len(),
                 local_blocks: s.blocks.local_blocks(),
                 reserved_blocks: u32::try_from(s.aside.len()).unwrap_or(u32::MAX),
+                lost_blocks: s.blocks.holes(),
+                lost_tokens: s.blocks.lost().iter().map(|lost| lost.end - lost.start).sum(),
                 remote_blocks,
             }
         };
@@ -98,7 +108,9 @@ impl Instance {
             waiting: self.sched.waiting().len(),
             guest_frames: self.guests.load(),
             preemptions: self.preemptions,
+            preempted_tokens: self.preempted_tokens,
             recoveries: self.recoveries,
+            recomputed_tokens: self.recomputed_tokens,
             sequences: self.seqs.values().map(placement).collect(),
         }
     }

@@ -12,7 +12,7 @@ use lagoon_runner::{
 use lagoon_types::limits::STEP_DEADLINE_MS;
 use lagoon_types::run::visible;
 use lagoon_types::{Chunk, InstanceId, Lane, LeaseId, LeaseRun, RequestError, SeqId, StepId, StepPlan, TokenEvent};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// A step that the runner works on.
 #[derive(Debug)]
@@ -22,8 +22,8 @@ pub(crate) struct InFlight {
     /// Creditors that have a ticket.
     creditors: Vec<InstanceId>,
     fetches: Vec<Fetch>,
-    /// Frames of queries that are not answered yet.
-    pub(crate) unanswered: usize,
+    /// Creditors that have a layer's queries and have not answered yet.
+    pub(crate) unanswered: BTreeSet<InstanceId>,
     /// With the sequence that each belongs to.
     writes: Vec<(SeqId, WriteSegment)>,
     /// Without progress until then, the step fails. Only steps with creditors have one.
@@ -78,7 +78,7 @@ impl Instance {
             chunks: plan.chunks,
             creditors,
             fetches: work.remote.fetches.clone(),
-            unanswered: 0,
+            unanswered: BTreeSet::new(),
             writes,
             deadline_ms: remote.then_some(self.now_ms + STEP_DEADLINE_MS),
         });
@@ -150,7 +150,7 @@ impl Instance {
         let deadline = self.now_ms + STEP_DEADLINE_MS;
         let Some(flight) = self.flight(step) else { return };
         flight.deadline_ms = Some(deadline);
-        flight.unanswered = frames.len();
+        flight.unanswered = frames.iter().map(|(creditor, ..)| *creditor).collect();
         for (creditor, rows, queries) in frames {
             if let Some(peer) = self.peers.key(creditor) {
                 let frame = PartialsFrame::Query { step, layer, rows, queries };
@@ -197,7 +197,7 @@ impl Instance {
         count: Bytes,
     ) {
         if let Some(flight) = self.flight(step).filter(|f| f.creditors.contains(&creditor)) {
-            flight.unanswered = flight.unanswered.saturating_sub(1);
+            flight.unanswered.remove(&creditor);
             let part = RemotePart { creditor, out, lse, count };
             self.effects.push(Effect::Runner(Command::Part { step, layer, part }));
         }
@@ -210,10 +210,14 @@ impl Instance {
         }
     }
 
-    /// A creditor refuses a step: the sequences with KV there are computed again.
+    /// A creditor refuses a step: its sequences' KV there counts as lost.
     pub(crate) fn on_step_refused(&mut self, creditor: InstanceId, step: StepId, code: RefuseCode, detail: &str) {
         if self.flight(step).is_some() {
-            self.fail_step(step, Some(creditor), &format!("{creditor} refused the step: {code:?}, {detail}"));
+            self.fail_step(
+                step,
+                &BTreeSet::from([creditor]),
+                &format!("{creditor} refused the step: {code:?}, {detail}"),
+            );
         }
     }
 
@@ -229,7 +233,7 @@ impl Instance {
         self.reads.remove(&id);
         let holder = self.seqs.values().find(|s| s.leases.contains_key(&(creditor, lease))).map(|s| s.id);
         if let Some(seq) = holder {
-            self.lose(seq, creditor, &format!("a creditor refused KV: {code:?}, {detail}"));
+            self.lose(seq, creditor, Some(lease), &format!("a creditor refused KV: {code:?}, {detail}"));
         }
     }
 
@@ -239,7 +243,10 @@ impl Instance {
         let mut samples = samples.into_iter();
         for chunk in &flight.chunks {
             let Some(seq) = self.seqs.get_mut(&chunk.seq) else { continue };
-            let advance = seq.blocks.advance(chunk.len);
+            if chunk.start < seq.blocks.written() {
+                self.recomputed_tokens += u64::from(chunk.len);
+            }
+            let advance = seq.blocks.write(chunk.start, chunk.len);
             self.rm.mark_written(&advance);
             self.sched.complete(chunk, chunk.last);
             let sample = if chunk.last { samples.next() } else { None };
@@ -262,10 +269,11 @@ impl Instance {
     pub(crate) fn on_step_failed(&mut self, step: StepId, lane: Lane, error: &PassError) {
         let Some(flight) = self.lanes[lane.index()].take_if(|f| f.step == step) else { return };
         self.cancel_tickets(&flight);
+        self.leave(&flight);
         for chunk in &flight.chunks {
-            self.sched.abandon(chunk.seq);
             match error {
-                PassError::Part { .. } => self.recover(chunk.seq, &error.to_string()),
+                _ if !self.seqs.contains_key(&chunk.seq) => {}
+                PassError::Part { creditor, .. } => self.lose(chunk.seq, *creditor, None, &error.to_string()),
                 PassError::Device(_) => self.fail(chunk.seq, RequestError::Unavailable(error.to_string())),
                 PassError::Coverage { .. } | PassError::Sampling(_) => {
                     self.fail(chunk.seq, RequestError::Internal(error.to_string()));
@@ -292,39 +300,50 @@ impl Instance {
             if let Some(flight) = self.lanes[lane.index()].take_if(|f| holds(f)) {
                 self.effects.push(Effect::Runner(Command::Abort { step: flight.step }));
                 self.cancel_tickets(&flight);
-                for chunk in &flight.chunks {
-                    self.sched.abandon(chunk.seq);
-                    if self.seqs.get(&chunk.seq).is_some_and(|s| s.cancelled) {
-                        self.remove(chunk.seq);
-                    }
-                }
+                self.leave(&flight);
             }
         }
     }
 
-    /// Aborts a step; its sequences that depend on `creditor` (on any, if `None`) are computed again.
-    fn fail_step(&mut self, step: StepId, creditor: Option<InstanceId>, why: &str) {
+    /// The sequences of a step that is not finished leave it as they were; the cancelled ones end.
+    fn leave(&mut self, flight: &InFlight) {
+        for chunk in &flight.chunks {
+            self.sched.abandon(chunk.seq);
+            if self.seqs.get(&chunk.seq).is_some_and(|s| s.cancelled) {
+                self.remove(chunk.seq);
+            }
+        }
+    }
+
+    /// Aborts a step; what its sequences have at `creditors` counts as lost.
+    fn fail_step(&mut self, step: StepId, creditors: &BTreeSet<InstanceId>, why: &str) {
         let Some(flight) = self.lanes.iter().flatten().find(|f| f.step == step) else { return };
         let chunks = flight.chunks.clone();
         if let Some(first) = chunks.first() {
             self.abort_lane_of(first.seq);
         }
         for chunk in chunks {
-            let depends = |key: &(InstanceId, LeaseId)| creditor.is_none_or(|c| key.0 == c);
-            if self.seqs.get(&chunk.seq).is_some_and(|s| s.leases.keys().any(depends)) {
-                self.recover(chunk.seq, why);
-            }
+            creditors.iter().for_each(|creditor| self.lose(chunk.seq, *creditor, None, why));
         }
     }
 
-    /// Fails steps whose creditors do not answer.
+    /// Fails steps whose creditors do not answer. One that waits for this instance's own device only is not late.
     pub(crate) fn expire_steps(&mut self) {
         let now = self.now_ms;
-        let waits = |f: &InFlight| !f.creditors.is_empty() || !f.fetches.is_empty();
-        let late = |f: &&InFlight| waits(f) && f.deadline_ms.is_some_and(|at| at <= now);
-        let late: Vec<StepId> = self.lanes.iter().flatten().filter(late).map(|f| f.step).collect();
-        for step in late {
-            self.fail_step(step, None, &format!("a step made no progress for {STEP_DEADLINE_MS} ms"));
+        let mut late = Vec::new();
+        for flight in self.lanes.iter_mut().flatten().filter(|f| f.deadline_ms.is_some_and(|at| at <= now)) {
+            let reads = self.reads.values().filter(|(step, _, _)| *step == flight.step);
+            let mut missing: BTreeSet<InstanceId> =
+                reads.filter_map(|(_, _, index)| flight.fetches.get(*index).map(|f| f.creditor)).collect();
+            missing.extend(&flight.unanswered);
+            if missing.is_empty() {
+                flight.deadline_ms = Some(now + STEP_DEADLINE_MS);
+            } else {
+                late.push((flight.step, missing));
+            }
+        }
+        for (step, missing) in late {
+            self.fail_step(step, &missing, &format!("a step made no progress for {STEP_DEADLINE_MS} ms"));
         }
     }
 }

@@ -141,6 +141,8 @@ pub struct SeqBlocks {
     block_tokens: u32,
     blocks: Vec<Placement>,
     gone: u32,
+    /// How many are [`Placement::Hole`].
+    holes: u32,
     written: u32,
     /// Positions below `written` whose KV was lost: ascending, disjoint, never empty.
     lost: Vec<Range<u32>>,
@@ -158,7 +160,7 @@ impl SeqBlocks {
     #[must_use]
     pub fn new(block_tokens: u32) -> Self {
         assert!(block_tokens > 0, "an rBlock holds tokens");
-        Self { block_tokens, blocks: Vec::new(), gone: 0, written: 0, lost: Vec::new() }
+        Self { block_tokens, blocks: Vec::new(), gone: 0, holes: 0, written: 0, lost: Vec::new() }
     }
 
     #[must_use]
@@ -206,7 +208,7 @@ impl SeqBlocks {
     /// Blocks that lie here.
     #[must_use]
     pub fn local_blocks(&self) -> u32 {
-        self.blocks() - self.gone - self.remote_blocks() - self.holes()
+        self.blocks() - self.gone - self.remote_blocks() - self.holes
     }
 
     /// The last block, if it lies here: growth is best right behind it.
@@ -392,7 +394,7 @@ impl SeqBlocks {
                     }
                     _ => freed.remote.push(RemoteEntries::one(&b)),
                 },
-                Placement::Hole => {}
+                Placement::Hole => self.holes -= 1,
                 Placement::Gone => panic!("block {block} was freed before"),
             }
         }
@@ -409,7 +411,7 @@ impl SeqBlocks {
             Placement::Remote(_) | Placement::Hole | Placement::Gone => None,
         });
         let freed = Freed { local: local.collect(), remote };
-        (self.gone, self.written) = (0, 0);
+        (self.gone, self.holes, self.written) = (0, 0, 0);
         self.lost.clear();
         freed
     }

@@ -6,11 +6,13 @@
 //!
 //! Invariants: a sequence is either waiting or running; `computed < tokens` for every running sequence that is not in
 //! a step; a step's rows never exceed its budget; sequences are planned in the order of their admission, decoding
-//! before prefill, so that a long prompt delays nobody's next token by more than one chunk.
+//! before prefill, so that a long prompt delays nobody's next token by more than one chunk. Ranges whose KV was lost are
+//! computed before anything new of their sequence, in ascending order, in chunks like a prompt's.
 #![forbid(unsafe_code)]
 
 use lagoon_types::{Chunk, Lane, SeqId, StepPlan};
 use std::collections::VecDeque;
+use std::ops::Range;
 
 /// Bounds of one scheduler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,13 +42,22 @@ pub struct Waiting {
     pub since_ms: u64,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Running {
     seq: SeqId,
     lane: Lane,
     tokens: u32,
     computed: u32,
+    /// Below `computed`, to be computed again: ascending, disjoint, never empty.
+    lost: VecDeque<Range<u32>>,
     in_step: bool,
+}
+
+impl Running {
+    /// The positions that are due, and whether they are new ones.
+    fn due(&self) -> (Range<u32>, bool) {
+        self.lost.front().map_or((self.computed..self.tokens, true), |lost| (lost.clone(), false))
+    }
 }
 
 /// See the crate's documentation.
@@ -82,10 +93,11 @@ impl Scheduler {
     /// # Panics
     /// If the sequence does not run or is in a step.
     pub fn preempt(&mut self, seq: SeqId, now_ms: u64) {
-        let entry = *self.entry(seq);
+        let entry = self.entry(seq);
         assert!(!entry.in_step, "{seq} is in a step");
+        let tokens = entry.tokens;
         self.running.retain(|r| r.seq != seq);
-        self.waiting.push_front(Waiting { seq, tokens: entry.tokens, since_ms: now_ms });
+        self.waiting.push_front(Waiting { seq, tokens, since_ms: now_ms });
     }
 
     /// The next sequence to admit, if the batch has room for one.
@@ -112,7 +124,20 @@ impl Scheduler {
     pub fn admit(&mut self, seq: SeqId, lane: Lane) {
         let at = self.waiting.iter().position(|w| w.seq == seq);
         let Some(entry) = at.and_then(|at| self.waiting.remove(at)) else { panic!("{seq} does not wait") };
-        self.running.push(Running { seq, lane, tokens: entry.tokens, computed: 0, in_step: false });
+        let (tokens, lost) = (entry.tokens, VecDeque::new());
+        self.running.push(Running { seq, lane, tokens, computed: 0, lost, in_step: false });
+    }
+
+    /// The KV of these positions was lost, and of no others: ascending, disjoint, below what was computed.
+    ///
+    /// # Panics
+    /// If they are not, or if the sequence does not run or is in a step.
+    pub fn set_lost(&mut self, seq: SeqId, lost: &[Range<u32>]) {
+        let entry = self.entry_mut(seq);
+        assert!(!entry.in_step, "{seq} is in a step");
+        let ascend = lost.windows(2).all(|pair| pair[0].end <= pair[1].start) && lost.iter().all(|l| l.start < l.end);
+        assert!(ascend && lost.last().is_none_or(|l| l.end <= entry.computed), "{seq} cannot have lost {lost:?}");
+        entry.lost = lost.iter().cloned().collect();
     }
 
     /// Forgets a sequence, waiting or running.
@@ -139,22 +164,23 @@ impl Scheduler {
         self.running.iter().rev().find(|r| !r.in_step && holds(r.seq)).map(|r| r.seq)
     }
 
-    /// The next step of `lane`: one row for each decoding sequence, then chunks of prompts, within the row budget.
-    /// `ready` says whether a sequence has memory for its tokens; others sit out.
+    /// The next step of `lane`: one row for each decoding sequence, then chunks of prompts and of what was lost, within
+    /// the row budget. `ready` says whether a sequence has memory for its tokens; others sit out.
     pub fn plan(&mut self, lane: Lane, ready: impl Fn(SeqId) -> bool) -> StepPlan {
         let mut budget = self.config.step_rows;
         let mut plan = StepPlan::default();
         for prefill in [false, true] {
             for entry in self.running.iter_mut().filter(|r| r.lane == lane && !r.in_step) {
-                let left = entry.tokens - entry.computed;
-                if (left > 1) != prefill || budget == 0 || !ready(entry.seq) {
+                let (due, new) = entry.due();
+                let left = due.end - due.start;
+                if (left > 1 || !new) != prefill || budget == 0 || !ready(entry.seq) {
                     continue;
                 }
                 assert!(left > 0, "{} has nothing to compute", entry.seq);
                 let len = left.min(budget);
                 budget -= len;
                 entry.in_step = true;
-                plan.chunks.push(Chunk { seq: entry.seq, start: entry.computed, len, last: len == left });
+                plan.chunks.push(Chunk { seq: entry.seq, start: due.start, len, last: new && len == left });
             }
         }
         plan
@@ -163,9 +189,14 @@ impl Scheduler {
     /// A planned chunk has been computed. With `sampled`, the sequence has one token more.
     pub fn complete(&mut self, chunk: &Chunk, sampled: bool) {
         let entry = self.entry_mut(chunk.seq);
-        assert!(entry.in_step && entry.computed == chunk.start, "{} completes what was planned", chunk.seq);
+        assert!(entry.in_step && entry.due().0.start == chunk.start, "{} completes what was planned", chunk.seq);
         entry.in_step = false;
-        entry.computed += chunk.len;
+        if let Some(lost) = entry.lost.front_mut() {
+            lost.start += chunk.len;
+            entry.lost.retain(|lost| lost.start < lost.end);
+        } else {
+            entry.computed += chunk.len;
+        }
         entry.tokens += u32::from(sampled);
     }
 
@@ -255,7 +286,77 @@ mod tests {
         assert_eq!(s.victim(|_| true), Some(SeqId(1)));
     }
 
+    #[test]
+    fn what_was_lost_is_computed_first_in_chunks_beside_others_that_decode() {
+        let mut s = scheduler(8);
+        admit(&mut s, 1, 30);
+        while let Some(&chunk) = s.plan(Lane::Local, |_| true).chunks.first() {
+            s.complete(&chunk, chunk.last);
+            if chunk.last {
+                break;
+            }
+        }
+        admit(&mut s, 2, 2);
+        let plan = s.plan(Lane::Local, |seq| seq == SeqId(2));
+        s.complete(&plan.chunks[0], true);
+        s.set_lost(SeqId(1), &[4..5, 12..24]);
+        let decode = |start| Chunk { seq: SeqId(2), start, len: 1, last: true };
+        let again = |start, len| Chunk { seq: SeqId(1), start, len, last: false };
+        for (turn, expected) in (2..).zip([again(4, 1), again(12, 7), again(19, 5)]) {
+            let plan = s.plan(Lane::Local, |_| true);
+            assert_eq!(plan.chunks, [decode(turn), expected], "a range of one row does not decode either");
+            plan.chunks.iter().for_each(|c| s.complete(c, c.last));
+        }
+        let plan = s.plan(Lane::Local, |_| true);
+        assert_eq!(plan.chunks[0], Chunk { seq: SeqId(1), start: 30, len: 1, last: true });
+        plan.chunks.iter().for_each(|c| s.abandon(c.seq));
+        // What is computed again as a whole has lost nothing in particular.
+        s.set_lost(SeqId(1), &[0..8, 9..30]);
+        s.preempt(SeqId(1), 1);
+        s.admit(SeqId(1), Lane::Remote);
+        assert_eq!(s.plan(Lane::Remote, |_| true).chunks, [again(0, 8)]);
+    }
+
     proptest! {
+        /// Whatever is lost in between, each step computes the lowest position that is due, and in the end every
+        /// position was computed once more than it was lost.
+        #[test]
+        fn losses_are_computed_again(
+            tokens in 1u32..90,
+            rows in 1u32..20,
+            losses in prop::collection::vec(prop::option::of((0u32..90, 1u32..30)), 1..30),
+        ) {
+            let mut s = scheduler(rows);
+            admit(&mut s, 1, tokens);
+            let (mut due, mut end) = ((0..tokens).collect::<std::collections::BTreeSet<_>>(), tokens);
+            let mut computed = 0;
+            let mut losses = losses.into_iter();
+            for _ in 0..300 {
+                if let Some(Some((start, len))) = losses.next() {
+                    // What is lost again before it was computed is lost once.
+                    due.extend(start.min(computed)..(start + len).min(computed));
+                    let mut lost: Vec<Range<u32>> = Vec::new();
+                    for &pos in due.range(..computed) {
+                        match lost.last_mut() {
+                            Some(last) if last.end == pos => last.end += 1,
+                            _ => lost.push(pos..pos + 1),
+                        }
+                    }
+                    s.set_lost(SeqId(1), &lost);
+                }
+                let chunk = s.plan(Lane::Local, |_| true).chunks[0];
+                prop_assert_eq!(due.first(), Some(&chunk.start));
+                (chunk.start..chunk.start + chunk.len).for_each(|pos| assert!(due.remove(&pos)));
+                prop_assert_eq!(chunk.last, due.is_empty());
+                computed = computed.max(chunk.start + chunk.len);
+                s.complete(&chunk, chunk.last);
+                if chunk.last {
+                    due.insert(end);
+                    end += 1;
+                }
+            }
+        }
+
         /// Whatever arrives, every token of every sequence is computed exactly once and in order.
         #[test]
         fn every_token_is_computed_once(

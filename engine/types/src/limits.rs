@@ -83,8 +83,14 @@ pub const GUEST_WAITING_MAX: usize = 1024;
 pub const GUEST_WRITE_BYTES_MAX: usize = 64 << 20;
 /// Control messages that wait for one peer to be dialled.
 pub const PEER_PENDING_MAX: usize = 256;
-/// Times that a sequence is computed again after creditors or steps failed, before it fails.
-pub const RECOVERIES_MAX: u32 = 3;
+/// Times that a sequence may lose KV within [`RECOVERIES_WINDOW_MS`] before it fails.
+pub const RECOVERIES_MAX: usize = 8;
+/// See [`RECOVERIES_MAX`].
+pub const RECOVERIES_WINDOW_MS: u64 = 60_000;
+/// Time that a sequence that lost KV keeps the rest while it looks for memory for what was lost.
+pub const RESTORE_DEADLINE_MS: u64 = 10_000;
+/// Time that borrowing waits for a gManager that is away.
+pub const GMANAGER_WAIT_MS: u64 = 30_000;
 /// Pause before a sequence that found no memory is tried again.
 pub const ADMISSION_RETRY_MS: u64 = 100;
 /// That pause at most: it doubles while there is none.
@@ -100,6 +106,7 @@ const _: () = assert!(STEP_DEADLINE_MS < LEASE_TTL_MS);
 const _: () = assert!(LEASE_ANSWER_MS * (CANDIDATES as u64) < BORROW_DEADLINE_MS);
 const _: () = assert!(CONTROL_REPEAT_MS < BORROW_DEADLINE_MS && CONTROL_REPEAT_MS < LEASE_TTL_MS);
 const _: () = assert!(LEASE_TTL_MS <= INSTANCE_FORGET_MS && HEARTBEAT_STALE_MS < INSTANCE_FORGET_MS);
+const _: () = assert!(BORROW_DEADLINE_MS < RESTORE_DEADLINE_MS && GMANAGER_WAIT_MS < ADMISSION_DEADLINE_MS);
 const _: () = assert!(STEP_ROWS_DEFAULT <= STEP_ROWS_MAX);
 const _: () = assert!(BLOCK_TOKENS_DEFAULT <= BLOCK_TOKENS_MAX);
 const _: () = assert!(CONTROL_FRAME_BYTES_MAX <= DATA_FRAME_BYTES_MAX && DATA_FRAME_BYTES_MAX <= PEER_QUEUE_BYTES_MAX);

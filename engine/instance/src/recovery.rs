@@ -1,0 +1,130 @@
+//! Recovery of KV that was lost with a creditor: dead, fenced, revoked, refused or damaged.
+//!
+//! A sequence keeps whatever else it has. What it lost gets new places, here or borrowed, all or nothing; then exactly
+//! the lost positions are computed again from their tokens, by chunks like those of a prompt, and it goes on where it
+//! was. Nothing is sampled meanwhile, so no token is repeated and none is left out. It waits for memory until a
+//! deadline, and only then yields like a sequence that cannot grow; it is computed again as a whole only if it is
+//! itself the one to yield, or if a window has freed what the lost positions attend to.
+
+use crate::admission::Market;
+use crate::instance::Instance;
+use crate::sequence::{Hold, Sequence};
+use lagoon_cluster::BorrowFailure;
+use lagoon_types::limits::{RECOVERIES_MAX, RECOVERIES_WINDOW_MS, RESTORE_DEADLINE_MS};
+use lagoon_types::{InstanceId, LeaseId, RequestError, SeqId};
+
+/// Whether a sequence has blocks in this lease of a creditor, or in any of its leases.
+fn holds(seq: &Sequence, creditor: InstanceId, lease: Option<LeaseId>) -> bool {
+    seq.leases.keys().any(|(c, l)| *c == creditor && lease.is_none_or(|lease| lease == *l))
+}
+
+impl Instance {
+    /// A creditor is gone: every sequence with blocks there has lost them.
+    pub(crate) fn lose_creditor(&mut self, creditor: InstanceId, why: &str) {
+        let lost: Vec<SeqId> = self.seqs.values().filter(|s| holds(s, creditor, None)).map(|s| s.id).collect();
+        for seq in lost {
+            self.lose(seq, creditor, None, why);
+        }
+    }
+
+    /// A sequence has lost its KV in one lease of a creditor, or in all of them. Its step, if it is in one, is aborted
+    /// first: all sequences of that step are planned again as they were.
+    pub(crate) fn lose(&mut self, id: SeqId, creditor: InstanceId, lease: Option<LeaseId>, why: &str) {
+        if !self.seqs.get(&id).is_some_and(|s| holds(s, creditor, lease)) {
+            return;
+        }
+        if self.sched.in_step(id) {
+            self.abort_lane_of(id);
+        }
+        let now = self.now_ms;
+        // Its step may have been all that kept it.
+        let Some(seq) = self.seqs.get_mut(&id) else { return };
+        self.recoveries += 1;
+        if seq.note_recovery(now) {
+            let message = format!(
+                "{why} ({creditor}); given up: the sequence lost KV more than {RECOVERIES_MAX} times in {} s",
+                RECOVERIES_WINDOW_MS / 1000
+            );
+            self.fail(id, RequestError::Unavailable(message));
+        } else if self.sched.is_running(id) {
+            self.make_holes(id, creditor, lease);
+        } else {
+            // Nothing is computed yet: it begins to look for memory anew.
+            self.release_memory(id);
+        }
+    }
+
+    /// Takes the lost blocks out of the table of a running sequence that is in no step.
+    fn make_holes(&mut self, id: SeqId, creditor: InstanceId, lease: Option<LeaseId>) {
+        self.stop_waiting(id);
+        let (now, window) = (self.now_ms, self.config.window);
+        let Some(seq) = self.seqs.get_mut(&id) else { return };
+        let gone = seq.blocks.lose(|c, l| c == creditor && lease.is_none_or(|lease| lease == l));
+        seq.leases.retain(|(c, l), _| !gone.iter().any(|g| (g.creditor, g.lease) == (*c, *l)));
+        if seq.blocks.holes() > 0 {
+            seq.restore_by_ms.get_or_insert(now + RESTORE_DEADLINE_MS);
+        }
+        // A creditor that lives and refused has them still.
+        gone.iter().for_each(|entries| self.rm.release(entries, now));
+        if seq.blocks.can_restore(window) {
+            self.sched.set_lost(id, seq.blocks.lost());
+            let lane = self.lane_of(id);
+            self.sched.set_lane(id, lane);
+        } else {
+            self.preempt(id);
+        }
+    }
+
+    /// Finds places for what a running sequence lost: the newest here, as at admission, the rest at creditors.
+    pub(crate) fn restore(&mut self, id: SeqId) {
+        if self.restore_here(id) {
+            return;
+        }
+        let Some(seq) = self.seqs.get(&id) else { return };
+        match seq.hold {
+            Hold::Borrowing(_) => return,
+            Hold::RetryAt(at) if at > self.now_ms => return,
+            Hold::None | Hold::RetryAt(_) => {}
+        }
+        let late = seq.restore_by_ms.is_some_and(|at| at <= self.now_ms);
+        let (holes, local) = (seq.blocks.holes(), self.rm.available());
+        match self.market() {
+            Market::Open => {
+                let Some(aside) = self.rm.allocate(id, local, None) else { return };
+                let borrow = self.rm.borrow(id, holes - local, self.now_ms);
+                if let Some(seq) = self.seqs.get_mut(&id) {
+                    (seq.hold, seq.aside) = (Hold::Borrowing(borrow), aside);
+                }
+            }
+            Market::Away if !late => self.retry_later(id),
+            Market::Away | Market::Closed => self.yield_memory(id),
+        }
+    }
+
+    /// Gives a sequence own blocks for all that it lost, if there are as many.
+    pub(crate) fn restore_here(&mut self, id: SeqId) -> bool {
+        let Some(seq) = self.seqs.get(&id) else { return false };
+        let holes = seq.blocks.holes();
+        if matches!(seq.hold, Hold::Borrowing(_)) || holes > self.rm.available() {
+            return false;
+        }
+        let Some(blocks) = self.rm.allocate(id, holes, None) else { return false };
+        if let Some(seq) = self.seqs.get_mut(&id) {
+            seq.blocks.fill_local(&blocks);
+            (seq.hold, seq.misses, seq.restore_by_ms) = (Hold::None, 0, None);
+        }
+        true
+    }
+
+    /// Nobody lends what a sequence lost. It tries again with what it has, until its deadline or until the pool is too
+    /// small for it.
+    pub(crate) fn on_restore_failed(&mut self, id: SeqId, reason: &BorrowFailure) {
+        self.stop_waiting(id);
+        let late = self.seqs.get(&id).and_then(|s| s.restore_by_ms).is_none_or(|at| at <= self.now_ms);
+        if late || matches!(reason, BorrowFailure::PoolTooSmall { .. }) {
+            self.yield_memory(id);
+        } else {
+            self.retry_later(id);
+        }
+    }
+}
