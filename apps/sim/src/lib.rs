@@ -11,6 +11,7 @@
 pub mod agenda;
 pub mod clock;
 pub mod fabric;
+pub mod paper;
 pub mod pool;
 pub mod process;
 pub mod rng;

@@ -1,0 +1,346 @@
+//! What replaces the runner: an instance's commands in, its reports out after modelled time.
+//!
+//! The instance believes in a model of one layer (its frames are small, and few); the time is that of all layers of the
+//! real one. Peers' micro attention overtakes passes, at the earliest when the layer that is being computed is done: on
+//! average half a layer's time, in every layer, so half a step's time over all layers. Passes of the two lanes take turns
+//! and so share the device evenly.
+//!
+//! In a remote pass the projections come first (their share of a layer), then queries leave and local attention runs, then
+//! the pass waits for partials, then the rest: v2 Figure 6 (a).
+#![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "times are rounded up and not negative")]
+
+use super::hardware::{StepShape, Timing};
+use bytes::Bytes;
+use lagoon_runner::{Command, GuestQuery, Report, SampleOut, StepWork};
+use lagoon_types::{InstanceId, Lane, SeqId, StepId};
+use std::collections::{BTreeMap, VecDeque};
+
+/// The query, key and value projections' share of a layer's linear work (12 h² of it with the feed-forward: about 3/12).
+const PROJECTION_SHARE: f64 = 0.25;
+/// Zeros that stand for queries and KV: those of the largest step.
+static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+
+/// Bytes of content that nobody looks at.
+pub(super) fn zeros(bytes: usize) -> Bytes {
+    if bytes <= ZEROS.len() { Bytes::from_static(&ZEROS[..bytes]) } else { Bytes::from(vec![0; bytes]) }
+}
+
+/// How prompts come into the KV cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Prefill {
+    /// They are computed, in chunks.
+    Computed,
+    /// They are there when a request is first admitted: decoding takes time, and computing a preempted request again.
+    Resident,
+}
+
+/// A report, and how many rows of it go over the network in earnest (those of resident prompts do not).
+#[derive(Debug)]
+pub(super) struct Said {
+    pub(super) report: Report,
+    pub(super) billed_rows: BTreeMap<InstanceId, u32>,
+}
+
+impl From<Report> for Said {
+    fn from(report: Report) -> Self {
+        Self { report, billed_rows: BTreeMap::new() }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Project,
+    Local,
+    Await,
+    Rest,
+}
+
+#[derive(Debug)]
+struct Pass {
+    work: StepWork,
+    phase: Phase,
+    left_us: f64,
+    local_us: f64,
+    rest_us: f64,
+    whole_us: f64,
+    missing: usize,
+}
+
+#[derive(Debug)]
+struct Guest {
+    query: GuestQuery,
+    ready_us: f64,
+    left_us: f64,
+    billed: u32,
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(super) struct Device {
+    timing: Timing,
+    prefill: Prefill,
+    q_bytes: usize,
+    kv_bytes: usize,
+    passes: [Option<Pass>; 2],
+    guests: VecDeque<Guest>,
+    immediate: Vec<Report>,
+    /// How far each sequence has been computed here.
+    reached: BTreeMap<SeqId, u32>,
+    updated_us: f64,
+    /// Raised whenever something changes: what was planned for an older version is void.
+    pub(super) version: u64,
+    pub(super) busy_us: f64,
+    pub(super) guest_us: f64,
+}
+
+impl Device {
+    /// `q_bytes` and `kv_bytes`: of one row and one token of the one-layer shape.
+    pub(super) fn new(timing: Timing, prefill: Prefill, q_bytes: usize, kv_bytes: usize) -> Self {
+        Self {
+            timing,
+            prefill,
+            q_bytes,
+            kv_bytes,
+            passes: [None, None],
+            guests: VecDeque::new(),
+            immediate: Vec::new(),
+            reached: BTreeMap::new(),
+            updated_us: 0.0,
+            version: 0,
+            busy_us: 0.0,
+            guest_us: 0.0,
+        }
+    }
+
+    /// Whether rows take time: see [`Prefill`].
+    fn counts(&self, rows: u32, again: bool) -> bool {
+        rows == 1 || again || self.prefill == Prefill::Computed
+    }
+
+    /// Whether a sequence's rows were computed before: it was preempted since. Remembers how far it has come.
+    fn again(&mut self, seq: SeqId, end: u32) -> bool {
+        let reached = self.reached.entry(seq).or_default();
+        let again = end <= *reached;
+        *reached = end.max(*reached);
+        again
+    }
+
+    /// Keys that decode rows read, and pairs that prefill rows compute, of `rows` rows that end at `pos0 + rows` over
+    /// `keys` keys.
+    fn attention(&self, rows: u32, again: bool, keys: f64) -> (f64, f64) {
+        match rows {
+            1 => (keys, 0.0),
+            _ if !self.counts(rows, again) => (0.0, 0.0),
+            // Of a chunk's own keys a row sees half on average.
+            _ => (0.0, f64::from(rows) * (keys - f64::from(rows) / 2.0).max(keys / 2.0)),
+        }
+    }
+
+    pub(super) fn push(&mut self, command: Command, now_us: u64) {
+        self.advance(now_us);
+        self.version += 1;
+        match command {
+            Command::Step(work) => self.start(*work),
+            Command::Part { step, .. } | Command::Fetched { step, .. } => self.on_answer(step),
+            Command::Abort { step } => {
+                for pass in &mut self.passes {
+                    pass.take_if(|p| p.work.step == step);
+                }
+            }
+            Command::GuestQuery(query) => self.queue(query, now_us as f64),
+            Command::GuestWrite(write) => self.immediate.push(Report::GuestWritten { bytes: write.kv.len() }),
+            Command::GuestRead(read) => {
+                let tokens: u32 = read.pieces.iter().map(|(_, n)| n).sum();
+                let kv = zeros(tokens as usize * self.kv_bytes);
+                self.immediate.push(Report::GuestKv { tag: read.tag, kv });
+            }
+        }
+    }
+
+    fn start(&mut self, work: StepWork) {
+        let mut shape = StepShape::default();
+        for seq in &work.seqs {
+            let runs = &work.runs[seq.run0 as usize..(seq.run0 + seq.runs) as usize];
+            let keys: u64 = runs.iter().map(|r| u64::from(r.len)).sum();
+            let again = self.again(seq.seq, seq.pos0 + seq.rows);
+            let (decode, prefill) = self.attention(seq.rows, again, keys as f64);
+            shape.decode_keys += decode;
+            shape.prefill_pairs += prefill;
+            if self.counts(seq.rows, again) {
+                shape.rows += f64::from(seq.rows);
+                shape.seqs += 1.0;
+                shape.sampled += f64::from(u32::from(seq.sample.is_some()));
+            }
+        }
+        let time = self.timing.step(&shape);
+        let missing = work.remote.ships.len() + work.remote.fetches.len();
+        let lane = work.lane;
+        let project_us = if lane == Lane::Remote { time.linear_us * PROJECTION_SHARE } else { 0.0 };
+        let (phase, left_us) = match lane {
+            Lane::Local => (Phase::Rest, time.total_us()),
+            Lane::Remote => (Phase::Project, project_us),
+        };
+        let whole_us = time.total_us();
+        let rest_us = time.linear_us - project_us;
+        assert!(self.passes[lane.index()].is_none(), "one step at a time in a lane");
+        let local_us = time.attention_us;
+        self.passes[lane.index()] = Some(Pass { work, phase, left_us, local_us, rest_us, whole_us, missing });
+    }
+
+    fn on_answer(&mut self, step: StepId) {
+        for pass in self.passes.iter_mut().flatten().filter(|p| p.work.step == step) {
+            pass.missing = pass.missing.saturating_sub(1);
+            if pass.missing == 0 && pass.phase == Phase::Await {
+                (pass.phase, pass.left_us) = (Phase::Rest, pass.rest_us);
+            }
+        }
+    }
+
+    fn queue(&mut self, query: GuestQuery, now_us: f64) {
+        let (mut keys, mut pairs, mut billed) = (0.0, 0.0, 0);
+        for seq in &query.seqs {
+            let runs = &query.runs[seq.run0 as usize..(seq.run0 + seq.runs) as usize];
+            let held: u64 = runs.iter().map(|r| u64::from(r.len)).sum();
+            let (decode, prefill) = self.attention(seq.rows, false, held as f64);
+            keys += decode;
+            pairs += prefill;
+            billed += if self.counts(seq.rows, false) { seq.rows } else { 0 };
+        }
+        let left_us = if billed == 0 { 0.0 } else { self.timing.guest_us(keys, pairs) };
+        let computing = |p: &&Pass| p.phase != Phase::Await;
+        let layer_wait = self.passes.iter().flatten().filter(computing).map(|p| p.whole_us / 2.0).fold(0.0, f64::max);
+        let wait = if billed == 0 { 0.0 } else { layer_wait };
+        self.guests.push_back(Guest { query, ready_us: now_us + wait, left_us, billed });
+    }
+
+    /// Lets time pass: peers' work first, the lanes share what is left.
+    fn advance(&mut self, now_us: u64) {
+        let now = now_us as f64;
+        while self.updated_us < now {
+            let ready = self.guests.iter_mut().find(|g| g.ready_us <= self.updated_us && g.left_us > 0.0);
+            if let Some(guest) = ready {
+                let dt = guest.left_us.min(now - self.updated_us);
+                guest.left_us -= dt;
+                if guest.left_us < 1e-6 {
+                    guest.left_us = 0.0;
+                }
+                self.guest_us += dt;
+                self.busy_us += dt;
+                self.updated_us += dt;
+                continue;
+            }
+            let next_ready = self.guests.iter().map(|g| g.ready_us).filter(|r| *r > self.updated_us);
+            let until = next_ready.fold(now, f64::min);
+            let active = self.passes.iter().flatten().filter(|p| p.left_us > 0.0).count() as f64;
+            let span = until - self.updated_us;
+            if active > 0.0 {
+                let shortest = self.passes.iter().flatten().map(|p| p.left_us).filter(|l| *l > 0.0);
+                let span = span.min(shortest.fold(f64::INFINITY, f64::min) * active);
+                for pass in self.passes.iter_mut().flatten().filter(|p| p.left_us > 0.0) {
+                    pass.left_us -= span / active;
+                    if pass.left_us < 1e-6 {
+                        pass.left_us = 0.0;
+                    }
+                }
+                self.busy_us += span;
+                self.updated_us += span;
+            } else {
+                self.updated_us = until;
+            }
+        }
+    }
+
+    /// When something ends next, if nothing else happens before.
+    pub(super) fn next_us(&self, now_us: u64) -> Option<u64> {
+        let now = now_us as f64;
+        if !self.immediate.is_empty() {
+            return Some(now_us);
+        }
+        let due = |p: &&Pass| p.phase != Phase::Await;
+        let ended = self.guests.iter().any(|g| g.left_us <= 0.0 && g.ready_us <= now);
+        if ended || self.passes.iter().flatten().filter(due).any(|p| p.left_us <= 0.0) {
+            return Some(now_us);
+        }
+        let ready = self.guests.iter().filter(|g| g.ready_us > now).map(|g| g.ready_us);
+        let ready = ready.fold(f64::INFINITY, f64::min);
+        let running = self.guests.iter().find(|g| g.ready_us <= now).map(|g| now + g.left_us);
+        let active = self.passes.iter().flatten().filter(due);
+        let lanes = active.clone().count() as f64;
+        let pass = active.map(|p| now + p.left_us * lanes).fold(f64::INFINITY, f64::min);
+        let next = running.unwrap_or(pass).min(ready);
+        next.is_finite().then(|| next.ceil() as u64)
+    }
+
+    /// What has ended by now.
+    pub(super) fn collect(&mut self, now_us: u64) -> Vec<Said> {
+        self.advance(now_us);
+        self.version += 1;
+        let mut said: Vec<Said> = std::mem::take(&mut self.immediate).into_iter().map(Said::from).collect();
+        let now = now_us as f64;
+        while let Some(at) = self.guests.iter().position(|g| g.left_us <= 0.0 && g.ready_us <= now) {
+            let Some(guest) = self.guests.remove(at) else { break };
+            let (out, lse, count) = (Bytes::new(), Bytes::new(), Bytes::new());
+            let report = Report::GuestPartial { tag: guest.query.tag, out, lse, count };
+            // The instance that asked is not known here: the caller sends one frame for this report.
+            said.push(Said { report, billed_rows: BTreeMap::from([(InstanceId(0), guest.billed)]) });
+        }
+        for lane in Lane::ALL {
+            self.collect_pass(lane, &mut said);
+        }
+        said
+    }
+
+    fn collect_pass(&mut self, lane: Lane, said: &mut Vec<Said>) {
+        loop {
+            let Some(pass) = &mut self.passes[lane.index()] else { return };
+            if pass.left_us > 0.0 {
+                return;
+            }
+            match pass.phase {
+                Phase::Project => {
+                    (pass.phase, pass.left_us) = (Phase::Local, pass.local_us);
+                    self.hand_out(lane, said);
+                }
+                Phase::Local if pass.missing == 0 => (pass.phase, pass.left_us) = (Phase::Rest, pass.rest_us),
+                Phase::Local => {
+                    pass.phase = Phase::Await;
+                    return;
+                }
+                Phase::Await => return,
+                Phase::Rest => {
+                    let samples = pass.work.seqs.iter().filter(|s| s.sample.is_some());
+                    let sample = |seq| SampleOut { seq, token: 0, logprobs: None, logits: None };
+                    let samples = samples.map(|s| sample(s.seq)).collect();
+                    let step = pass.work.step;
+                    self.passes[lane.index()] = None;
+                    said.push(Report::Done { step, lane, samples }.into());
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Queries for every creditor, and the KV that goes there.
+    fn hand_out(&self, lane: Lane, said: &mut Vec<Said>) {
+        let Some(pass) = &self.passes[lane.index()] else { return };
+        let remote = &pass.work.remote;
+        let step = pass.work.step;
+        let frame = |s: &lagoon_runner::Ship| (s.creditor, s.rows(), zeros(s.rows() as usize * self.q_bytes));
+        let billed = |s: &lagoon_runner::Ship| {
+            let rows = s.segments.iter().map(|(_, rows)| rows).filter(|rows| self.counts(**rows, false)).sum();
+            (s.creditor, rows)
+        };
+        said.push(Said {
+            report: Report::Queries { step, layer: 0, frames: remote.ships.iter().map(frame).collect() },
+            billed_rows: remote.ships.iter().map(billed).collect(),
+        });
+        if !remote.writes.is_empty() {
+            let kv = remote.writes.iter().map(|w| zeros(w.rows as usize * self.kv_bytes)).collect();
+            said.push(Report::Written { step, layer: 0, kv }.into());
+        }
+    }
+
+    pub(super) fn prefill(&self) -> Prefill {
+        self.prefill
+    }
+}

@@ -1,0 +1,87 @@
+//! The papers' network: NVLink inside a node, one Ethernet port per node, as busy as the modelled bytes make it.
+//!
+//! Frames here carry the KV and queries of a one-layer stand-in; what they cost is given in the bytes of the real model's
+//! layers. A port sends one frame at a time. Bulk is below partials: a partial pushes the bulk that waits at its port
+//! back. Frames of one class between two instances arrive in order.
+#![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "times are rounded up and not negative")]
+
+use super::cluster::{Cluster, ETHERNET_LATENCY_US, NVLINK_BYTES_PER_S, NVLINK_LATENCY_US};
+use std::collections::BTreeMap;
+
+/// Priority classes, as on the wire.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Class {
+    Control,
+    Partials,
+    Bulk,
+}
+
+/// An egress or ingress.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Port {
+    NvLinkOut(usize),
+    NvLinkIn(usize),
+    NodeOut(usize),
+    NodeIn(usize),
+}
+
+#[derive(Debug)]
+pub(super) struct Fabric {
+    cluster: Cluster,
+    /// When a port is free again, by class.
+    free_us: BTreeMap<(Port, bool), f64>,
+    arrived_us: BTreeMap<(usize, usize, Class), u64>,
+    /// Modelled bytes that crossed nodes, and that stayed in one.
+    pub(super) ethernet_bytes: f64,
+    pub(super) nvlink_bytes: f64,
+}
+
+impl Fabric {
+    pub(super) fn new(cluster: Cluster) -> Self {
+        Self { cluster, free_us: BTreeMap::new(), arrived_us: BTreeMap::new(), ethernet_bytes: 0.0, nvlink_bytes: 0.0 }
+    }
+
+    fn near(&self, a: usize, b: usize) -> bool {
+        self.cluster.node(a) == self.cluster.node(b)
+    }
+
+    /// One way, in microseconds.
+    pub(super) fn latency_us(&self, a: usize, b: usize) -> f64 {
+        if self.near(a, b) { NVLINK_LATENCY_US } else { ETHERNET_LATENCY_US }
+    }
+
+    /// Bytes per second between two instances. Each GPU sends its own heads' share to its opposite number.
+    pub(super) fn bytes_per_s(&self, a: usize, b: usize) -> f64 {
+        if self.near(a, b) {
+            NVLINK_BYTES_PER_S * f64::from(self.cluster.parallel.tp)
+        } else {
+            self.cluster.ethernet_bytes_per_s
+        }
+    }
+
+    /// When a frame arrives that costs `bytes` and `hops` latencies (one per layer that it stands for).
+    pub(super) fn send(&mut self, from: usize, to: usize, class: Class, bytes: f64, hops: f64, now_us: u64) -> u64 {
+        let near = self.near(from, to);
+        let ports = if near {
+            self.nvlink_bytes += bytes;
+            [Port::NvLinkOut(from), Port::NvLinkIn(to)]
+        } else {
+            self.ethernet_bytes += bytes;
+            [Port::NodeOut(self.cluster.node(from)), Port::NodeIn(self.cluster.node(to))]
+        };
+        let bulk = class == Class::Bulk;
+        let took = bytes / self.bytes_per_s(from, to) * 1e6;
+        let free = |port: &Port| self.free_us.get(&(*port, bulk)).copied().unwrap_or(0.0);
+        let start = ports.iter().map(free).fold(now_us as f64, f64::max);
+        for port in ports {
+            self.free_us.insert((port, bulk), start + took);
+            if !bulk && let Some(waits) = self.free_us.get_mut(&(port, true)).filter(|f| **f > now_us as f64) {
+                *waits += took;
+            }
+        }
+        let at = (start + took + hops * self.latency_us(from, to)).ceil() as u64;
+        let last = self.arrived_us.entry((from, to, class)).or_default();
+        *last = at.max(*last);
+        *last
+    }
+}

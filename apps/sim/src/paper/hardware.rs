@@ -1,0 +1,323 @@
+//! The performance model: what a step takes on A100s, from published figures only.
+//!
+//! | figure | value | source |
+//! |---|---|---|
+//! | dense bf16 peak | 312 TFLOP/s | NVIDIA A100 data sheet |
+//! | HBM2e | 2,039 GB/s | NVIDIA A100 80GB data sheet |
+//! | NVLink, one direction | 300 GB/s | data sheet (600 GB/s both ways, v2 §7.1) |
+//! | network between nodes | 125 MB/s | v2 §7.1 |
+//! | GEMM, share of peak | 0.65 | usual for large bf16 GEMMs of LLM inference |
+//! | GEMV, share of HBM | 0.80 | usual for weight streaming |
+//! | prefill attention, share of peak | 0.60 | FlashAttention-2: 50 to 73 % of A100 peak |
+//! | decode attention, share of HBM | 0.85 | usual for split-KV decode kernels |
+//! | kernels of a layer and their gap | 10 at 4 µs | eager launches of the papers' time |
+//! | all-reduce, bus bandwidth | 230 GB/s | nccl-tests on DGX A100 |
+//! | all-reduce, small message | 10, 14, 20 µs at 2, 4, 8 GPUs | nccl-tests on DGX A100 |
+//! | memory for weights and KV | 90 % of 80 GB | vLLM's `gpu_memory_utilization` |
+//!
+//! Times are in microseconds, sizes in bytes, as f64.
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "sizes are far below 2^53 and not negative"
+)]
+
+use lagoon_protocol::{BatchPoint, Calibration};
+
+const PEAK_FLOPS: f64 = 312e12;
+const HBM_BYTES_PER_S: f64 = 2_039e9;
+const GPU_BYTES: f64 = 80e9;
+const MEMORY_SHARE: f64 = 0.90;
+const GEMM_SHARE: f64 = 0.65;
+const GEMV_SHARE: f64 = 0.80;
+const PREFILL_ATTENTION_SHARE: f64 = 0.60;
+const DECODE_ATTENTION_SHARE: f64 = 0.85;
+const KERNELS_PER_LAYER: f64 = 10.0;
+/// Kernels of a micro attention that a creditor adds: the attention and its reduction.
+const KERNELS_PER_GUEST_LAYER: f64 = 2.0;
+const KERNEL_GAP_US: f64 = 4.0;
+const ALL_REDUCE_BYTES_PER_S: f64 = 230e9;
+const ELEMENT_BYTES: f64 = 2.0;
+const MICRO: f64 = 1e6;
+
+/// A model's sizes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Model {
+    pub name: &'static str,
+    pub layers: u32,
+    pub hidden: u32,
+    pub heads: u32,
+    pub kv_heads: u32,
+    pub head_dim: u32,
+    pub intermediate: u32,
+    pub vocab: u32,
+}
+
+pub const LLAMA2_7B: Model = Model {
+    name: "LLaMA2-7B",
+    layers: 32,
+    hidden: 4096,
+    heads: 32,
+    kv_heads: 32,
+    head_dim: 128,
+    intermediate: 11_008,
+    vocab: 32_000,
+};
+pub const LLAMA2_13B: Model =
+    Model { name: "LLaMA2-13B", layers: 40, hidden: 5120, heads: 40, kv_heads: 40, intermediate: 13_824, ..LLAMA2_7B };
+pub const LLAMA2_70B: Model =
+    Model { name: "LLaMA2-70B", layers: 80, hidden: 8192, heads: 64, kv_heads: 8, intermediate: 28_672, ..LLAMA2_7B };
+
+impl Model {
+    fn q_dim(&self) -> f64 {
+        f64::from(self.heads * self.head_dim)
+    }
+
+    fn kv_dim(&self) -> f64 {
+        f64::from(self.kv_heads * self.head_dim)
+    }
+
+    /// Weights of one layer's matrices.
+    fn layer_params(&self) -> f64 {
+        let (h, i) = (f64::from(self.hidden), f64::from(self.intermediate));
+        2.0 * h * self.q_dim() + 2.0 * h * self.kv_dim() + 3.0 * h * i
+    }
+
+    fn head_params(&self) -> f64 {
+        f64::from(self.hidden) * f64::from(self.vocab)
+    }
+
+    /// Bytes of all weights.
+    #[must_use]
+    pub fn weight_bytes(&self) -> f64 {
+        (f64::from(self.layers) * self.layer_params() + 2.0 * self.head_params()) * ELEMENT_BYTES
+    }
+
+    /// Bytes of one token's KV in all layers.
+    #[must_use]
+    pub fn kv_token_bytes(&self) -> f64 {
+        2.0 * self.kv_dim() * ELEMENT_BYTES * f64::from(self.layers)
+    }
+
+    /// Bytes of one row's queries in all layers.
+    #[must_use]
+    pub fn query_row_bytes(&self) -> f64 {
+        self.q_dim() * ELEMENT_BYTES * f64::from(self.layers)
+    }
+
+    /// Bytes of one row's partial in all layers: output, log-sum-exp and count.
+    #[must_use]
+    pub fn partial_row_bytes(&self) -> f64 {
+        (self.q_dim() * ELEMENT_BYTES + f64::from(self.heads) * 4.0 + 4.0) * f64::from(self.layers)
+    }
+}
+
+/// How one instance uses its GPUs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Parallel {
+    pub tp: u32,
+    pub pp: u32,
+    /// Several micro-batches are in flight in the pipeline; otherwise one batch goes through all stages before the next
+    /// begins, as in an engine with one step at a time.
+    pub pipelined: bool,
+    /// Bytes per second and latency between pipeline stages.
+    pub stage_bytes_per_s: f64,
+    pub stage_latency_us: f64,
+}
+
+impl Parallel {
+    /// Tensor parallelism within a node.
+    #[must_use]
+    pub const fn tp(tp: u32) -> Self {
+        Self { tp, pp: 1, pipelined: true, stage_bytes_per_s: 1.0, stage_latency_us: 0.0 }
+    }
+
+    #[must_use]
+    pub const fn gpus(&self) -> u32 {
+        self.tp * self.pp
+    }
+}
+
+/// What one step computes.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StepShape {
+    /// Rows through the linear layers.
+    pub rows: f64,
+    /// Rows whose logits are wanted.
+    pub sampled: f64,
+    /// Sequences in the step.
+    pub seqs: f64,
+    /// Keys that decode rows read, summed over rows.
+    pub decode_keys: f64,
+    /// Query-key pairs of prefill rows.
+    pub prefill_pairs: f64,
+}
+
+/// Time of the two parts of a step, without communication with creditors.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct StepTime {
+    pub linear_us: f64,
+    pub attention_us: f64,
+}
+
+impl StepTime {
+    #[must_use]
+    pub fn total_us(&self) -> f64 {
+        self.linear_us + self.attention_us
+    }
+}
+
+/// A model on the GPUs of one instance.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Timing {
+    pub model: Model,
+    pub parallel: Parallel,
+    /// Time of the engine's host code that the GPUs wait for, per step and per sequence of a step: 0 for the hardware
+    /// alone.
+    pub host_step_us: f64,
+    pub host_seq_us: f64,
+}
+
+impl Timing {
+    #[must_use]
+    pub const fn new(model: Model, parallel: Parallel) -> Self {
+        Self { model, parallel, host_step_us: 0.0, host_seq_us: 0.0 }
+    }
+
+    /// Tokens of KV that the instance has room for.
+    #[must_use]
+    pub fn kv_tokens(&self) -> u64 {
+        let bytes = f64::from(self.parallel.gpus()) * GPU_BYTES * MEMORY_SHARE - self.model.weight_bytes();
+        (bytes.max(0.0) / self.model.kv_token_bytes()) as u64
+    }
+
+    /// One matrix product's time: it streams its weights or it computes, whichever takes longer.
+    fn gemm_us(&self, params: f64, rows: f64) -> f64 {
+        let tp = f64::from(self.parallel.tp);
+        let stream = params * ELEMENT_BYTES / tp / (HBM_BYTES_PER_S * GEMV_SHARE);
+        let compute = 2.0 * params * rows / tp / (PEAK_FLOPS * GEMM_SHARE);
+        stream.max(compute) * MICRO
+    }
+
+    fn all_reduce_us(&self, rows: f64) -> f64 {
+        let tp = f64::from(self.parallel.tp);
+        let small_us = match self.parallel.tp {
+            1 => return 0.0,
+            2 => 10.0,
+            3 | 4 => 14.0,
+            _ => 20.0,
+        };
+        let bytes = rows * f64::from(self.model.hidden) * ELEMENT_BYTES;
+        small_us + 2.0 * (tp - 1.0) / tp * bytes / ALL_REDUCE_BYTES_PER_S * MICRO
+    }
+
+    /// Everything but attention, all layers, for one batch of `rows`.
+    fn linear_us(&self, rows: f64, sampled: f64) -> f64 {
+        let layer = self.gemm_us(self.model.layer_params(), rows)
+            + KERNELS_PER_LAYER * KERNEL_GAP_US
+            + 2.0 * self.all_reduce_us(rows);
+        f64::from(self.model.layers) * layer + self.gemm_us(self.model.head_params(), sampled)
+    }
+
+    /// Attention over keys and pairs, all layers.
+    #[must_use]
+    pub fn attention_us(&self, decode_keys: f64, prefill_pairs: f64) -> f64 {
+        let tp = f64::from(self.parallel.tp);
+        let read = decode_keys * self.model.kv_token_bytes() / tp / (HBM_BYTES_PER_S * DECODE_ATTENTION_SHARE);
+        let flops = 4.0 * self.model.q_dim() * f64::from(self.model.layers) * prefill_pairs;
+        (read + flops / tp / (PEAK_FLOPS * PREFILL_ATTENTION_SHARE)) * MICRO
+    }
+
+    /// Micro attention for a peer, all layers.
+    #[must_use]
+    pub fn guest_us(&self, decode_keys: f64, prefill_pairs: f64) -> f64 {
+        let kernels = f64::from(self.model.layers) * KERNELS_PER_GUEST_LAYER * KERNEL_GAP_US;
+        kernels + self.attention_us(decode_keys, prefill_pairs)
+    }
+
+    /// One step's time. With a pipeline, the time in which every sequence of the batch advances by one step.
+    #[must_use]
+    pub fn step(&self, shape: &StepShape) -> StepTime {
+        if shape.rows <= 0.0 {
+            return StepTime::default();
+        }
+        let attention = self.attention_us(shape.decode_keys, shape.prefill_pairs);
+        let host = self.host_step_us + self.host_seq_us * shape.seqs;
+        let pp = f64::from(self.parallel.pp);
+        if self.parallel.pp == 1 {
+            return StepTime { linear_us: host + self.linear_us(shape.rows, shape.sampled), attention_us: attention };
+        }
+        let micro = if self.parallel.pipelined { pp.min(shape.seqs.max(1.0)) } else { 1.0 };
+        let transfer = shape.rows / micro * f64::from(self.model.hidden) * ELEMENT_BYTES;
+        let transfer_us = self.parallel.stage_latency_us + transfer / self.parallel.stage_bytes_per_s * MICRO;
+        // A stage's time for one micro-batch. Stages work at the same time, on different micro-batches: the round of a
+        // full pipeline is as many stage times as there are stages.
+        let linear_us = self.linear_us(shape.rows / micro, shape.sampled / micro) / pp;
+        let stage_us = linear_us + attention / micro / pp;
+        let round_us = if micro > 1.0 { pp * stage_us.max(transfer_us) } else { pp * (stage_us + transfer_us) };
+        let attention_us = attention / micro;
+        StepTime { linear_us: host + round_us - attention_us, attention_us }
+    }
+
+    /// What an instance with this timing would measure of itself.
+    #[must_use]
+    pub fn calibration(&self) -> Calibration {
+        let batches = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024];
+        let point = |batch: u32| {
+            let rows = f64::from(batch);
+            let shape = StepShape { rows, sampled: rows, seqs: rows, ..StepShape::default() };
+            BatchPoint { batch, step_us: self.step(&shape).linear_us }
+        };
+        let chunk = StepShape { rows: 2048.0, seqs: 1.0, ..StepShape::default() };
+        Calibration {
+            batches: batches.into_iter().map(point).collect(),
+            attention_us_per_ktoken: self.attention_us(1024.0, 0.0),
+            prefill_us_per_token: self.step(&chunk).total_us() / chunk.rows,
+            copy_bytes_per_s: HBM_BYTES_PER_S * GEMV_SHARE / 2.0,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_those_of_the_models() {
+        let near = |a: f64, b: f64| (a / b - 1.0).abs() < 0.01;
+        assert!(near(LLAMA2_7B.weight_bytes(), 2.0 * 6.738e9), "{}", LLAMA2_7B.weight_bytes());
+        assert!(near(LLAMA2_13B.weight_bytes(), 2.0 * 13.016e9), "{}", LLAMA2_13B.weight_bytes());
+        assert!(near(LLAMA2_70B.weight_bytes(), 2.0 * 68.977e9), "{}", LLAMA2_70B.weight_bytes());
+        assert_eq!(LLAMA2_7B.kv_token_bytes(), 524_288.0);
+        assert_eq!(LLAMA2_70B.kv_token_bytes(), 327_680.0);
+    }
+
+    /// v1 §6.3: one A100 holds 108k tokens of LLaMA2-7B. v2 §2.2: the non-attention layers of a lone request reach about
+    /// a third of one GPU's efficiency on eight.
+    #[test]
+    fn published_points_that_are_not_inputs_are_met() {
+        let one = Timing::new(LLAMA2_7B, Parallel::tp(1));
+        assert!((one.kv_tokens() as f64 / 108_000.0 - 1.0).abs() < 0.05, "{}", one.kv_tokens());
+        let eight = Timing::new(LLAMA2_7B, Parallel::tp(8));
+        let shape = StepShape { rows: 1.0, sampled: 1.0, seqs: 1.0, ..StepShape::default() };
+        let efficiency = one.step(&shape).linear_us / 8.0 / eight.step(&shape).linear_us;
+        assert!((0.25..0.45).contains(&efficiency), "{efficiency}");
+    }
+
+    #[test]
+    fn a_pipeline_helps_only_when_it_is_filled() {
+        let stage = Parallel { tp: 8, pp: 4, pipelined: true, stage_bytes_per_s: 125e6, stage_latency_us: 50.0 };
+        let shape = |seqs: f64| StepShape {
+            rows: seqs,
+            sampled: seqs,
+            seqs,
+            decode_keys: 400_000.0 * seqs,
+            prefill_pairs: 0.0,
+        };
+        let filled = Timing::new(LLAMA2_7B, stage);
+        let alone = Timing::new(LLAMA2_7B, Parallel { pipelined: false, ..stage });
+        assert_eq!(filled.step(&shape(1.0)), alone.step(&shape(1.0)));
+        let ratio = alone.step(&shape(8.0)).total_us() / filled.step(&shape(8.0)).total_us();
+        assert!((2.0..4.0).contains(&ratio), "{ratio}");
+    }
+}

@@ -1,0 +1,191 @@
+//! Runs of systems over traces, several at a time, and what is measured of them.
+
+use super::cluster::{Cluster, Setup};
+use super::traces::Request;
+use super::world::{Seen, Setting, WARM_UP_US, World};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// What is compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum System {
+    /// The shipped instances as a pool.
+    Lagoon,
+    /// The same instances without pooling.
+    Multi,
+    /// One instance over all GPUs; its pipeline, where it has one, is kept full.
+    Single,
+    /// The same with one batch in flight: what an engine with one step at a time does with a pipeline.
+    SingleUnpipelined,
+}
+
+impl System {
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Lagoon => "Lagoon",
+            Self::Multi => "vLLM-multi",
+            Self::Single => "vLLM-single",
+            Self::SingleUnpipelined => "vLLM-single, one batch in flight",
+        }
+    }
+
+    /// How it uses a setup's GPUs.
+    #[must_use]
+    pub fn setting(self, setup: &Setup, block_tokens: u32) -> Setting {
+        let cluster = match self {
+            Self::Lagoon | Self::Multi => setup.multi(),
+            Self::Single => Cluster::single(setup.model, setup.gpus, true),
+            Self::SingleUnpipelined => Cluster::single(setup.model, setup.gpus, false),
+        };
+        Setting::new(cluster, self == Self::Lagoon, block_tokens)
+    }
+}
+
+/// A run to be made.
+#[derive(Clone, Debug)]
+pub struct Job {
+    pub setting: Setting,
+    pub requests: Vec<Request>,
+}
+
+/// What a run came to.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Measured {
+    /// Generated tokens per second while the middle 80 % of them were generated: neither the filling nor the draining of
+    /// the cluster.
+    pub tokens_per_s: f64,
+    /// Mean over finished requests of arrival-to-end time per generated token, in seconds (the papers' normalized
+    /// latency).
+    pub latency_s_per_token: f64,
+    pub first_token_s: f64,
+    pub finished: usize,
+    pub failed: usize,
+    /// Neither finished nor failed when the run was cut.
+    pub cut: usize,
+    pub preemptions: u64,
+    pub recoveries: u64,
+    /// Mean use of the devices, and of it for peers.
+    pub busy: f64,
+    pub guest: f64,
+    /// Mean share of rBlocks in use, and mean number of running requests, all instances together, in the middle half of
+    /// the run.
+    pub memory_used: f64,
+    pub batch: f64,
+    pub borrowed_max: u32,
+    pub ethernet_bytes: f64,
+    pub events: u64,
+    pub simulated_s: f64,
+    /// (seconds, tokens per second) in steps of [`Measured::STEP_S`].
+    pub over_time: Vec<(f64, f64)>,
+    /// When each request ended, in seconds after its arrival; none if it did not.
+    pub ended_s: Vec<Option<f64>>,
+}
+
+impl Measured {
+    pub const STEP_S: f64 = 5.0;
+
+    fn of(seen: &Seen, requests: &[Request]) -> Self {
+        let arrived = |at: usize| WARM_UP_US + requests[at].arrival_us;
+        let since = |at: usize, us: u64| seconds(us.saturating_sub(arrived(at)));
+        let done: Vec<(usize, u64)> =
+            seen.outcomes.iter().enumerate().filter_map(|(at, o)| Some((at, o.end_us?))).collect();
+        let mean = |values: Vec<f64>| values.iter().sum::<f64>() / values.len().max(1) as f64;
+        let failed = seen.outcomes.iter().filter(|o| o.failed).count();
+        let per_token = |(at, end): &(usize, u64)| since(*at, *end) / f64::from(seen.outcomes[*at].tokens.max(1));
+        let first = |(at, o): (usize, &super::world::Outcome)| Some(since(at, o.first_us?));
+        Self {
+            tokens_per_s: middle_rate(&seen.tokens),
+            latency_s_per_token: mean(done.iter().map(per_token).collect()),
+            first_token_s: mean(seen.outcomes.iter().enumerate().filter_map(first).collect()),
+            finished: done.len(),
+            failed,
+            cut: requests.len() - done.len() - failed,
+            preemptions: seen.preemptions,
+            recoveries: seen.recoveries,
+            busy: seen.busy,
+            guest: seen.guest,
+            memory_used: middle(seen.samples.iter().map(|s| s.memory_used)),
+            batch: middle(seen.samples.iter().map(|s| s.running)),
+            borrowed_max: seen.borrowed_max,
+            ethernet_bytes: seen.ethernet_bytes,
+            events: seen.events,
+            simulated_s: seconds(seen.end_us),
+            over_time: over_time(&seen.tokens),
+            ended_s: seen.outcomes.iter().enumerate().map(|(at, o)| o.end_us.map(|end| since(at, end))).collect(),
+        }
+    }
+}
+
+/// Mean of the middle half of a series.
+fn middle(series: impl ExactSizeIterator<Item = f64>) -> f64 {
+    let n = series.len();
+    let half: Vec<f64> = series.skip(n / 4).take(n.div_ceil(2)).collect();
+    half.iter().sum::<f64>() / half.len().max(1) as f64
+}
+
+fn seconds(us: u64) -> f64 {
+    us as f64 / 1e6
+}
+
+const BUCKET_S: f64 = Seen::BUCKET_US as f64 / 1e6;
+
+/// Tokens per second between the 10th and the 90th percent of tokens.
+fn middle_rate(tokens: &[u32]) -> f64 {
+    let total: f64 = tokens.iter().map(|t| f64::from(*t)).sum();
+    let when = |share: f64| {
+        let mut sum = 0.0;
+        for (at, t) in tokens.iter().enumerate() {
+            let t = f64::from(*t);
+            if t > 0.0 && sum + t >= share * total {
+                return (at as f64 + (share * total - sum) / t) * BUCKET_S;
+            }
+            sum += t;
+        }
+        tokens.len() as f64 * BUCKET_S
+    };
+    let span = when(0.9) - when(0.1);
+    if span > 0.0 { 0.8 * total / span } else { 0.0 }
+}
+
+fn over_time(tokens: &[u32]) -> Vec<(f64, f64)> {
+    let step = (Measured::STEP_S / BUCKET_S).round() as usize;
+    let rate = |(at, chunk): (usize, &[u32])| {
+        let sum: f64 = chunk.iter().map(|t| f64::from(*t)).sum();
+        (at as f64 * Measured::STEP_S, sum / (chunk.len() as f64 * BUCKET_S))
+    };
+    tokens.chunks(step).enumerate().map(rate).collect()
+}
+
+/// Makes one run.
+#[must_use]
+pub fn run_one(job: &Job) -> Measured {
+    let mut world = World::new(job.setting, job.requests.clone());
+    world.run();
+    Measured::of(&world.seen, &job.requests)
+}
+
+/// Makes all runs, as many at a time as there are processors; results in the order of the jobs.
+#[must_use]
+pub fn run_all(jobs: &[Job], done: &(dyn Fn(usize) + Sync)) -> Vec<Measured> {
+    let next = AtomicUsize::new(0);
+    let results: Vec<Mutex<Option<Measured>>> = jobs.iter().map(|_| Mutex::new(None)).collect();
+    let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    std::thread::scope(|scope| {
+        for _ in 0..threads.min(jobs.len()) {
+            scope.spawn(|| {
+                while let Some((at, job)) =
+                    Some(next.fetch_add(1, Ordering::Relaxed)).and_then(|at| Some((at, jobs.get(at)?)))
+                {
+                    let measured = run_one(job);
+                    *results[at].lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(measured);
+                    done(at);
+                }
+            });
+        }
+    });
+    let take = |slot: Mutex<Option<Measured>>| {
+        slot.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner).unwrap_or_default()
+    };
+    results.into_iter().map(take).collect()
+}

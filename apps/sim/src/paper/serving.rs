@@ -1,0 +1,169 @@
+//! End-to-end serving: throughput and latency over request rates (v2 Figure 10, v1 Figure 8).
+//!
+//! First every system is offered more than it can serve: its maximum throughput. Then all systems are offered the same
+//! rates, shares of what the best of them can serve, and the same requests: the curves.
+
+use super::measure::{Job, Measured, System, run_all};
+use super::plot::{Panel, Series};
+use super::traces::{Output, Workload};
+use super::world::Setting;
+use std::fmt::Write as _;
+
+/// What one panel compares.
+#[derive(Clone, Debug)]
+pub struct Comparison {
+    pub figure: &'static str,
+    /// `trace-3, LLaMA2-7B, 2xtp1`.
+    pub name: String,
+    pub workload: Workload,
+    pub systems: Vec<(System, Setting)>,
+    pub requests: usize,
+    pub output: Output,
+    /// Requests per second that no system can serve.
+    pub flood: f64,
+}
+
+/// One point of a curve.
+#[derive(Clone, Debug)]
+pub struct Point {
+    /// Offered requests per second; infinite for the flood.
+    pub rate: f64,
+    pub measured: Measured,
+}
+
+/// A panel's results, by system, the flood first.
+#[derive(Clone, Debug)]
+pub struct Compared {
+    pub comparison: Comparison,
+    pub curves: Vec<(System, Vec<Point>)>,
+}
+
+impl Compared {
+    /// Maximum throughput of a system, in generated tokens per second.
+    #[must_use]
+    pub fn max_tokens_per_s(&self, system: System) -> Option<f64> {
+        let curve = self.curves.iter().find(|(s, _)| *s == system)?;
+        curve.1.first().map(|p| p.measured.tokens_per_s)
+    }
+
+    /// Lagoon's maximum throughput over a system's.
+    #[must_use]
+    pub fn ratio(&self, system: System) -> Option<f64> {
+        Some(self.max_tokens_per_s(System::Lagoon)? / self.max_tokens_per_s(system)?)
+    }
+}
+
+/// Shares of the best system's maximum at which curves are measured.
+pub const SHARES: [f64; 5] = [0.3, 0.6, 0.8, 0.95, 1.2];
+
+/// Measures all comparisons; `shares` may be empty.
+#[must_use]
+pub fn compare(
+    comparisons: &[Comparison],
+    shares: &[f64],
+    seed: u64,
+    done: &(dyn Fn(usize, usize) + Sync),
+) -> Vec<Compared> {
+    let job = |c: &Comparison, setting: &Setting, rate: f64| Job {
+        setting: *setting,
+        requests: c.workload.requests(c.requests, c.output, rate, seed),
+    };
+    let floods: Vec<Job> = comparisons.iter().flat_map(|c| c.systems.iter().map(|(_, s)| job(c, s, c.flood))).collect();
+    let measured = run_all(&floods, &|at| done(at, floods.len()));
+    let mut measured = measured.into_iter();
+    let mut all: Vec<Compared> = comparisons
+        .iter()
+        .map(|c| Compared {
+            comparison: c.clone(),
+            curves: c
+                .systems
+                .iter()
+                .zip(&mut measured)
+                .map(|((system, _), measured)| (*system, vec![Point { rate: f64::INFINITY, measured }]))
+                .collect(),
+        })
+        .collect();
+    let mut jobs = Vec::new();
+    let mut rates = Vec::new();
+    for compared in &all {
+        let best = compared.curves.iter().filter_map(|(s, _)| compared.max_tokens_per_s(*s)).fold(0.0, f64::max);
+        let requests = {
+            let c = &compared.comparison;
+            c.workload.requests(c.requests, c.output, 1.0, seed)
+        };
+        let tokens: f64 = requests.iter().map(|r| f64::from(r.output_tokens)).sum();
+        let per_request = tokens / requests.len() as f64;
+        for (_, setting) in &compared.comparison.systems {
+            for share in shares {
+                let rate = share * best / per_request;
+                rates.push(rate);
+                jobs.push(job(&compared.comparison, setting, rate));
+            }
+        }
+    }
+    let measured = run_all(&jobs, &|at| done(at, jobs.len()));
+    let mut points = rates.into_iter().zip(measured).map(|(rate, measured)| Point { rate, measured });
+    for compared in &mut all {
+        for (_, curve) in &mut compared.curves {
+            curve.extend(points.by_ref().take(shares.len()));
+        }
+    }
+    all
+}
+
+/// A curve's panel: throughput against normalized latency, as in the papers.
+#[must_use]
+pub fn panel(compared: &Compared) -> Panel {
+    let series = |(system, points): &(System, Vec<Point>)| {
+        let point = |p: &Point| (p.measured.tokens_per_s, p.measured.latency_s_per_token);
+        let finite = points.iter().filter(|p| p.rate.is_finite() && p.measured.finished > 0);
+        Series { name: system.name().to_owned(), points: finite.map(point).collect() }
+    };
+    Panel {
+        title: compared.comparison.name.clone(),
+        x_label: "throughput, tokens/s".to_owned(),
+        y_label: "latency, s per token".to_owned(),
+        log_y: true,
+        series: compared.curves.iter().map(series).collect(),
+    }
+}
+
+/// Every point as CSV.
+#[must_use]
+pub fn to_csv(all: &[Compared]) -> String {
+    let mut text = String::from(
+        "figure,workload,system,offered_requests_per_s,tokens_per_s,latency_s_per_token,first_token_s,finished,failed,\
+         cut,preemptions,recoveries,device_busy,device_for_peers,memory_used,mean_batch,borrowed_blocks_max,ethernet_gb,events,simulated_s\n",
+    );
+    for compared in all {
+        for (system, points) in &compared.curves {
+            for Point { rate, measured: m } in points {
+                let _ = writeln!(
+                    text,
+                    "{},\"{}\",\"{}\",{},{:.2},{:.5},{:.3},{},{},{},{},{},{:.3},{:.3},{:.3},{:.1},{},{:.2},{},{:.1}",
+                    compared.comparison.figure,
+                    compared.comparison.name,
+                    system.name(),
+                    if rate.is_finite() { format!("{rate:.4}") } else { "flood".to_owned() },
+                    m.tokens_per_s,
+                    m.latency_s_per_token,
+                    m.first_token_s,
+                    m.finished,
+                    m.failed,
+                    m.cut,
+                    m.preemptions,
+                    m.recoveries,
+                    m.busy,
+                    m.guest,
+                    m.memory_used,
+                    m.batch,
+                    m.borrowed_max,
+                    m.ethernet_bytes / 1e9,
+                    m.events,
+                    m.simulated_s
+                );
+            }
+        }
+    }
+    text
+}

@@ -1,0 +1,456 @@
+//! A cluster under simulated time: the shipped instances and gManager, the modelled devices and network, a dispatcher and
+//! the clients of a trace.
+
+use super::cluster::Cluster;
+use super::device::{Device, Prefill, Said};
+use super::fabric::{Class, Fabric};
+use super::hardware::Timing;
+use super::traces::Request;
+use crate::agenda::Agenda;
+use lagoon_cluster::GManager;
+use lagoon_instance::{Effect, Event, Instance, InstanceConfig, PeerKey, RemotePolicy, TICK_MS};
+use lagoon_protocol::{BulkFrame, ControlBody, PartialsFrame, Role};
+use lagoon_runner::Report;
+use lagoon_sched::SchedulerConfig;
+use lagoon_types::limits::{INSTANCES_MAX, SEQUENCE_TOKENS_MAX, STEP_ROWS_MAX};
+use lagoon_types::{
+    AttentionGeometry, DType, GenerateRequest, InstanceId, KvShape, ModelHash, SamplingParams, SeqId, TokenEvent,
+};
+use std::collections::BTreeMap;
+
+/// One way between an instance and the gManager, and of other control messages.
+const CONTROL_US: u64 = 100;
+/// Modelled bytes of a frame that carries no payload.
+const SMALL_FRAME_BYTES: f64 = 200.0;
+/// Head size of the one-layer stand-in.
+const HEAD_DIM: u32 = 8;
+/// Sequences that run at once on one instance (vLLM's `max_num_seqs`).
+const RUNNING_MAX: usize = 256;
+
+/// How a system is simulated.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Setting {
+    pub cluster: Cluster,
+    pub timing: Timing,
+    /// The instances form a pool. Otherwise each is on its own, as vLLM's replicas are.
+    pub pooled: bool,
+    pub block_tokens: u32,
+    pub step_rows: u32,
+    pub prefill: Prefill,
+    /// Simulated time after which the run is cut.
+    pub limit_s: u64,
+}
+
+impl Setting {
+    #[must_use]
+    pub fn new(cluster: Cluster, pooled: bool, block_tokens: u32) -> Self {
+        Self {
+            cluster,
+            timing: cluster.timing(),
+            pooled,
+            block_tokens,
+            step_rows: STEP_ROWS_MAX as u32,
+            prefill: Prefill::Resident,
+            limit_s: 20_000,
+        }
+    }
+
+    /// rBlocks of one instance.
+    #[must_use]
+    pub fn blocks(&self) -> u32 {
+        u32::try_from(self.timing.kv_tokens() / u64::from(self.block_tokens)).unwrap_or(u32::MAX)
+    }
+}
+
+/// How one request went.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Outcome {
+    pub first_us: Option<u64>,
+    pub end_us: Option<u64>,
+    pub tokens: u32,
+    pub failed: bool,
+}
+
+#[derive(Debug)]
+enum What {
+    Tick(usize),
+    GManagerTick,
+    Arrive(usize),
+    Instance(usize, Event),
+    GManager(usize, ControlBody),
+    Device(usize, u64),
+}
+
+/// What was seen of a run.
+#[derive(Debug, Default)]
+pub struct Seen {
+    pub outcomes: Vec<Outcome>,
+    /// Generated tokens by [`Seen::BUCKET_US`] of simulated time.
+    pub tokens: Vec<u32>,
+    pub events: u64,
+    pub end_us: u64,
+    pub preemptions: u64,
+    pub recoveries: u64,
+    /// Of all devices' time: computing, and computing for peers.
+    pub busy: f64,
+    pub guest: f64,
+    pub ethernet_bytes: f64,
+    pub nvlink_bytes: f64,
+    /// Borrowed blocks at most, over all instances.
+    pub borrowed_max: u32,
+    /// Every 100 ms.
+    pub samples: Vec<Sample>,
+}
+
+/// The state of all instances at one time.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Sample {
+    pub at_us: u64,
+    pub borrowed: u32,
+    /// Share of rBlocks.
+    pub memory_used: f64,
+    pub running: f64,
+}
+
+impl Seen {
+    /// Width of a bucket of [`Seen::tokens`].
+    pub const BUCKET_US: u64 = 100_000;
+}
+
+struct Node {
+    instance: Instance,
+    device: Device,
+    /// Requests that were sent here and have no token yet.
+    unstarted_tokens: u64,
+    /// Requests that have a token and not all.
+    running: i64,
+}
+
+/// See the module's documentation.
+pub struct World {
+    setting: Setting,
+    agenda: Agenda<What>,
+    fabric: Fabric,
+    nodes: Vec<Node>,
+    gmanager: GManager,
+    requests: Vec<Request>,
+    /// Where each request was sent.
+    sent_to: Vec<Option<usize>>,
+    open: usize,
+    pub seen: Seen,
+}
+
+impl std::fmt::Debug for World {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("World").field("setting", &self.setting).field("open", &self.open).finish_non_exhaustive()
+    }
+}
+
+fn config(setting: &Setting, index: usize) -> InstanceConfig {
+    let model = setting.timing.model;
+    let shape = KvShape { layers: 1, kv_heads: 1, head_dim: HEAD_DIM, dtype: DType::F16 };
+    let geometry = AttentionGeometry { heads: model.heads / model.kv_heads, kv_heads: 1, head_dim: HEAD_DIM };
+    InstanceConfig {
+        name: format!("sim-{index}"),
+        quic_addr: address(index),
+        http_addr: String::new(),
+        backend: "simulated".to_owned(),
+        role: Role::Instance,
+        tier: lagoon_protocol::MemoryTier::Device,
+        calibration: Some(setting.timing.calibration()),
+        incarnation: index as u64 + 1,
+        model_hash: ModelHash::default(),
+        geometry,
+        kv: shape,
+        window: None,
+        max_positions: SEQUENCE_TOKENS_MAX,
+        vocab: 2,
+        block_tokens: setting.block_tokens,
+        blocks_total: setting.blocks(),
+        lend_blocks_max: setting.blocks(),
+        lend_reserve_blocks: 2,
+        sched: SchedulerConfig { queue: 1 << 20, running: RUNNING_MAX, step_rows: setting.step_rows },
+        remote: RemotePolicy::Ship,
+        wire: DType::F16,
+        fetch_tokens: 0,
+        link_bytes_per_s: 1e9,
+        attention_flops: 1e15,
+    }
+}
+
+fn address(index: usize) -> String {
+    format!("10.{}.{}.{}:7000", index >> 16, index >> 8 & 255, (index & 255) + 1)
+}
+
+impl World {
+    /// A cluster that is connected and idle, and a trace that is about to begin.
+    ///
+    /// # Panics
+    /// If the setting cannot work: a bug of ours.
+    #[must_use]
+    pub fn new(setting: Setting, requests: Vec<Request>) -> Self {
+        let count = setting.cluster.instances();
+        assert!(count < INSTANCES_MAX, "a paper's cluster is small");
+        let node = |index| {
+            let config = config(&setting, index);
+            let q_bytes = config.geometry.q_dim() * config.wire.size();
+            let kv_bytes = config.kv.layer_token_bytes();
+            Node {
+                instance: Instance::new(config).expect("the papers' clusters have room for their models"),
+                device: Device::new(setting.timing, setting.prefill, q_bytes, kv_bytes),
+                unstarted_tokens: 0,
+                running: 0,
+            }
+        };
+        let mut world = Self {
+            agenda: Agenda::default(),
+            fabric: Fabric::new(setting.cluster),
+            nodes: (0..count).map(node).collect(),
+            gmanager: GManager::default(),
+            sent_to: vec![None; requests.len()],
+            open: requests.len(),
+            seen: Seen { outcomes: vec![Outcome::default(); requests.len()], ..Seen::default() },
+            requests,
+            setting,
+        };
+        world.connect();
+        for (index, request) in world.requests.iter().enumerate() {
+            world.agenda.at(WARM_UP_US + request.arrival_us, What::Arrive(index));
+        }
+        world
+    }
+
+    /// Registers every instance and introduces them to each other, the way a pool that has run for a while is.
+    fn connect(&mut self) {
+        let count = self.nodes.len();
+        for index in 0..count {
+            self.agenda.at(index as u64, What::Tick(index));
+            if self.setting.pooled {
+                self.agenda.at(0, What::Instance(index, Event::GManagerUp));
+            }
+            for peer in (0..count).filter(|p| *p != index && self.setting.pooled) {
+                let key = PeerKey(peer as u64);
+                self.agenda.at(10_000, What::Instance(index, Event::PeerUp { peer: key }));
+                let rtt_us = (2.0 * self.fabric.latency_us(index, peer)) as u32;
+                self.agenda.at(20_000, What::Instance(index, Event::Rtt { peer: key, rtt_us }));
+            }
+        }
+        self.agenda.at(0, What::GManagerTick);
+    }
+
+    /// Runs until every request has ended or the limit is reached.
+    pub fn run(&mut self) {
+        let limit_us = self.setting.limit_s * 1_000_000;
+        while self.open > 0 && self.agenda.now_us() < limit_us {
+            let Some(what) = self.agenda.next() else { break };
+            self.seen.events += 1;
+            self.happen(what);
+        }
+        self.seen.end_us = self.agenda.now_us();
+        let wall = self.seen.end_us.max(1) as f64 * self.nodes.len() as f64;
+        self.seen.busy = self.nodes.iter().map(|n| n.device.busy_us).sum::<f64>() / wall;
+        self.seen.guest = self.nodes.iter().map(|n| n.device.guest_us).sum::<f64>() / wall;
+        self.seen.ethernet_bytes = self.fabric.ethernet_bytes;
+        self.seen.nvlink_bytes = self.fabric.nvlink_bytes;
+        for node in &self.nodes {
+            let status = node.instance.status();
+            self.seen.preemptions += status.preemptions;
+            self.seen.recoveries += status.recoveries;
+        }
+    }
+
+    fn happen(&mut self, what: What) {
+        let now = self.agenda.now_us();
+        match what {
+            What::Tick(at) => {
+                self.tell(at, Event::Tick, &BTreeMap::new());
+                self.agenda.after(TICK_MS * 1000, What::Tick(at));
+            }
+            What::GManagerTick => {
+                self.gmanager.tick(now / 1000);
+                self.sample();
+                self.agenda.after(100_000, What::GManagerTick);
+            }
+            What::Arrive(index) => self.arrive(index),
+            What::Instance(at, event) => self.tell(at, event, &BTreeMap::new()),
+            What::GManager(from, body) => {
+                let id = Some(InstanceId(self.number(from)));
+                if let Some(answer) = self.gmanager.on_control(id, &body, now / 1000) {
+                    self.agenda.after(CONTROL_US, What::Instance(from, Event::GManager(answer)));
+                }
+            }
+            What::Device(at, version) => {
+                if self.nodes[at].device.version == version {
+                    self.collect(at);
+                }
+            }
+        }
+    }
+
+    /// The number that the gManager gave: registrations arrive in the order of the instances.
+    #[allow(clippy::unused_self, reason = "a fact of this world")]
+    fn number(&self, index: usize) -> u32 {
+        u32::try_from(index + 1).unwrap_or(u32::MAX)
+    }
+
+    fn sample(&mut self) {
+        let mut sample = Sample { at_us: self.agenda.now_us(), ..Sample::default() };
+        let mut free = 0.0;
+        for node in &self.nodes {
+            let counts = node.instance.rmanager().counts();
+            sample.borrowed += node.instance.rmanager().borrowed();
+            free += f64::from(counts.free);
+            sample.running += node.running as f64;
+        }
+        sample.memory_used = 1.0 - free / (f64::from(self.setting.blocks()) * self.nodes.len() as f64);
+        self.seen.borrowed_max = self.seen.borrowed_max.max(sample.borrowed);
+        self.seen.samples.push(sample);
+    }
+
+    /// Sends a request to the instance with the most free memory (v2 §7.1), what waits there taken off.
+    fn arrive(&mut self, index: usize) {
+        let request = self.requests[index];
+        let tokens = i64::from(self.setting.block_tokens);
+        let free = |n: &Node| i64::from(n.instance.rmanager().counts().free) * tokens - n.unstarted_tokens as i64;
+        let best = (0..self.nodes.len()).max_by_key(|at| (free(&self.nodes[*at]), std::cmp::Reverse(*at)));
+        let Some(at) = best else { return };
+        self.sent_to[index] = Some(at);
+        self.nodes[at].unstarted_tokens += u64::from(request.prompt_tokens);
+        let request = GenerateRequest {
+            prompt: vec![0; request.prompt_tokens as usize],
+            max_tokens: request.output_tokens,
+            sampling: SamplingParams::default(),
+            stop_ids: Vec::new(),
+            return_logits: false,
+        };
+        self.tell(at, Event::Submit { seq: SeqId(index as u64), request }, &BTreeMap::new());
+    }
+
+    fn collect(&mut self, at: usize) {
+        let now = self.agenda.now_us();
+        for Said { report, billed_rows } in self.nodes[at].device.collect(now) {
+            self.tell(at, Event::Runner(report), &billed_rows);
+        }
+        self.plan_device(at);
+    }
+
+    fn plan_device(&mut self, at: usize) {
+        let device = &self.nodes[at].device;
+        if let Some(next) = device.next_us(self.agenda.now_us()) {
+            self.agenda.at(next, What::Device(at, device.version));
+        }
+    }
+
+    /// Hands an event to an instance and carries out what it wants.
+    fn tell(&mut self, at: usize, event: Event, billed: &BTreeMap<InstanceId, u32>) {
+        let now = self.agenda.now_us();
+        let written = matches!(event, Event::Runner(Report::Written { .. }));
+        let effects = self.nodes[at].instance.handle(event, now / 1000);
+        let version = self.nodes[at].device.version;
+        for effect in effects {
+            self.carry_out(at, effect, billed, written);
+        }
+        if self.nodes[at].device.version != version {
+            self.plan_device(at);
+        }
+    }
+
+    fn carry_out(&mut self, at: usize, effect: Effect, billed: &BTreeMap<InstanceId, u32>, written: bool) {
+        let now = self.agenda.now_us();
+        match effect {
+            Effect::ToGManager(body) => self.agenda.after(CONTROL_US, What::GManager(at, body)),
+            // Everybody is connected from the start.
+            Effect::Connect { .. } | Effect::Close { .. } => {}
+            Effect::Control { peer, body } => {
+                let to = peer.0 as usize;
+                let arrives = self.fabric.send(at, to, Class::Control, SMALL_FRAME_BYTES, 1.0, now + CONTROL_US);
+                self.deliver(arrives, to, Event::Control { peer: PeerKey(at as u64), body });
+            }
+            Effect::Partials { peer, frame } => {
+                let to = peer.0 as usize;
+                let (bytes, hops) = self.partials_cost(&frame, to, billed);
+                let arrives = self.fabric.send(at, to, Class::Partials, bytes, hops, now);
+                self.deliver(arrives, to, Event::Partials { peer: PeerKey(at as u64), frame });
+            }
+            Effect::Bulk { peer, frame } => {
+                let to = peer.0 as usize;
+                let bytes = self.bulk_cost(&frame, at, written);
+                let arrives = self.fabric.send(at, to, Class::Bulk, bytes, 1.0, now);
+                self.deliver(arrives, to, Event::Bulk { peer: PeerKey(at as u64), frame });
+            }
+            Effect::Runner(command) => self.nodes[at].device.push(command, now),
+            Effect::Emit { seq, event } => self.emit(at, seq.0 as usize, &event),
+            Effect::Rejected { reason } => panic!("the gManager refused a simulated instance: {reason}"),
+        }
+    }
+
+    fn deliver(&mut self, at_us: u64, to: usize, event: Event) {
+        self.agenda.at(at_us, What::Instance(to, event));
+    }
+
+    /// Modelled bytes, and latencies: a frame stands for one frame in every layer, one after the other.
+    fn partials_cost(&self, frame: &PartialsFrame, to: usize, billed: &BTreeMap<InstanceId, u32>) -> (f64, f64) {
+        let model = self.setting.timing.model;
+        let (rows, row_bytes) = match frame {
+            PartialsFrame::Query { .. } => {
+                (billed.get(&InstanceId(self.number(to))).copied().unwrap_or(0), model.query_row_bytes())
+            }
+            PartialsFrame::Partial { .. } => {
+                (billed.get(&InstanceId(0)).copied().unwrap_or(0), model.partial_row_bytes())
+            }
+            _ => (0, 0.0),
+        };
+        let layers = if rows > 0 { f64::from(model.layers) } else { 1.0 };
+        (f64::from(rows) * row_bytes + SMALL_FRAME_BYTES, layers)
+    }
+
+    fn bulk_cost(&self, frame: &BulkFrame, at: usize, written: bool) -> f64 {
+        let token_bytes = self.setting.timing.model.kv_token_bytes();
+        let tokens = match frame {
+            // The KV of resident prompts is there.
+            BulkFrame::Write { tokens, .. }
+                if written && *tokens > 1 && self.nodes[at].device.prefill() == Prefill::Resident =>
+            {
+                0
+            }
+            BulkFrame::Write { tokens, .. } | BulkFrame::Data { tokens, .. } => *tokens,
+            _ => 0,
+        };
+        f64::from(tokens) * token_bytes + SMALL_FRAME_BYTES
+    }
+
+    fn emit(&mut self, at: usize, index: usize, event: &TokenEvent) {
+        let now = self.agenda.now_us();
+        let outcome = &mut self.seen.outcomes[index];
+        let started = outcome.first_us.is_some();
+        match event {
+            TokenEvent::Token { .. } => {
+                self.nodes[at].running += i64::from(!started);
+                outcome.first_us.get_or_insert(now);
+                outcome.tokens += 1;
+                let bucket = (now / Seen::BUCKET_US) as usize;
+                if self.seen.tokens.len() <= bucket {
+                    self.seen.tokens.resize(bucket + 1, 0);
+                }
+                self.seen.tokens[bucket] += 1;
+            }
+            TokenEvent::Finished { .. } => {
+                outcome.end_us = Some(now);
+                self.nodes[at].running -= i64::from(started);
+                self.open -= 1;
+            }
+            TokenEvent::Failed(_) => {
+                outcome.failed = true;
+                self.nodes[at].running -= i64::from(started);
+                self.open -= 1;
+            }
+        }
+        if !started {
+            let prompt = u64::from(self.requests[index].prompt_tokens);
+            self.nodes[at].unstarted_tokens -= prompt.min(self.nodes[at].unstarted_tokens);
+        }
+    }
+}
+
+/// Instances register and meet before the first request comes.
+pub const WARM_UP_US: u64 = 1_000_000;
