@@ -276,7 +276,9 @@ impl Instance {
     /// A running sequence cannot grow and nobody lends: the youngest idle sequence that holds memory here gives it up,
     /// and what it gave goes first to the one that grows.
     pub(crate) fn yield_memory(&mut self, id: SeqId) {
-        let victim = self.sched.victim(|seq| self.seqs.get(&seq).is_some_and(|s| s.blocks.local_blocks() > 0));
+        let victim = self
+            .sched
+            .victim(|seq| !self.is_frozen(seq) && self.seqs.get(&seq).is_some_and(|s| s.blocks.local_blocks() > 0));
         let victim = victim.unwrap_or(id);
         self.preempt(victim);
         self.preemptions += 1;
@@ -306,6 +308,8 @@ impl Instance {
 
     /// Gives back everything that a sequence holds or negotiates for.
     pub(crate) fn release_memory(&mut self, id: SeqId) {
+        // What a freeze protects is given up: nothing is left to swap.
+        self.unfreeze(id);
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         seq.restore_by_ms = None;
         self.stop_waiting(id);
@@ -334,6 +338,9 @@ impl Instance {
     }
 
     fn free_behind_window(&mut self, id: SeqId) {
+        if self.is_frozen(id) {
+            return;
+        }
         let (Some(window), Some(seq)) = (self.config.window, self.seqs.get_mut(&id)) else { return };
         let freed = seq.blocks.free_behind_window(seq.blocks.next_position(), window);
         for entries in &freed.remote {

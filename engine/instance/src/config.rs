@@ -45,9 +45,9 @@ pub struct InstanceConfig {
     pub wire: DType,
     /// Largest piece of fetched KV, in tokens; what the executor has scratch for.
     pub fetch_tokens: u32,
-    /// Bandwidth to peers that the cost model assumes, in bytes per second.
+    /// Bandwidth to peers that the cost model assumes until a transfer has measured it, in bytes per second.
     pub link_bytes_per_s: f64,
-    /// Attention operations per second that the cost model assumes of this instance.
+    /// Attention operations per second that the cost model assumes of this instance if it has no calibration.
     pub attention_flops: f64,
 }
 

@@ -1,9 +1,16 @@
-//! Ship queries or fetch KV: whichever moves fewer bytes for this chunk (Infinite-LLM v1 §4.6, Figure 12).
+//! Ship queries or fetch KV: whichever delays a layer of this chunk less (Infinite-LLM v1 §4.6, Figure 12).
 //!
 //! Decoding ships: one row's query and partial are far smaller than the KV that it attends to. A long chunk against
-//! little remote KV fetches. In between the bytes decide, with the creditor's compute taken as free (it overlaps
-//! with the debtor's) and the debtor's compute on fetched KV charged at its own rate.
+//! little remote KV fetches. In between it is a matter of time:
+//! * queries of a layer leave when the layer has them: a round trip and the rows on the wire are waited for. The
+//!   creditor's compute is taken as free (it overlaps with the debtor's);
+//! * KV of a layer is asked for one layer ahead: what the copy takes longer than this instance works on a layer is
+//!   waited for, and then the debtor attends to it itself.
+//!
+//! Round trip and bulk rate are those measured to this creditor, the rest this instance's own calibration; what was not
+//! measured yet is assumed as configured.
 
+use lagoon_protocol::Calibration;
 use lagoon_types::{AttentionGeometry, DType, KvShape};
 
 /// How remote KV is attended to.
@@ -18,16 +25,66 @@ pub enum RemotePolicy {
     Fetch,
 }
 
+/// The way to a creditor.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LinkCost {
+    pub bytes_per_s: f64,
+    pub rtt_s: f64,
+}
+
+impl LinkCost {
+    /// As measured; 0 was not. An unknown round trip counts as none.
+    #[must_use]
+    pub fn measured(rtt_us: u32, bytes_per_s: u64, assumed_bytes_per_s: f64) -> Self {
+        let rate = as_f64(usize::try_from(bytes_per_s).unwrap_or(usize::MAX));
+        Self { bytes_per_s: if bytes_per_s > 0 { rate } else { assumed_bytes_per_s }, rtt_s: f64::from(rtt_us) / 1e6 }
+    }
+}
+
+/// This instance's own work.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct OwnCost {
+    /// Attention operations per second, for KV that it must attend to itself. Measured while decoding, which is bound by
+    /// memory: a chunk of many rows is faster, so that fetching is never overrated.
+    pub attention_rate: f64,
+    /// Seconds that one row of a chunk takes in one layer, beside attention; 0 if it was not measured.
+    pub row_layer_s: f64,
+}
+
+impl OwnCost {
+    /// By the calibration, if there is one that makes sense.
+    #[must_use]
+    pub fn measured(
+        calibration: Option<&Calibration>,
+        geometry: &AttentionGeometry,
+        kv: &KvShape,
+        assumed_rate: f64,
+    ) -> Self {
+        let positive = |x: f64| x.is_finite() && x > 0.0;
+        let Some(c) = calibration.filter(|c| positive(c.attention_us_per_ktoken)) else {
+            return Self { attention_rate: assumed_rate, row_layer_s: 0.0 };
+        };
+        let layers = f64::from(kv.layers.max(1));
+        let operations = 1_024.0 * layers * row_key_operations(geometry);
+        let row_us = if positive(c.prefill_us_per_token) { c.prefill_us_per_token } else { 0.0 };
+        Self { attention_rate: operations * 1e6 / c.attention_us_per_ktoken, row_layer_s: row_us / layers / 1e6 }
+    }
+}
+
+/// Operations of attention for one row and one key in one layer: two products of `q_dim`, each a multiplication and an
+/// addition.
+fn row_key_operations(geometry: &AttentionGeometry) -> f64 {
+    as_f64(4 * geometry.q_dim())
+}
+
 /// What the choice depends on.
 #[derive(Clone, Copy, Debug)]
 pub struct CostModel {
     pub geometry: AttentionGeometry,
     pub kv: KvShape,
     pub wire: DType,
-    /// Bytes per second between the two.
-    pub bandwidth: f64,
-    /// Attention operations per second of this instance, for KV that it must attend to itself.
-    pub attention_rate: f64,
+    pub link: LinkCost,
+    pub own: OwnCost,
 }
 
 impl CostModel {
@@ -44,11 +101,25 @@ impl CostModel {
         f64::from(keys) * as_f64(self.kv.layer_token_bytes())
     }
 
+    /// Seconds that a layer waits for shipped queries.
+    #[must_use]
+    pub fn ship_s(&self, rows: u32) -> f64 {
+        self.link.rtt_s + self.ship_bytes(rows) / self.link.bytes_per_s
+    }
+
+    /// Seconds that a layer waits for fetched KV, and attends to it.
+    #[must_use]
+    pub fn fetch_s(&self, rows: u32, keys: u32) -> f64 {
+        let copy = self.link.rtt_s + self.fetch_bytes(keys) / self.link.bytes_per_s;
+        let ahead = f64::from(rows) * self.own.row_layer_s;
+        let operations = f64::from(rows) * f64::from(keys) * row_key_operations(&self.geometry);
+        (copy - ahead).max(0.0) + operations / self.own.attention_rate
+    }
+
     /// Whether fetching `keys` tokens is cheaper than shipping `rows` queries.
     #[must_use]
     pub fn prefers_fetch(&self, rows: u32, keys: u32) -> bool {
-        let compute = f64::from(rows) * f64::from(keys) * as_f64(4 * self.geometry.q_dim()) / self.attention_rate;
-        self.fetch_bytes(keys) / self.bandwidth + compute < self.ship_bytes(rows) / self.bandwidth
+        self.fetch_s(rows, keys) < self.ship_s(rows)
     }
 }
 
@@ -60,13 +131,16 @@ fn as_f64(n: usize) -> f64 {
 mod tests {
     use super::*;
 
+    const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 32, kv_heads: 8, head_dim: 128 };
+    const KV: KvShape = KvShape { layers: 32, kv_heads: 8, head_dim: 128, dtype: DType::BF16 };
+
     fn model() -> CostModel {
         CostModel {
-            geometry: AttentionGeometry { heads: 32, kv_heads: 8, head_dim: 128 },
-            kv: KvShape { layers: 32, kv_heads: 8, head_dim: 128, dtype: DType::BF16 },
+            geometry: GEOMETRY,
+            kv: KV,
             wire: DType::BF16,
-            bandwidth: 1e9,
-            attention_rate: 1e14,
+            link: LinkCost::measured(0, 0, 1e9),
+            own: OwnCost::measured(None, &GEOMETRY, &KV, 1e14),
         }
     }
 
@@ -80,11 +154,46 @@ mod tests {
 
     #[test]
     fn the_crossover_is_where_the_bytes_are_equal() {
-        let m = CostModel { attention_rate: f64::INFINITY, ..model() };
-        // A row costs 2 * 32 * 128 * 2 + 32 * 4 + 4 bytes, a key 2 * 8 * 128 * 2: about four keys a row.
-        let row = 2.0 * 4096.0 * 2.0 + 132.0;
-        assert_eq!(m.ship_bytes(10), 10.0 * row);
-        assert!(m.prefers_fetch(100, 403));
-        assert!(!m.prefers_fetch(100, 404));
+        let own = OwnCost { attention_rate: f64::INFINITY, row_layer_s: 0.0 };
+        // A round trip that nothing hides is paid either way.
+        for rtt_us in [0, 300] {
+            let m = CostModel { own, link: LinkCost::measured(rtt_us, 0, 1e9), ..model() };
+            // A row costs 2 * 32 * 128 * 2 + 32 * 4 + 4 bytes, a key 2 * 8 * 128 * 2: about four keys a row.
+            let row = 2.0 * 4096.0 * 2.0 + 132.0;
+            assert_eq!(m.ship_bytes(10), 10.0 * row);
+            assert!(m.prefers_fetch(100, 403));
+            assert!(!m.prefers_fetch(100, 404));
+        }
+    }
+
+    #[test]
+    fn the_measured_link_and_calibration_replace_what_is_configured() {
+        let link = LinkCost::measured(250, 40_000_000, 1e9);
+        assert_eq!(link, LinkCost { bytes_per_s: 4e7, rtt_s: 250e-6 });
+        let calibration = Calibration {
+            batches: Vec::new(),
+            attention_us_per_ktoken: 1_000.0,
+            prefill_us_per_token: 64.0,
+            copy_bytes_per_s: 0.0,
+        };
+        let own = OwnCost::measured(Some(&calibration), &GEOMETRY, &KV, 1.0);
+        // 1,024 keys, 32 layers, 4 * 4,096 operations each, in a millisecond.
+        assert_eq!(own.attention_rate, 1_024.0 * 32.0 * 16_384.0 * 1e3);
+        assert!((own.row_layer_s - 2e-6).abs() < 1e-18);
+        let broken = Calibration { attention_us_per_ktoken: f64::NAN, ..calibration };
+        assert_eq!(OwnCost::measured(Some(&broken), &GEOMETRY, &KV, 7.0).attention_rate, 7.0);
+    }
+
+    #[test]
+    fn a_long_round_trip_is_hidden_by_fetching_a_layer_ahead() {
+        // 512 rows work for 1 ms on a layer; 30 ms there and back cannot be hidden, 0.9 ms can.
+        let own = OwnCost { attention_rate: 1e14, row_layer_s: 2e-6 };
+        let near = CostModel { own, link: LinkCost { bytes_per_s: 1e9, rtt_s: 0.0009 }, ..model() };
+        assert!(near.fetch_s(512, 16) < 1e-4 && near.ship_s(512) > 0.009);
+        let far = CostModel { link: LinkCost { rtt_s: 0.03, ..near.link }, ..near };
+        assert!(far.fetch_s(512, 16) > 0.029);
+        // A single row hides next to nothing, and a slow link makes its KV dearer still.
+        let slow = CostModel { link: LinkCost { bytes_per_s: 1e7, rtt_s: 0.0009 }, ..near };
+        assert!(!slow.prefers_fetch(1, 32));
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::config::InstanceConfig;
 use crate::event::{Effect, Event, PeerKey};
+use crate::freeze::FrozenDebt;
 use crate::guests::Guests;
 use crate::peers::Peers;
 use crate::sequence::Sequence;
@@ -45,6 +46,7 @@ pub struct Instance {
     /// Since when no gManager was there to ask, if it was before.
     pub(crate) away_since_ms: Option<u64>,
     heartbeat_at_ms: u64,
+    pub(crate) frozen: Option<FrozenDebt>,
 }
 
 impl Instance {
@@ -83,6 +85,7 @@ impl Instance {
             preempted_tokens: 0,
             away_since_ms: None,
             heartbeat_at_ms: 0,
+            frozen: None,
             config,
         })
     }
@@ -203,8 +206,11 @@ impl Instance {
         self.remove(seq);
     }
 
-    /// Forgets a sequence that is in no step, and gives its memory back.
+    /// Forgets a sequence that is in no step, and gives its memory back; one that is frozen, at the thaw.
     pub(crate) fn remove(&mut self, seq: SeqId) {
+        if self.defer_end(seq) {
+            return;
+        }
         self.release_memory(seq);
         self.sched.remove(seq);
         self.seqs.remove(&seq);
@@ -254,6 +260,8 @@ impl Instance {
                 self.pool_blocks_total = advice.pool_blocks_total;
                 self.rm.on_advice(&advice, self.now_ms);
             }
+            ControlBody::Freeze(freeze) => self.on_freeze(&freeze),
+            ControlBody::Thaw(thaw) => self.on_thaw(thaw.cycle),
             _ => {}
         }
     }
@@ -261,10 +269,11 @@ impl Instance {
     fn heartbeat(&mut self) {
         self.heartbeat_at_ms = self.now_ms + HEARTBEAT_MS;
         let links = self.peers.iter().filter(|k| k.rtt_us > 0);
-        let links = links.map(|k| Link { peer: k.instance.0, rtt_us: k.rtt_us, ..Default::default() }).collect();
+        let links = links.map(|k| Link { peer: k.instance.0, rtt_us: k.rtt_us, bytes_per_s: k.bytes_per_s }).collect();
         let as_u32 = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
         let (running, waiting) = (as_u32(self.sched.running_len()), as_u32(self.sched.waiting().len()));
-        let heartbeat = self.rm.heartbeat(running, waiting, links);
+        let mut heartbeat = self.rm.heartbeat(running, waiting, links);
+        heartbeat.frozen = self.frozen.map_or(0, |f| f.cycle);
         self.effects.push(Effect::ToGManager(ControlBody::Heartbeat(heartbeat)));
     }
 
@@ -348,6 +357,7 @@ impl Instance {
         self.forget_ended(&ended);
         self.expire_guests();
         self.expire_dialling();
+        self.expire_freeze();
         self.expire_steps();
         self.expire_waiting();
         if self.registered && now >= self.heartbeat_at_ms {

@@ -10,11 +10,13 @@
 //! * Memory of a sequence in a step is never freed before the step ends.
 //! * What a sequence lost of its KV is computed again from its tokens; what was emitted is never emitted twice.
 #![forbid(unsafe_code)]
+#![cfg_attr(test, allow(clippy::unwrap_used, reason = "tests"))]
 
 mod admission;
 mod config;
 mod cost;
 mod event;
+mod freeze;
 mod guests;
 mod instance;
 mod peers;
@@ -24,8 +26,9 @@ mod status;
 mod steps;
 
 pub use config::InstanceConfig;
-pub use cost::{CostModel, RemotePolicy};
+pub use cost::{CostModel, LinkCost, OwnCost, RemotePolicy};
 pub use event::{Effect, Event, PeerKey};
+pub use freeze::FrozenDebt;
 pub use instance::Instance;
 pub use status::{InstanceStatus, SequencePlacement};
 

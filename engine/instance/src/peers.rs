@@ -13,6 +13,8 @@ use std::collections::{BTreeMap, BTreeSet};
 pub(crate) struct Known {
     pub(crate) instance: InstanceId,
     pub(crate) rtt_us: u32,
+    /// Bulk rate, measured on transfers; 0 until there was one.
+    pub(crate) bytes_per_s: u64,
 }
 
 /// Messages for an instance that is being dialled.
@@ -103,7 +105,7 @@ impl Instance {
             self.forget_peer(old);
             self.peers.keys.insert(instance, peer);
         }
-        self.peers.known.insert(peer, Known { instance, rtt_us: 0 });
+        self.peers.known.insert(peer, Known { instance, rtt_us: 0, bytes_per_s: 0 });
         let ended = self.rm.on_peer_hello(instance, hello.incarnation, self.now_ms);
         self.forget_ended(&ended);
         if let Some(dialling) = self.peers.dialling.remove(&instance) {

@@ -36,6 +36,9 @@ impl Instance {
         if self.sched.in_step(id) {
             self.abort_lane_of(id);
         }
+        if self.lose_frozen(id, creditor) {
+            return;
+        }
         let now = self.now_ms;
         // Its step may have been all that kept it.
         let Some(seq) = self.seqs.get_mut(&id) else { return };

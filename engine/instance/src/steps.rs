@@ -1,6 +1,6 @@
 //! Steps of this instance as debtor: from a plan to work for the runner, and what travels while it runs.
 
-use crate::cost::{CostModel, RemotePolicy};
+use crate::cost::{CostModel, LinkCost, OwnCost, RemotePolicy};
 use crate::event::Effect;
 use crate::instance::Instance;
 use bytes::Bytes;
@@ -31,22 +31,26 @@ pub(crate) struct InFlight {
 }
 
 impl Instance {
-    fn cost_model(&self) -> CostModel {
+    /// What shipping and fetching cost towards a creditor, by what was measured.
+    fn cost_model(&self, creditor: InstanceId) -> CostModel {
+        let config = &self.config;
+        let known = self.peers.key(creditor).and_then(|peer| self.peers.known(peer));
+        let (rtt_us, bytes_per_s) = known.map_or((0, 0), |k| (k.rtt_us, k.bytes_per_s));
         CostModel {
-            geometry: self.config.geometry,
-            kv: self.config.kv,
-            wire: self.config.wire,
-            bandwidth: self.config.link_bytes_per_s,
-            attention_rate: self.config.attention_flops,
+            geometry: config.geometry,
+            kv: config.kv,
+            wire: config.wire,
+            link: LinkCost::measured(rtt_us, bytes_per_s, config.link_bytes_per_s),
+            own: OwnCost::measured(config.calibration.as_ref(), &config.geometry, &config.kv, config.attention_flops),
         }
     }
 
-    fn fetches(&self, rows: u32, keys: u32) -> bool {
+    fn fetches(&self, creditor: InstanceId, rows: u32, keys: u32) -> bool {
         match self.config.remote {
             _ if self.config.fetch_tokens == 0 => false,
             RemotePolicy::Ship => false,
             RemotePolicy::Fetch => true,
-            RemotePolicy::Auto => self.cost_model().prefers_fetch(rows, keys),
+            RemotePolicy::Auto => self.cost_model(creditor).prefers_fetch(rows, keys),
         }
     }
 
@@ -107,7 +111,7 @@ impl Instance {
             builder.seq(chunk, run0, sample);
             for (creditor, runs) in seq.blocks.remote_runs(chunk.start, window_start) {
                 let keys = runs.iter().map(|r| r.len).sum();
-                if self.fetches(chunk.len, keys) {
+                if self.fetches(creditor, chunk.len, keys) {
                     builder.fetch(creditor, &runs, self.config.fetch_tokens);
                 } else {
                     builder.ship(creditor, chunk, runs);

@@ -97,6 +97,8 @@ pub const ADMISSION_RETRY_MS: u64 = 100;
 pub const ADMISSION_RETRY_MAX_MS: u64 = 2_000;
 /// rBlocks that a growing sequence borrows at once.
 pub const GROWTH_BLOCKS: u32 = 2;
+/// Time that a debt may be frozen for DGFM, whatever the gManager asks.
+pub const FREEZE_MS_MAX: u64 = 30_000;
 /// Time to establish a connection to a peer.
 pub const CONNECT_DEADLINE_MS: u64 = 5_000;
 
