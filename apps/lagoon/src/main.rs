@@ -34,6 +34,7 @@ mod pool_client;
 mod quiet;
 mod serve;
 mod shutdown;
+mod sim;
 mod status;
 mod table;
 mod up;
@@ -75,6 +76,8 @@ enum Command {
     Drain(drain::DrainArgs),
     /// Where requests' rBlocks are, and moving them by hand.
     Kv(kv::KvArgs),
+    /// The pool's protocols under simulated time, with faults from a seed.
+    Sim(sim::SimArgs),
     /// The cluster's certificates.
     Certs(certs::CertsArgs),
     /// What this machine offers: adapters, UDP buffers, ports, versions.
@@ -111,6 +114,7 @@ fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
             Command::Status(args) => status::run(args).await.map(done),
             Command::Drain(args) => drain::run(args).await.map(done),
             Command::Kv(args) => kv::run(args).await.map(done),
+            Command::Sim(args) => sim::run(&args),
             Command::Certs(args) => certs::run(args).map(done),
             Command::Doctor(args) => doctor::run(args).await.map(done),
         }

@@ -96,7 +96,8 @@ struct Link {
     failures: u32,
     /// Nobody dials any more after this time, the gManager's links apart.
     dial_until_us: u64,
-    blocked_until_us: u64,
+    /// Nothing passes from then until then.
+    blocked_us: (u64, u64),
     /// Frames take so much longer until then.
     slow_us: u64,
     slow_until_us: u64,
@@ -108,8 +109,8 @@ pub struct Fabric<F> {
     profile: LinkProfile,
     links: BTreeMap<(Place, Place), Link>,
     streams: BTreeMap<StreamKey, Stream<F>>,
-    /// Processes that are stopped, and until when.
-    paused: BTreeMap<Place, u64>,
+    /// Processes that are stopped, from when until when.
+    paused: BTreeMap<Place, (u64, u64)>,
     /// Processes that run, stopped or not.
     live: Vec<bool>,
     rng: Rng,
@@ -141,7 +142,7 @@ impl<F> Fabric<F> {
             dialling: [false; 2],
             failures: 0,
             dial_until_us: 0,
-            blocked_until_us: 0,
+            blocked_us: (0, 0),
             slow_us: 0,
             slow_until_us: 0,
         })
@@ -258,9 +259,10 @@ impl<F> Fabric<F> {
     /// Nothing passes between two processes for a while. What was sent arrives afterwards, unless a side has given the
     /// other one up for its silence by then.
     pub fn partition(&mut self, a: Place, b: Place, us: u64, agenda: &mut Agenda<impl From<Net>>) {
-        let until = agenda.now_us() + us;
+        let now = agenda.now_us();
         let link = self.link(a, b);
-        link.blocked_until_us = link.blocked_until_us.max(until);
+        let from = if link.blocked_us.1 > now { link.blocked_us.0 } else { now };
+        link.blocked_us = (from, link.blocked_us.1.max(now + us));
         let generation = link.generation;
         for (at, peer) in [(a, b), (b, a)] {
             let after = SILENCE_US + self.rng.below(500_000);
@@ -276,7 +278,8 @@ impl<F> Fabric<F> {
 
     /// A process is stopped (as by SIGSTOP) until then; the caller holds its other events back.
     pub fn pause(&mut self, place: Place, until_us: u64, agenda: &mut Agenda<impl From<Net>>) {
-        self.paused.insert(place, until_us);
+        let from = self.paused.get(&place).map_or(agenda.now_us(), |p| p.0);
+        self.paused.insert(place, (from, until_us));
         for peer in self.peers_of(place) {
             let generation = self.link(place, peer).generation;
             let after = SILENCE_US + self.rng.below(500_000);
@@ -299,7 +302,7 @@ impl<F> Fabric<F> {
     }
 
     fn paused_until(&self, place: Place) -> Option<u64> {
-        self.paused.get(&place).copied()
+        self.paused.get(&place).map(|p| p.1)
     }
 
     /// Sends a frame in the session in which the sender believes; false if there is none.
@@ -348,16 +351,32 @@ impl<F> Fabric<F> {
             Net::Dial { from, to } => self.dial(from, to, agenda, told),
             Net::Up { at, peer, generation } => self.up(at, peer, generation, agenda, told),
             Net::Down { at, peer, generation } => self.down(at, peer, generation, agenda, told),
-            Net::Silent { at, peer, generation } => {
-                let now = agenda.now_us();
-                let silent = self.link(at, peer).blocked_until_us > now
-                    || self.paused_until(peer).is_some_and(|until| until > now);
-                if silent && self.link(at, peer).generation == generation {
-                    self.link(at, peer).standing = false;
-                    self.down(at, peer, generation, agenda, told);
-                }
-            }
+            Net::Silent { at, peer, generation } => self.silent(at, peer, generation, agenda, told),
         }
+    }
+
+    /// `at` gives `peer` up if it has been silent for so long.
+    fn silent(
+        &mut self,
+        at: Place,
+        peer: Place,
+        generation: u64,
+        agenda: &mut Agenda<impl From<Net>>,
+        told: &mut Vec<Told<F>>,
+    ) {
+        let now = agenda.now_us();
+        let silent = |&(from, until): &(u64, u64)| until > now && now >= from + SILENCE_US;
+        let link = *self.link(at, peer);
+        let outage = [Some(link.blocked_us), self.paused.get(&peer).copied()];
+        let Some((_, until)) = outage.into_iter().flatten().find(silent) else { return };
+        if link.generation != generation || link.view[end(at, peer)] != Some(generation) {
+            return;
+        }
+        self.link(at, peer).standing = false;
+        self.down(at, peer, generation, agenda, told);
+        // The other side finds out by itself, at the latest when it is heard again.
+        let after = self.rng.below(1_000_000);
+        agenda.at(until + after, Net::Down { at: peer, peer: at, generation });
     }
 
     fn pump(
@@ -383,7 +402,7 @@ impl<F> Fabric<F> {
         if view.is_none_or(|v| v < generation) {
             return; // The receiver learns of the session first: `up` pumps again.
         }
-        let wait_until = [Some(ready_us), Some(link.blocked_until_us), resumes];
+        let wait_until = [Some(ready_us), Some(link.blocked_us.1), resumes];
         let wait_until = wait_until.into_iter().flatten().max().unwrap_or(0);
         if wait_until > now {
             stream.armed = true;
@@ -418,7 +437,7 @@ impl<F> Fabric<F> {
         if link.standing || !link.wanted[end(from, to)] || !live {
             return;
         }
-        if !reachable || paused.is_some() || link.blocked_until_us > now {
+        if !reachable || paused.is_some() || link.blocked_us.1 > now {
             link.failures += 1;
             let failures = link.failures;
             if from != GMANAGER && to != GMANAGER && now >= link.dial_until_us {

@@ -9,6 +9,7 @@
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "tests"))]
 
 pub mod agenda;
+pub mod chaos;
 pub mod clock;
 pub mod fabric;
 pub mod paper;

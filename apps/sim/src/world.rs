@@ -18,7 +18,7 @@ use lagoon_protocol::{Control, ControlBody};
 use lagoon_runner::Report;
 use lagoon_types::{InstanceId, SeqId, TokenEvent};
 use lagoon_wire::{Class, Frame, FrameReader};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 /// Ticks between measurements of round trips, as in the shell.
 const RTT_TICKS: u64 = 25;
@@ -77,6 +77,34 @@ pub enum DeviceFault {
     Guest,
 }
 
+/// The last lines of what happened, for people.
+#[derive(Debug)]
+pub struct Trace {
+    lines: VecDeque<String>,
+    limit: usize,
+}
+
+impl Trace {
+    /// Keeps so many lines.
+    #[must_use]
+    pub fn new(limit: usize) -> Self {
+        Self { lines: VecDeque::new(), limit }
+    }
+
+    #[must_use]
+    pub fn into_lines(self) -> Vec<String> {
+        self.lines.into()
+    }
+
+    fn add(&mut self, now_us: u64, place: Place, what: &str) {
+        if self.lines.len() >= self.limit {
+            self.lines.pop_front();
+        }
+        let what: String = what.chars().take(240).collect();
+        self.lines.push_back(format!("{:>11.3} ms  node {place}  {what}", now_us as f64 / 1e3));
+    }
+}
+
 /// See the module's documentation.
 pub struct World<R> {
     pub agenda: Agenda<Happening>,
@@ -92,6 +120,8 @@ pub struct World<R> {
     faulty: BTreeMap<Place, DeviceFault>,
     /// Frames of a kind that find a full queue next.
     full: BTreeMap<Place, Class>,
+    /// Set to keep a trace.
+    pub trace: Option<Trace>,
     told: Vec<Told<Bytes>>,
     rng: Rng,
     events: u64,
@@ -118,6 +148,7 @@ impl<R: SimRunner> World<R> {
             touched: Vec::new(),
             faulty: BTreeMap::new(),
             full: BTreeMap::new(),
+            trace: None,
             told: Vec::new(),
             rng,
             events: 0,
@@ -356,9 +387,15 @@ impl<R: SimRunner> World<R> {
         self.events += 1;
         let sender = coordinator.registered.get(&from).copied();
         let now_ms = coordinator.clock.now_ms(now);
-        let Some(reply) = coordinator.gmanager.on_control(sender, &body, now_ms) else { return };
-        if let ControlBody::Registered(registered) = &reply {
-            coordinator.registered.insert(from, InstanceId(registered.instance));
+        let Some(mut reply) = coordinator.gmanager.on_control(sender, &body, now_ms) else { return };
+        // As the shell does.
+        match &mut reply {
+            ControlBody::HeartbeatAck(ack) => ack.term = coordinator.life + 1,
+            ControlBody::Registered(registered) => {
+                registered.term = coordinator.life + 1;
+                coordinator.registered.insert(from, InstanceId(registered.instance));
+            }
+            _ => {}
         }
         self.send(GMANAGER, from, reply.into());
     }
@@ -413,8 +450,14 @@ impl<R: SimRunner> World<R> {
         while let Some(event) = pending.pop() {
             let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut) else { return };
             self.events += 1;
+            if let Some(trace) = self.trace.as_mut().filter(|_| !matches!(event, Event::Tick)) {
+                trace.add(now, place, &format!("<- {event:?}"));
+            }
             let effects = process.instance.handle(event, process.clock.now_ms(now));
             for effect in effects {
+                if let Some(trace) = &mut self.trace {
+                    trace.add(now, place, &format!("-> {effect:?}"));
+                }
                 pending.extend(self.apply(place, effect));
             }
         }

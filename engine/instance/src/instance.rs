@@ -355,6 +355,7 @@ impl Instance {
         let now = self.now_ms;
         let ended = self.rm.tick(now);
         self.forget_ended(&ended);
+        self.greet();
         self.expire_guests();
         self.expire_dialling();
         self.expire_freeze();

@@ -29,7 +29,7 @@ pub(crate) struct Peers {
     known: BTreeMap<PeerKey, Known>,
     keys: BTreeMap<InstanceId, PeerKey>,
     dialling: BTreeMap<InstanceId, Dialling>,
-    /// Peers that connected before this instance had a number to say Hello with.
+    /// Peers to which a Hello is owed: they connected before this instance had a number, or one may have been dropped.
     ungreeted: BTreeSet<PeerKey>,
 }
 
@@ -84,8 +84,11 @@ impl Instance {
         }
     }
 
-    /// Says the Hellos that waited for a number.
+    /// Says the Hellos that are owed.
     pub(crate) fn greet(&mut self) {
+        if self.id.is_none() {
+            return;
+        }
         for peer in std::mem::take(&mut self.peers.ungreeted) {
             self.on_peer_up(peer);
         }
@@ -141,9 +144,10 @@ impl Instance {
         self.forget_peer(peer);
     }
 
-    /// A frame to a peer was dropped and the connection stands, so nobody will say Hello again: the peer stays known.
-    /// What depended on the frame is given up on both sides; control messages are repeated by themselves.
+    /// A frame to a peer was dropped and the connection stands: the peer stays known. What depended on the frame is
+    /// given up on both sides; control messages are repeated by themselves, a Hello with the next tick.
     pub(crate) fn on_send_failed(&mut self, peer: PeerKey) {
+        self.peers.ungreeted.insert(peer);
         let Some(known) = self.peers.known(peer) else { return };
         let detail = "a frame could not be sent";
         self.refuse_guest(peer, known.instance, detail);

@@ -1,0 +1,175 @@
+//! What must hold after every event, and at rest.
+
+use super::run::Failure;
+use crate::fabric::Place;
+use crate::process::Process;
+use crate::symbolic::Symbolic;
+use crate::world::World;
+use lagoon_types::{InstanceId, LeaseId, limits};
+use std::collections::{BTreeMap, BTreeSet};
+
+type Pool = World<Symbolic>;
+
+/// How long a lease may be lent that its debtor does not hold, while nothing is wrong.
+const ORPHAN_US: u64 = 5_000_000;
+/// After a fault, when every release has been repeated and confirmed.
+const RELEASED_US: u64 = 10_000_000;
+/// A fault of this length may outlast the repetitions of a release.
+pub(super) const LONG_US: u64 = limits::LEASE_TTL_MS * 1000 / 2;
+/// After a fault, when leases that nobody knows of have ended (clocks are skewed by some percent).
+pub(super) const FORGOTTEN_US: u64 = (limits::LEASE_TTL_MS + limits::LEASE_TTL_MS / 8) * 1000 + 2_000_000;
+
+/// State of the checkers.
+#[derive(Debug, Default)]
+pub(super) struct Checkers {
+    /// Leases of processes that died.
+    dead: BTreeSet<LeaseId>,
+    /// What a process's blocks looked like when they were last checked.
+    seen: Vec<[u64; 5]>,
+    /// Leases that their debtor has held.
+    held: BTreeSet<LeaseId>,
+    /// Leases that are lent and not held, and since when.
+    orphans: BTreeMap<(Place, LeaseId), u64>,
+}
+
+fn failure<T>(checker: &'static str, detail: String) -> Result<T, Failure> {
+    Err(Failure::new(checker, detail))
+}
+
+impl Checkers {
+    /// A process died: what it lent is gone.
+    pub(super) fn died(&mut self, process: &Process<Symbolic>) {
+        self.dead.extend(process.instance.rmanager().lent().map(|l| l.1));
+    }
+
+    /// After an event of the process at `place`.
+    pub(super) fn after(&mut self, world: &Pool, place: Place) -> Result<(), Failure> {
+        let Some(process) = world.process(place) else { return Ok(()) };
+        if let Some(violation) = process.runner.violations.first() {
+            return failure("coverage", format!("node {place}: {violation}"));
+        }
+        if let Some(reason) = &process.rejected {
+            return failure("registration", format!("node {place} was refused: {reason}"));
+        }
+        let rm = process.instance.rmanager();
+        let counts = rm.counts();
+        let now = [counts.free, counts.own, counts.lent, rm.borrowed(), u32::from(process.dazed)].map(u64::from);
+        if self.seen.len() <= place {
+            self.seen.resize(place + 1, [u64::MAX; 5]);
+        }
+        if std::mem::replace(&mut self.seen[place], now) == now {
+            return Ok(());
+        }
+        self.blocks(place, process)?;
+        self.pairs(world, Some(place))
+    }
+
+    /// Everything, for what a change of counts does not show.
+    pub(super) fn all(&mut self, world: &Pool) -> Result<(), Failure> {
+        for (place, process) in world.live() {
+            self.blocks(place, process)?;
+        }
+        self.pairs(world, None)
+    }
+
+    /// Blocks add up, and each has a user.
+    fn blocks(&self, place: Place, process: &Process<Symbolic>) -> Result<(), Failure> {
+        let (rm, status) = (process.instance.rmanager(), process.instance.status());
+        let counts = rm.counts();
+        if counts.free + counts.own + counts.lent != counts.total {
+            return failure("blocks", format!("node {place}: {counts:?} do not add up"));
+        }
+        let own: u32 = status.sequences.iter().map(|s| s.local_blocks + s.reserved_blocks).sum();
+        let lent: u32 = rm.lent().map(|(_, _, _, first, end)| end - first).sum();
+        if (counts.own, counts.lent) != (own, lent) {
+            return failure(
+                "blocks",
+                format!("node {place}: {counts:?}, but {own} are used here and {lent} are in leases"),
+            );
+        }
+        let config = rm.config();
+        if counts.lent > config.lend_blocks_max {
+            return failure(
+                "blocks",
+                format!("node {place} lends {} of at most {}", counts.lent, config.lend_blocks_max),
+            );
+        }
+        if status.running + status.waiting != status.sequences.len() {
+            return failure("blocks", format!("node {place}: {status:?}"));
+        }
+        Ok(())
+    }
+
+    /// What debtors hold, their creditors lend; of all pairs, or those of one place.
+    fn pairs(&self, world: &Pool, of: Option<Place>) -> Result<(), Failure> {
+        let ids: BTreeMap<InstanceId, (Place, &Process<Symbolic>)> =
+            world.live().filter_map(|(place, p)| Some((p.id()?, (place, p)))).collect();
+        for (debtor, process) in world.live() {
+            // One that was stopped finds out about its leases when it looks at its clock.
+            if process.dazed {
+                continue;
+            }
+            for (creditor, lease, epoch, first, end) in process.instance.rmanager().held() {
+                let home = ids.get(&creditor).filter(|(place, _)| of.is_none_or(|of| of == debtor || of == *place));
+                let Some((place, home)) = home else { continue };
+                if self.dead.contains(&lease) {
+                    continue;
+                }
+                let lent = home.instance.rmanager().lent().find(|l| l.1 == lease);
+                let Some((to, _, lent_epoch, lent_first, lent_end)) = lent else {
+                    return failure("leases", format!("node {debtor} holds {lease}, which node {place} does not lend"));
+                };
+                if (Some(to), lent_epoch, lent_end) != (process.id(), epoch, end) || lent_first > first {
+                    let lent = format!("to {to}, {lent_epoch}, entries {lent_first} to {lent_end}");
+                    let held = format!("{epoch}, entries {first} to {end}");
+                    return failure("leases", format!("node {debtor} holds {lease} ({held}) of node {place} ({lent})"));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Now and then: what is lent and not held is on its way back, or nothing explains it. A release is repeated until
+    /// it is confirmed, for as long as the lease lives; a lease of whose grant the debtor never heard ends when its time
+    /// to live does. `calm_us`: how long no fault was at work, any and a long one.
+    pub(super) fn orphans(&mut self, world: &Pool, calm_us: [u64; 2]) -> Result<(), Failure> {
+        let now = world.now_us();
+        let mut orphans = BTreeMap::new();
+        for (place, process) in world.live() {
+            for (debtor, lease, ..) in process.instance.rmanager().lent() {
+                let Some((_, debtor)) = world.by_id(debtor) else { continue };
+                let rm = debtor.instance.rmanager();
+                if rm.held().any(|held| held.1 == lease) {
+                    self.held.insert(lease);
+                    continue;
+                }
+                if rm.borrowing() > 0 {
+                    continue;
+                }
+                let released = self.held.contains(&lease) && calm_us[0] > RELEASED_US && calm_us[1] > FORGOTTEN_US;
+                let calm = released || calm_us[0] > FORGOTTEN_US;
+                let since = self.orphans.get(&(place, lease)).copied().unwrap_or(now);
+                if calm && now - since > ORPHAN_US {
+                    let age = (now - since) / 1000;
+                    return failure("leak", format!("node {place} lends {lease} to nobody, for {age} ms"));
+                }
+                orphans.insert((place, lease), since);
+            }
+        }
+        self.orphans = orphans;
+        Ok(())
+    }
+
+    /// Nobody wants anything any more: nothing is used.
+    pub(super) fn empty(&self, world: &Pool) -> Result<(), Failure> {
+        for (place, process) in world.live() {
+            let (status, rm) = (process.instance.status(), process.instance.rmanager());
+            let used =
+                (status.blocks_lent, status.blocks_borrowed, status.guest_frames, rm.borrowing(), rm.releasing());
+            if status.blocks_free != status.blocks_total || used != (0, 0, 0, 0, 0) || !status.sequences.is_empty() {
+                return failure("leak", format!("node {place} is not empty: {status:?}"));
+            }
+        }
+        Ok(())
+    }
+}

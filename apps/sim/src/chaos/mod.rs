@@ -1,0 +1,19 @@
+//! Random pools, workloads and faults from a seed, with every checker on: what `lagoon sim` runs.
+//!
+//! A [`Scenario`] is a pure function of the seed: a pool, and a list of [`Op`]s with their times. [`run`] plays it. When
+//! a checker fails, [`shrink`] plays ever shorter lists until it finds none that fails the same way.
+
+mod check;
+mod ops;
+mod panics;
+mod requests;
+mod run;
+mod scenario;
+mod shrink;
+mod sweep;
+
+pub use ops::{Op, What};
+pub use run::{Failure, Summary, replay, run};
+pub use scenario::{Limits, Scenario};
+pub use shrink::{Shrunk, shrink};
+pub use sweep::{Sweep, sweep};

@@ -1,0 +1,120 @@
+//! What happens to a pool from outside: requests, cancellations, faults, and operators' orders.
+
+use crate::fabric::{GMANAGER, Place};
+use crate::rng::Rng;
+use crate::world::DeviceFault;
+use lagoon_types::{GenerateRequest, SamplingParams};
+use lagoon_wire::Class;
+use std::fmt;
+
+/// Something that happens at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Op {
+    pub at_us: u64,
+    pub what: What,
+}
+
+/// See the module's documentation. Every fault ends by itself, so that any part of a list can be left out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum What {
+    Submit {
+        id: usize,
+        place: Place,
+        prompt: u32,
+        max_tokens: u32,
+        seed: u64,
+    },
+    Cancel {
+        id: usize,
+    },
+    /// The process dies and another one starts in its place.
+    Crash {
+        place: Place,
+        down_us: u64,
+    },
+    /// The connection is lost.
+    Cut {
+        a: Place,
+        b: Place,
+    },
+    /// Nothing passes between the two.
+    Partition {
+        a: Place,
+        b: Place,
+        us: u64,
+    },
+    /// Stopped, as by SIGSTOP.
+    Pause {
+        place: Place,
+        us: u64,
+    },
+    /// Frames are late by `us`.
+    Slow {
+        a: Place,
+        b: Place,
+        us: u64,
+        for_us: u64,
+    },
+    /// The device fails once.
+    Break {
+        place: Place,
+        fault: DeviceFault,
+    },
+    /// The next frame of the class to a peer finds a full queue.
+    Full {
+        place: Place,
+        class: Class,
+    },
+}
+
+impl What {
+    /// When its effect ends, if it began at `at_us`; `None` if it is no fault.
+    #[must_use]
+    pub const fn fault_end_us(&self, at_us: u64) -> Option<u64> {
+        match *self {
+            Self::Submit { .. } | Self::Cancel { .. } => None,
+            Self::Cut { .. } | Self::Break { .. } | Self::Full { .. } => Some(at_us),
+            Self::Crash { down_us: us, .. } | Self::Partition { us, .. } | Self::Pause { us, .. } => Some(at_us + us),
+            Self::Slow { us, for_us, .. } => Some(at_us + us + for_us),
+        }
+    }
+}
+
+/// The request of a [`What::Submit`].
+#[must_use]
+pub(super) fn request(prompt: u32, max_tokens: u32, seed: u64) -> GenerateRequest {
+    let mut rng = Rng::new(seed);
+    let vocab = u64::from(crate::symbolic::model::VOCAB);
+    let prompt = (0..prompt).map(|_| u32::try_from(rng.below(vocab)).unwrap_or(0)).collect();
+    let sampling = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
+    GenerateRequest { prompt, max_tokens, sampling, stop_ids: Vec::new(), return_logits: false }
+}
+
+fn name(place: Place) -> String {
+    if place == GMANAGER { "the gManager".to_owned() } else { format!("node {place}") }
+}
+
+impl fmt::Display for Op {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (s, ms) = (self.at_us / 1_000_000, self.at_us % 1_000_000 / 1000);
+        write!(f, "{s:>4}.{ms:03} s  ")?;
+        match self.what {
+            What::Submit { id, place, prompt, max_tokens, .. } => {
+                write!(f, "request {id} to {}: {prompt} tokens, {max_tokens} to generate", name(place))
+            }
+            What::Cancel { id } => write!(f, "request {id} is cancelled"),
+            What::Crash { place, down_us } => write!(f, "{} dies, for {} ms", name(place), down_us / 1000),
+            What::Cut { a, b } => write!(f, "{} and {} lose their connection", name(a), name(b)),
+            What::Partition { a, b, us } => {
+                write!(f, "nothing passes between {} and {} for {} ms", name(a), name(b), us / 1000)
+            }
+            What::Pause { place, us } => write!(f, "{} is stopped for {} ms", name(place), us / 1000),
+            What::Slow { a, b, us, for_us } => {
+                let (us, for_us) = (us / 1000, for_us / 1000);
+                write!(f, "frames between {} and {} are {us} ms late for {for_us} ms", name(a), name(b))
+            }
+            What::Break { place, fault } => write!(f, "the device of {} fails once: {fault:?}", name(place)),
+            What::Full { place, class } => write!(f, "{} finds a full queue: {class:?}", name(place)),
+        }
+    }
+}

@@ -1,0 +1,367 @@
+//! Plays a scenario with every checker on.
+
+use super::check::{Checkers, FORGOTTEN_US, LONG_US};
+use super::ops::{Op, What};
+use super::panics;
+use super::requests::{Asked, End};
+use super::scenario::Scenario;
+use crate::fabric::{GMANAGER, Place};
+use crate::symbolic::Symbolic;
+use crate::world::{Step, World};
+use lagoon_instance::Event;
+use lagoon_types::{SeqId, limits};
+use lagoon_wire::Class;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// From the end of the last request to the last check.
+const REST_US: u64 = 6_000_000;
+/// From the last fault, or the last request, to when every request must be over.
+const OVER_US: u64 = 300_000_000;
+/// What outgrew the pool waits for as long as a request may wait for admission.
+const OUTGREW_US: u64 = limits::ADMISSION_DEADLINE_MS * 1000;
+/// Events in a second of simulated time, on average: more is a livelock.
+const EVENTS_PER_S_MAX: u64 = 200_000;
+/// Between looks for leases that nobody holds.
+const ORPHANS_US: u64 = 1_000_000;
+/// Between checks of everything, in events.
+const ALL_EVENTS: u64 = 512;
+/// Calls of the run itself.
+const RESTART: u64 = 1 << 32;
+const ORPHANS: u64 = 1 << 33;
+
+/// What a checker found.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Failure {
+    /// Which checker.
+    pub checker: String,
+    pub detail: String,
+    /// When, in simulated time.
+    pub at_us: u64,
+}
+
+impl Failure {
+    pub(super) fn new(checker: &str, detail: String) -> Self {
+        Self { checker: checker.to_owned(), detail, at_us: 0 }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (s, ms) = (self.at_us / 1_000_000, self.at_us % 1_000_000 / 1000);
+        write!(f, "{}, at {s}.{ms:03} s: {}", self.checker, self.detail)
+    }
+}
+
+/// What a run came to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Summary {
+    pub events: u64,
+    /// Simulated time.
+    pub ms: u64,
+    pub requests: u64,
+    pub finished: u64,
+    /// Refused: too long for the pool, or too many at once.
+    pub refused: u64,
+    /// Accepted, and ended by an error.
+    pub failed: u64,
+    pub cancelled: u64,
+    /// Died with their instance.
+    pub lost: u64,
+    pub tokens: u64,
+    pub faults: u64,
+    pub preemptions: u64,
+    pub recoveries: u64,
+    /// Tokens that were computed again because their KV was lost.
+    pub recomputed: u64,
+    pub partials_frames: u64,
+    pub bulk_frames: u64,
+}
+
+impl Summary {
+    /// Adds another run's numbers.
+    pub fn add(&mut self, other: &Self) {
+        self.events += other.events;
+        self.ms += other.ms;
+        self.requests += other.requests;
+        self.finished += other.finished;
+        self.refused += other.refused;
+        self.failed += other.failed;
+        self.cancelled += other.cancelled;
+        self.lost += other.lost;
+        self.tokens += other.tokens;
+        self.faults += other.faults;
+        self.preemptions += other.preemptions;
+        self.recoveries += other.recoveries;
+        self.recomputed += other.recomputed;
+        self.partials_frames += other.partials_frames;
+        self.bulk_frames += other.bulk_frames;
+    }
+}
+
+struct Run<'a> {
+    scenario: &'a Scenario,
+    ops: &'a [Op],
+    world: World<Symbolic>,
+    checkers: Checkers,
+    asked: BTreeMap<usize, Asked>,
+    lives: BTreeMap<Place, u64>,
+    /// Ops that have not begun.
+    ahead: usize,
+    /// When the last fault that has begun ends.
+    fault_end_us: Option<u64>,
+    /// When the last long one ends.
+    long_fault_end_us: Option<u64>,
+    over_us: u64,
+    summary: Summary,
+}
+
+/// Plays a scenario.
+///
+/// # Errors
+/// What a checker found first.
+pub fn run(scenario: &Scenario) -> Result<Summary, Failure> {
+    replay(scenario, &scenario.ops, 0).0
+}
+
+/// Plays some of a scenario's ops and keeps the last `trace` lines of what happened.
+pub fn replay(scenario: &Scenario, ops: &[Op], trace: usize) -> (Result<Summary, Failure>, Vec<String>) {
+    let mut world = scenario.pool.world(scenario.seed);
+    world.trace = (trace > 0).then(|| crate::world::Trace::new(trace));
+    let mut run = Run {
+        scenario,
+        ops,
+        world,
+        checkers: Checkers::default(),
+        asked: BTreeMap::new(),
+        lives: BTreeMap::new(),
+        ahead: ops.len(),
+        fault_end_us: None,
+        long_fault_end_us: None,
+        over_us: 0,
+        summary: Summary::default(),
+    };
+    let result = panics::watch(|| run.play());
+    let at_us = run.world.now_us();
+    let result = match result {
+        Ok(Ok(())) => Ok(run.summary()),
+        Ok(Err(failure)) => Err(Failure { at_us, ..failure }),
+        Err(panic) => Err(Failure { checker: "panic".to_owned(), detail: panic, at_us }),
+    };
+    (result, run.world.trace.take().map(crate::world::Trace::into_lines).unwrap_or_default())
+}
+
+impl Run<'_> {
+    fn play(&mut self) -> Result<(), Failure> {
+        for (index, op) in self.ops.iter().enumerate() {
+            self.world.call_at(op.at_us, index as u64);
+            self.over_us = self.over_us.max(op.what.fault_end_us(op.at_us).unwrap_or(op.at_us) + OVER_US);
+        }
+        self.world.call_at(ORPHANS_US, ORPHANS);
+        let (mut steps, mut rest_us) = (0u64, None);
+        loop {
+            match self.world.step() {
+                None => return Err(Failure::new("hang", "nothing ever happens again".to_owned())),
+                Some(Step::Call(ORPHANS)) => {
+                    self.world.call_at(self.world.now_us() + ORPHANS_US, ORPHANS);
+                    let calm_us = self.calm_us();
+                    self.checkers.orphans(&self.world, calm_us)?;
+                }
+                Some(Step::Call(call)) if call >= RESTART => self.restart(usize::try_from(call - RESTART).unwrap_or(0)),
+                Some(Step::Call(call)) => self.perform(usize::try_from(call).unwrap_or(0)),
+                Some(Step::Handled) => {}
+            }
+            steps += 1;
+            if self.scenario.steps_max > 0 && steps >= self.scenario.steps_max {
+                return Ok(());
+            }
+            self.hear()?;
+            self.check(steps)?;
+            let now = self.world.now_us();
+            if self.ahead > 0 || self.asked.values().any(|a| a.end.is_none()) {
+                rest_us = None;
+                self.progress(now)?;
+            } else if now > *rest_us.get_or_insert_with(|| self.rest_at(now)) {
+                return self.checkers.empty(&self.world);
+            }
+        }
+    }
+
+    /// When a pool whose last request ended now must be empty.
+    fn rest_at(&self, now: u64) -> u64 {
+        (now + REST_US).max(self.fault_end_us.map_or(0, |end| end + FORGOTTEN_US + REST_US))
+    }
+
+    /// How long no fault, and no long fault, has been at work.
+    fn calm_us(&self) -> [u64; 2] {
+        let since = |end: Option<u64>| end.map_or(u64::MAX, |end| self.world.now_us().saturating_sub(end));
+        [since(self.fault_end_us), since(self.long_fault_end_us)]
+    }
+
+    fn check(&mut self, steps: u64) -> Result<(), Failure> {
+        let touched = std::mem::take(&mut self.world.touched);
+        for place in &touched {
+            self.checkers.after(&self.world, *place)?;
+        }
+        self.world.touched = touched;
+        if steps.is_multiple_of(ALL_EVENTS) {
+            self.checkers.all(&self.world)?;
+        }
+        Ok(())
+    }
+
+    /// Nothing hangs, and nothing spins.
+    fn progress(&self, now: u64) -> Result<(), Failure> {
+        if self.world.events() > (now / 1_000_000 + 2) * EVENTS_PER_S_MAX {
+            return Err(Failure::new("livelock", format!("{} events", self.world.events())));
+        }
+        if self.ahead == 0 && now > self.over_us {
+            let late =
+                |a: &&Asked| a.end.is_none() && (!a.outgrew(&self.scenario.pool) || now > self.over_us + OUTGREW_US);
+            let open: Vec<String> = self.asked.values().filter(late).map(|a| self.describe(a)).collect();
+            if open.is_empty() {
+                return Ok(());
+            }
+            return Err(Failure::new("hang", open.join("; ")));
+        }
+        Ok(())
+    }
+
+    fn describe(&self, asked: &Asked) -> String {
+        let status = self.world.process(asked.place).map(|p| format!("{:?}", p.instance.status()));
+        format!("request {} is not over after {} tokens: {}", asked.id, asked.tokens, status.unwrap_or_default())
+    }
+
+    /// Hands what was emitted to the clients.
+    fn hear(&mut self) -> Result<(), Failure> {
+        if self.world.emitted.is_empty() {
+            return Ok(());
+        }
+        let disturbed = self.fault_end_us.is_some();
+        for emission in std::mem::take(&mut self.world.emitted) {
+            let id = usize::try_from(emission.seq.0 - 1).unwrap_or(usize::MAX);
+            let Some(asked) = self.asked.get_mut(&id).filter(|a| a.place == emission.place) else {
+                return Err(Failure::new("answer", format!("node {} answers {}", emission.place, emission.seq)));
+            };
+            asked.hear(emission.event, &self.scenario.pool, disturbed)?;
+        }
+        Ok(())
+    }
+
+    /// An op is due.
+    fn perform(&mut self, index: usize) {
+        let op = self.ops[index];
+        let now = self.world.now_us();
+        // A stopped process hears of clients when it goes on.
+        if let Some(until) = self.client_waits(&op.what) {
+            self.world.call_at(until + 1, index as u64);
+            return;
+        }
+        self.ahead -= 1;
+        if let Some(end) = op.what.fault_end_us(now) {
+            self.fault_end_us = Some(self.fault_end_us.map_or(end, |e| e.max(end)));
+            if end - now >= LONG_US {
+                self.long_fault_end_us = Some(self.long_fault_end_us.map_or(end, |e| e.max(end)));
+            }
+            self.over_us = self.over_us.max(end + OVER_US);
+            self.summary.faults += 1;
+        }
+        match op.what {
+            What::Submit { id, place, prompt, max_tokens, seed } => self.submit(id, place, (prompt, max_tokens, seed)),
+            What::Cancel { id } => self.cancel(id),
+            What::Crash { place, down_us } => self.crash(place, down_us),
+            What::Cut { a, b } => self.world.fabric.cut(a, b, &mut self.world.agenda),
+            What::Partition { a, b, us } => self.world.fabric.partition(a, b, us, &mut self.world.agenda),
+            What::Pause { place, us } => self.world.pause(place, us),
+            What::Slow { a, b, us, for_us } => self.world.fabric.slow(a, b, us, for_us, now),
+            What::Break { place, fault } => self.world.break_device(place, fault),
+            What::Full { place, class } => self.world.fill_queue(place, class),
+        }
+    }
+
+    fn client_waits(&self, what: &What) -> Option<u64> {
+        let place = match what {
+            What::Submit { place, .. } => *place,
+            What::Cancel { id } => self.asked.get(id)?.place,
+            _ => return None,
+        };
+        self.world.process(place)?.paused_until_us
+    }
+
+    fn submit(&mut self, id: usize, place: Place, what: (u32, u32, u64)) {
+        let live = self.world.process(place);
+        let pool_tokens = live.map_or(0, |p| p.instance.pool_tokens());
+        let mut asked = Asked::new(&self.scenario.pool, (id, place), what, pool_tokens);
+        let request = asked.request.clone();
+        if live.is_none() {
+            asked.end = Some(End::Lost);
+        }
+        self.asked.insert(id, asked);
+        self.world.handle(place, Event::Submit { seq: SeqId(id as u64 + 1), request });
+    }
+
+    fn cancel(&mut self, id: usize) {
+        // Its request may have been left out, or may come later: clients cancel what they have asked.
+        let Some(asked) = self.asked.get_mut(&id).filter(|a| a.end.is_none()) else { return };
+        asked.end = Some(End::Cancelled);
+        let place = asked.place;
+        self.world.handle(place, Event::Cancel { seq: SeqId(id as u64 + 1) });
+    }
+
+    fn crash(&mut self, place: Place, down_us: u64) {
+        let now = self.world.now_us();
+        self.world.call_at(now + down_us, RESTART + place as u64);
+        if place == GMANAGER {
+            self.world.kill_gmanager();
+            return;
+        }
+        let Some(process) = self.world.kill(place) else { return };
+        self.summary.preemptions += process.instance.status().preemptions;
+        self.summary.recoveries += process.instance.status().recoveries;
+        self.summary.recomputed += process.instance.status().recomputed_tokens;
+        self.checkers.died(&process);
+        let hit = |a: &&mut Asked| a.place == place && a.end.is_none();
+        self.asked.values_mut().filter(hit).for_each(|a| a.end = Some(End::Lost));
+    }
+
+    fn restart(&mut self, place: Place) {
+        let life = self.lives.entry(place).or_default();
+        *life += 1;
+        let life = *life;
+        if place == GMANAGER {
+            if self.world.coordinator.is_none() {
+                self.scenario.pool.start_gmanager(&mut self.world, life);
+            }
+        } else if self.world.process(place).is_none() {
+            self.scenario.pool.start(&mut self.world, place, life);
+        }
+    }
+
+    fn summary(&self) -> Summary {
+        let count =
+            |of: fn(&End) -> bool| self.asked.values().filter(|a| a.end.as_ref().is_some_and(of)).count() as u64;
+        let live = self.world.live().map(|(_, p)| p.instance.status());
+        let add = |(p, r, t), s: lagoon_instance::InstanceStatus| {
+            (p + s.preemptions, r + s.recoveries, t + s.recomputed_tokens)
+        };
+        let (preemptions, recoveries, recomputed) = live.fold((0, 0, 0), add);
+        Summary {
+            events: self.world.events(),
+            ms: self.world.now_us() / 1000,
+            requests: self.asked.len() as u64,
+            finished: count(|e| *e == End::Finished),
+            refused: count(|e| *e == End::Refused),
+            failed: count(|e| *e == End::Failed),
+            cancelled: count(|e| *e == End::Cancelled),
+            lost: count(|e| *e == End::Lost),
+            tokens: self.asked.values().map(|a| u64::from(a.tokens)).sum(),
+            faults: self.summary.faults,
+            preemptions: self.summary.preemptions + preemptions,
+            recoveries: self.summary.recoveries + recoveries,
+            recomputed: self.summary.recomputed + recomputed,
+            partials_frames: self.world.traffic(Class::Partials).0,
+            bulk_frames: self.world.traffic(Class::Bulk).0,
+        }
+    }
+}

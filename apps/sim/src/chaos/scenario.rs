@@ -1,0 +1,170 @@
+//! From a seed to a pool and what happens to it.
+
+use super::ops::{Op, What};
+use crate::fabric::{GMANAGER, LinkProfile, Place};
+use crate::pool::{NodeSpec, PoolSpec};
+use crate::rng::Rng;
+use crate::symbolic::Speed;
+use crate::world::DeviceFault;
+use lagoon_instance::RemotePolicy;
+use lagoon_protocol::{MemoryTier, Role};
+use lagoon_wire::Class;
+
+/// What a scenario may be at most.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Instances; 0 draws 2 to 5.
+    pub nodes: usize,
+    /// Requests; 0 draws.
+    pub requests: usize,
+    /// Seconds in which requests and faults begin; 0 draws.
+    pub seconds: u64,
+    /// Draw faults in most scenarios.
+    pub faults: bool,
+    /// Things that happen before a run is ended; 0 runs to its end.
+    pub steps: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { nodes: 0, requests: 0, seconds: 0, faults: true, steps: 0 }
+    }
+}
+
+/// A pool and what happens to it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Scenario {
+    pub seed: u64,
+    pub pool: PoolSpec,
+    /// By time.
+    pub ops: Vec<Op>,
+    /// See [`Limits::steps`].
+    pub steps_max: u64,
+}
+
+/// Nothing begins before: everybody has registered by then.
+const WARM_US: u64 = 1_000_000;
+
+impl Scenario {
+    /// The seed's scenario.
+    #[must_use]
+    pub fn draw(seed: u64, limits: Limits) -> Self {
+        let mut rng = Rng::new(seed ^ 0x6c61_676f_6f6e);
+        let pool = draw_pool(&mut rng.split(), limits);
+        let span_us = match limits.seconds {
+            0 => 1_000_000 * rng.pick(&[2, 4, 8, 20]),
+            seconds => seconds * 1_000_000,
+        };
+        let mut ops = draw_requests(&mut rng.split(), &pool, span_us, limits.requests);
+        // One in four is undisturbed: nothing but its own errors can explain what goes wrong.
+        if limits.faults && !rng.once_in(4) {
+            let faults = rng.pick(&[1, 2, 4, 8, 16]);
+            draw_faults(&mut rng.split(), &pool, span_us, faults, &mut ops);
+        }
+        ops.sort_by_key(|op| op.at_us);
+        Self { seed, pool, ops, steps_max: limits.steps }
+    }
+}
+
+fn draw_pool(rng: &mut Rng, limits: Limits) -> PoolSpec {
+    let block_tokens = rng.pick(&[4, 4, 8, 16]);
+    let count = if limits.nodes > 0 { limits.nodes } else { 2 + rng.index(4) };
+    let policies = [RemotePolicy::Ship, RemotePolicy::Fetch, RemotePolicy::Auto];
+    let skews = rng.pick(&[0, 100, 5_000, 20_000]);
+    let mut nodes = Vec::new();
+    for index in 0..count {
+        let blocks = small(rng.within(6..=30));
+        // The first runs requests in any case.
+        let kv = index > 0 && rng.once_in(6);
+        nodes.push(NodeSpec {
+            role: if kv { Role::Kv } else { Role::Instance },
+            tier: if kv && rng.once_in(2) { MemoryTier::Host } else { MemoryTier::Device },
+            lend_blocks_max: if rng.once_in(4) { blocks / 2 } else { blocks },
+            lend_reserve_blocks: small(rng.below(3)),
+            step_rows: small(rng.within(6..=24)),
+            running: 1 + rng.index(8),
+            queue: rng.pick(&[4, 64]),
+            remote: rng.pick(&policies),
+            fetch_tokens: small(rng.within(8..=32)),
+            speed: Speed {
+                layer_ns: rng.pick(&[50_000, 400_000, 2_000_000]),
+                row_ns: 20_000,
+                key_ns: rng.pick(&[100, 2_000]),
+            },
+            skew_ppm: i32::try_from(rng.below(2 * skews + 1)).unwrap_or(0) - i32::try_from(skews).unwrap_or(0),
+            offset_ms: rng.below(1 << 40),
+            ..NodeSpec::of(blocks)
+        });
+    }
+    let latency_us = rng.pick(&[30, 100, 1_000, 15_000]);
+    PoolSpec {
+        window: rng.once_in(4).then(|| small(rng.within(10..=60))),
+        max_positions: if rng.once_in(4) { 200 } else { 4_000 },
+        link: LinkProfile {
+            latency_us,
+            jitter_us: latency_us * rng.pick(&[0, 1, 4]),
+            bytes_per_us: rng.pick(&[5, 1_000]),
+        },
+        ..PoolSpec::of(block_tokens, nodes)
+    }
+}
+
+fn small(n: u64) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
+}
+
+fn draw_requests(rng: &mut Rng, pool: &PoolSpec, span_us: u64, requests: usize) -> Vec<Op> {
+    let runs = |place: &Place| pool.nodes[place - 1].role == Role::Instance;
+    let debtors: Vec<Place> = (1..=pool.nodes.len()).filter(runs).collect();
+    let count = if requests > 0 { requests } else { rng.pick(&[2, 5, 10, 20]) };
+    let total = pool.nodes.iter().map(|n| n.blocks * pool.block_tokens).sum::<u32>();
+    let burst = rng.once_in(3);
+    let mut ops = Vec::new();
+    for id in 0..count {
+        let at_us = WARM_US + if burst { rng.below(100_000) } else { rng.below(span_us) };
+        let place = rng.pick(&debtors);
+        let own = pool.nodes[place - 1].blocks * pool.block_tokens;
+        let prompt = match rng.below(8) {
+            0 => rng.within(1..=u64::from(total) + 10),
+            1..=3 => rng.within(u64::from(own) / 2..=u64::from(own) * 3 / 2),
+            _ => rng.within(1..=u64::from(own) / 2 + 1),
+        };
+        let max_tokens = small(rng.pick(&[1, 8, 30, 80]) + rng.below(8));
+        let what = What::Submit { id, place, prompt: small(prompt).max(1), max_tokens, seed: rng.draw() };
+        ops.push(Op { at_us, what });
+        if rng.once_in(8) {
+            ops.push(Op { at_us: at_us + rng.below(2_000_000), what: What::Cancel { id } });
+        }
+    }
+    ops
+}
+
+fn draw_faults(rng: &mut Rng, pool: &PoolSpec, span_us: u64, faults: usize, ops: &mut Vec<Op>) {
+    let count = pool.nodes.len();
+    // A scenario has a few kinds of faults, often: what goes wrong by one of them alone is found sooner.
+    let kinds: Vec<u64> = (0..rng.pick(&[1, 2, 8])).map(|_| rng.below(10)).collect();
+    for _ in 0..faults {
+        let at_us = WARM_US + rng.below(span_us + 2_000_000);
+        let place = 1 + rng.index(count);
+        let mut other = rng.index(count + 1);
+        while other == place {
+            other = rng.index(count + 1);
+        }
+        let (a, b) = (place, other);
+        // Short, beyond the silence that ends a session, beyond a step's deadline, beyond a lease's time to live.
+        let us = rng.pick(&[300_000, 1_500_000, 4_000_000, 12_000_000, 25_000_000]);
+        let us = us / 2 + rng.below(us);
+        let what = match rng.pick(&kinds) {
+            0 => What::Crash { place, down_us: us },
+            1 => What::Crash { place: GMANAGER, down_us: us },
+            2 | 3 => What::Cut { a, b },
+            4 => What::Partition { a, b, us },
+            5 => What::Pause { place, us },
+            6 => What::Pause { place: other, us },
+            7 => What::Slow { a, b, us: rng.within(1_000..=3_000_000), for_us: us },
+            8 => What::Break { place, fault: rng.pick(&[DeviceFault::Step, DeviceFault::Guest]) },
+            _ => What::Full { place, class: rng.pick(&Class::ALL) },
+        };
+        ops.push(Op { at_us, what });
+    }
+}
