@@ -120,6 +120,8 @@ pub struct World<R> {
     faulty: BTreeMap<Place, DeviceFault>,
     /// Frames of a kind that find a full queue next.
     full: BTreeMap<Place, Class>,
+    /// When a device failed or a queue was full last: such faults wait for their occasion.
+    pub fired_us: Option<u64>,
     /// Set to keep a trace.
     pub trace: Option<Trace>,
     told: Vec<Told<Bytes>>,
@@ -148,6 +150,7 @@ impl<R: SimRunner> World<R> {
             touched: Vec::new(),
             faulty: BTreeMap::new(),
             full: BTreeMap::new(),
+            fired_us: None,
             trace: None,
             told: Vec::new(),
             rng,
@@ -440,6 +443,7 @@ impl<R: SimRunner> World<R> {
             _ => return report,
         };
         self.faulty.remove(&place);
+        self.fired_us = Some(self.now_us());
         failed
     }
 
@@ -505,6 +509,7 @@ impl<R: SimRunner> World<R> {
     fn send_to_peer(&mut self, place: Place, peer: PeerKey, frame: Frame) -> Option<Event> {
         if self.full.get(&place) == Some(&frame.class()) {
             self.full.remove(&place);
+            self.fired_us = Some(self.now_us());
             return Some(Event::SendFailed { peer });
         }
         self.send(place, place_of_key(peer), frame);

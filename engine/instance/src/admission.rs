@@ -13,6 +13,9 @@ use lagoon_types::limits::{
 };
 use lagoon_types::{Lane, PhysBlock, RequestError, SeqId};
 
+/// A sequence that the whole pool cannot hold is given up after so many misses (some ten seconds).
+const OUTGROWN_MISSES: u32 = 10;
+
 /// Whether memory can be borrowed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Market {
@@ -84,6 +87,15 @@ impl Instance {
         let Some(seq) = self.seqs.get(&id) else { return false };
         // One token more than is known: the next one must have a place.
         let needed = seq.blocks.shortfall(seq.len() + 1);
+        // Under a window a sequence may grow longer than the pool; once it is preempted, no memory is enough for it. It
+        // must not hold up what waits behind it for longer than an instance may need to come back.
+        let capacity = self.pool_blocks_total.max(u64::from(self.config.blocks_total));
+        if u64::from(needed) > capacity && seq.misses >= OUTGROWN_MISSES {
+            let room = capacity * u64::from(self.config.block_tokens);
+            let message = format!("the sequence has {} tokens and the whole pool has room for {room}", seq.len());
+            self.fail(id, RequestError::Unavailable(message));
+            return false;
+        }
         let local = needed.min(self.rm.available());
         let market = self.market();
         if local < needed && market != Market::Open {

@@ -100,9 +100,8 @@ impl Asked {
         }
     }
 
-    /// Under a window a sequence may be longer than the pool, and is never placed whole again once it is preempted: it
-    /// ends at its deadline for admission.
-    pub(super) fn outgrew(&self, pool: &PoolSpec) -> bool {
+    /// Under a window a sequence may be longer than the pool, and is never placed whole again once it is preempted.
+    fn outgrew(&self, pool: &PoolSpec) -> bool {
         pool.window.is_some() && self.request.prompt.len() as u64 + u64::from(self.tokens) + 1 > self.pool_tokens
     }
 

@@ -9,7 +9,7 @@ use crate::fabric::{GMANAGER, Place};
 use crate::symbolic::Symbolic;
 use crate::world::{Step, World};
 use lagoon_instance::Event;
-use lagoon_types::{SeqId, limits};
+use lagoon_types::SeqId;
 use lagoon_wire::Class;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -19,8 +19,6 @@ use std::fmt;
 const REST_US: u64 = 6_000_000;
 /// From the last fault, or the last request, to when every request must be over.
 const OVER_US: u64 = 300_000_000;
-/// What outgrew the pool waits for as long as a request may wait for admission.
-const OUTGREW_US: u64 = limits::ADMISSION_DEADLINE_MS * 1000;
 /// Events in a second of simulated time, on average: more is a livelock.
 const EVENTS_PER_S_MAX: u64 = 200_000;
 /// Between looks for leases that nobody holds.
@@ -190,13 +188,17 @@ impl Run<'_> {
 
     /// When a pool whose last request ended now must be empty.
     fn rest_at(&self, now: u64) -> u64 {
-        (now + REST_US).max(self.fault_end_us.map_or(0, |end| end + FORGOTTEN_US + REST_US))
+        (now + REST_US).max(self.last_fault_us().map_or(0, |end| end + FORGOTTEN_US + REST_US))
+    }
+
+    fn last_fault_us(&self) -> Option<u64> {
+        self.fault_end_us.max(self.world.fired_us)
     }
 
     /// How long no fault, and no long fault, has been at work.
     fn calm_us(&self) -> [u64; 2] {
         let since = |end: Option<u64>| end.map_or(u64::MAX, |end| self.world.now_us().saturating_sub(end));
-        [since(self.fault_end_us), since(self.long_fault_end_us)]
+        [since(self.last_fault_us()), since(self.long_fault_end_us)]
     }
 
     fn check(&mut self, steps: u64) -> Result<(), Failure> {
@@ -217,12 +219,7 @@ impl Run<'_> {
             return Err(Failure::new("livelock", format!("{} events", self.world.events())));
         }
         if self.ahead == 0 && now > self.over_us {
-            let late =
-                |a: &&Asked| a.end.is_none() && (!a.outgrew(&self.scenario.pool) || now > self.over_us + OUTGREW_US);
-            let open: Vec<String> = self.asked.values().filter(late).map(|a| self.describe(a)).collect();
-            if open.is_empty() {
-                return Ok(());
-            }
+            let open: Vec<String> = self.asked.values().filter(|a| a.end.is_none()).map(|a| self.describe(a)).collect();
             return Err(Failure::new("hang", open.join("; ")));
         }
         Ok(())
