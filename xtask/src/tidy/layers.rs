@@ -17,9 +17,10 @@ enum Floor {
     Tool,
 }
 
-/// `types <- {protocol, kv, text, backend} <- {sched, cluster, model} <- runner <- instance`.
-const TIERS: [(&str, u8); 10] = [
+/// `{types, view} <- {protocol, kv, text, backend} <- {sched, cluster, model} <- runner <- instance`.
+const TIERS: [(&str, u8); 11] = [
     ("types", 0),
+    ("view", 0),
     ("protocol", 1),
     ("kv", 1),
     ("text", 1),

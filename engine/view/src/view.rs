@@ -1,0 +1,224 @@
+//! What readers ask the view, and how they choose.
+
+use crate::index::Index;
+use crate::order::{GROUPS, Order};
+use crate::row::{Flags, Link, Row, Seen};
+use crate::sync::{AtomicU64, Ordering};
+use crate::{CANDIDATES, CLASS_UNMEASURED};
+use std::cmp::Reverse;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+/// Rows with something to lend that a reader compares in one part of the order, if there are so many: enough to spread
+/// competing debtors between two publications.
+const WINDOW: usize = 16;
+/// Times that a reader chooses anew because another one booked its first choice meanwhile.
+const RETRIES: usize = 4;
+/// Links of one instance.
+pub(crate) const LINKS: usize = 16;
+
+/// Which memory a debtor wants.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Tier {
+    /// Device memory first, then host memory.
+    #[default]
+    Any,
+    Device,
+    Host,
+}
+
+/// A debtor's question.
+#[derive(Clone, Copy, Debug)]
+pub struct Ask<'a> {
+    pub debtor: u32,
+    pub blocks: u32,
+    /// Instances that need not be named.
+    pub exclude: &'a [u32],
+    pub tier: Tier,
+}
+
+/// A creditor to try.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Found {
+    pub instance: u32,
+    pub addr: SocketAddr,
+    pub lendable: u32,
+}
+
+/// At most [`CANDIDATES`] creditors, best first, and the pool's totals.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Answer {
+    pub found: Vec<Found>,
+    /// Blocks of all live instances.
+    pub blocks_total: u64,
+    /// Lendable blocks of all live instances but the debtor.
+    pub blocks_lendable: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) rows: Box<[Row]>,
+    pub(crate) index: Index,
+    pub(crate) order: Order,
+    pub(crate) blocks_total: AtomicU64,
+    pub(crate) blocks_lendable: AtomicU64,
+}
+
+/// The view, to read. Clones share it.
+#[derive(Clone, Debug)]
+pub struct SortedView(pub(crate) Arc<Shared>);
+
+/// A candidate: its place among the candidates, and what that is based on.
+#[derive(Clone, Copy, Debug)]
+struct Choice {
+    key: (usize, u8, Reverse<u32>, u32),
+    slot: u32,
+    seen: Seen,
+}
+
+/// The best choices so far, in order.
+#[derive(Debug, Default)]
+struct Best {
+    choices: [Option<Choice>; CANDIDATES],
+}
+
+impl Best {
+    fn offer(&mut self, choice: Choice) {
+        let mut carried = Some(choice);
+        for place in &mut self.choices {
+            // The same row may be offered as a neighbour and again as a large one.
+            if place.is_some_and(|p| carried.is_some_and(|c| p.seen.instance == c.seen.instance)) {
+                return;
+            }
+            if place.is_none_or(|p| carried.is_some_and(|c| c.key < p.key)) {
+                std::mem::swap(place, &mut carried);
+            }
+            if carried.is_none() {
+                return;
+            }
+        }
+    }
+
+    /// No row of a later group could come in.
+    fn is_full(&self, group: usize) -> bool {
+        self.choices[CANDIDATES - 1].is_some_and(|c| c.key.0 <= group)
+    }
+}
+
+impl Tier {
+    fn wants(self, group: usize) -> bool {
+        match self {
+            Self::Any => true,
+            Self::Device => group.is_multiple_of(2),
+            Self::Host => !group.is_multiple_of(2),
+        }
+    }
+}
+
+impl SortedView {
+    /// As [`SortedView::ask`] for a debtor that registered on connection `conn`; `None` if the view does not know it as
+    /// such, which means that the gManager has to be asked.
+    #[must_use]
+    pub fn ask_from(&self, conn: u64, ask: &Ask<'_>) -> Option<Answer> {
+        let row = &self.0.rows[self.0.index.find(ask.debtor)? as usize];
+        let known = row.see().is_some_and(|s| s.instance == ask.debtor && !s.flags.has(Flags::BARRED));
+        (known && row.conn() == conn).then(|| self.ask(ask))
+    }
+
+    /// Whom to ask for blocks, by distance and availability; books them there.
+    #[must_use]
+    pub fn ask(&self, ask: &Ask<'_>) -> Answer {
+        let own = self.0.index.find(ask.debtor).map(|slot| &self.0.rows[slot as usize]);
+        let mut links = [Link { peer: 0, slot: 0, class: 0 }; LINKS];
+        let mut linked = 0;
+        if let Some(row) = own {
+            row.links(|link| {
+                links[linked] = link;
+                linked += 1;
+            });
+        }
+        let links = &links[..linked];
+        let mut best = self.choose(ask, links);
+        for _ in 0..RETRIES {
+            let Some(first) = best.choices[0] else { break };
+            let taken = ask.blocks.min(first.seen.available());
+            if taken == 0 || self.0.rows[first.slot as usize].book_if(first.seen.space, taken) {
+                return self.answer(ask, own, &best, taken);
+            }
+            best = self.choose(ask, links);
+        }
+        let taken = best.choices[0].map_or(0, |first| {
+            let taken = ask.blocks.min(first.seen.available());
+            self.0.rows[first.slot as usize].book(taken);
+            taken
+        });
+        self.answer(ask, own, &best, taken)
+    }
+
+    /// Books the rest of what is asked for behind the first candidate, and names all of them.
+    fn answer(&self, ask: &Ask<'_>, own: Option<&Row>, best: &Best, first_taken: u32) -> Answer {
+        let mut left = ask.blocks - first_taken;
+        let mut found = Vec::with_capacity(CANDIDATES);
+        for (at, choice) in best.choices.iter().flatten().enumerate() {
+            let row = &self.0.rows[choice.slot as usize];
+            if at > 0 {
+                let taken = left.min(choice.seen.available());
+                if taken > 0 {
+                    row.book(taken);
+                }
+                left -= taken;
+            }
+            // The instance may have left since it was chosen.
+            if let Some(addr) = row.address(choice.seen.instance) {
+                found.push(Found { instance: choice.seen.instance, addr, lendable: choice.seen.lendable() });
+            }
+        }
+        let own = own.and_then(Row::see).filter(|s| s.instance == ask.debtor && !s.flags.has(Flags::BARRED));
+        let all = self.0.blocks_lendable.load(Ordering::Acquire);
+        Answer {
+            found,
+            blocks_total: self.0.blocks_total.load(Ordering::Acquire),
+            blocks_lendable: all.saturating_sub(own.map_or(0, |s| u64::from(s.lendable()))),
+        }
+    }
+
+    fn choose(&self, ask: &Ask<'_>, links: &[Link]) -> Best {
+        loop {
+            let reading = self.0.order.read();
+            let mut best = Best::default();
+            for link in links {
+                self.consider(ask, link.slot, links, &mut best);
+            }
+            for group in (0..GROUPS).filter(|g| ask.tier.wants(*g)) {
+                let mut near = 0;
+                for slot in reading.group(group) {
+                    near += usize::from(self.consider(ask, slot, links, &mut best));
+                    if near == WINDOW {
+                        break;
+                    }
+                }
+                if best.is_full(group) {
+                    break;
+                }
+            }
+            if self.0.order.is_current(&reading) {
+                return best;
+            }
+        }
+    }
+
+    /// Offers a row if it may lend. Says whether it has something that nobody was sent for, and is not far.
+    fn consider(&self, ask: &Ask<'_>, slot: u32, links: &[Link], best: &mut Best) -> bool {
+        let Some(seen) = self.0.rows.get(slot as usize).and_then(Row::see) else { return false };
+        let group = seen.flags.group();
+        let unfit = seen.instance == ask.debtor || seen.flags.is_closed() || seen.lendable() == 0;
+        if unfit || !ask.tier.wants(group) || ask.exclude.contains(&seen.instance) {
+            return false;
+        }
+        let link = links.iter().find(|l| l.peer == seen.instance);
+        let class = link.map_or(CLASS_UNMEASURED, |l| l.class);
+        let key = (group, class, Reverse(seen.available()), seen.instance);
+        best.offer(Choice { key, slot, seen });
+        seen.available() > 0 && class <= CLASS_UNMEASURED
+    }
+}

@@ -1,0 +1,155 @@
+//! The writer's side of the view.
+
+use crate::index::Index;
+use crate::order::Order;
+use crate::row::{Flags, Link, Row};
+use crate::sync::{AtomicU64, Ordering};
+use crate::view::{LINKS, Shared, SortedView};
+use std::cmp::Reverse;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+/// A row of the view.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Slot(u32);
+
+/// The one that changes a view.
+#[derive(Debug)]
+pub struct ViewWriter {
+    shared: Arc<Shared>,
+    free: Vec<u32>,
+    /// Rows from here on were never used.
+    used: u32,
+    /// Scratch for sorting.
+    sorted: Vec<(usize, Reverse<u32>, u32, u32)>,
+}
+
+impl ViewWriter {
+    /// A view for `capacity` instances (below 2^24).
+    ///
+    /// # Panics
+    /// If there are more.
+    #[must_use]
+    pub fn new(capacity: usize) -> Self {
+        Self::with_links(capacity, LINKS)
+    }
+
+    pub(crate) fn with_links(capacity: usize, links: usize) -> Self {
+        assert!(capacity < 1 << 24, "a slot has 24 bits");
+        assert!(links <= LINKS, "readers have room for so many");
+        let shared = Shared {
+            rows: (0..capacity).map(|_| Row::new(links)).collect(),
+            index: Index::new(capacity),
+            order: Order::new(capacity),
+            blocks_total: AtomicU64::new(0),
+            blocks_lendable: AtomicU64::new(0),
+        };
+        Self { shared: Arc::new(shared), free: Vec::new(), used: 0, sorted: Vec::new() }
+    }
+
+    /// For readers.
+    #[must_use]
+    pub fn view(&self) -> SortedView {
+        SortedView(Arc::clone(&self.shared))
+    }
+
+    fn row(&self, slot: Slot) -> &Row {
+        &self.shared.rows[slot.0 as usize]
+    }
+
+    /// A row for an instance (not 0) that lends nothing yet; `None` if the view is full.
+    pub fn add(&mut self, instance: u32, flags: Flags, addr: SocketAddr) -> Option<Slot> {
+        assert_ne!(instance, 0, "0 is an empty row");
+        let slot = match self.free.pop() {
+            Some(slot) => slot,
+            None if (self.used as usize) < self.shared.rows.len() => {
+                self.used += 1;
+                self.used - 1
+            }
+            None => return None,
+        };
+        self.row(Slot(slot)).occupy(instance, flags, 0, addr);
+        self.shared.index.insert(instance, slot);
+        Some(Slot(slot))
+    }
+
+    /// The instance is gone.
+    pub fn remove(&mut self, slot: Slot, instance: u32) {
+        self.shared.index.remove(instance);
+        self.row(slot).vacate();
+        self.free.push(slot.0);
+    }
+
+    /// The connection on which the instance registered, for [`SortedView::ask_from`]; 0 is none.
+    pub fn set_conn(&mut self, slot: Slot, conn: u64) {
+        self.row(slot).set_conn(conn);
+    }
+
+    pub fn set_flags(&mut self, slot: Slot, flags: Flags) {
+        self.row(slot).set_flags(flags);
+    }
+
+    #[must_use]
+    pub fn flags(&self, slot: Slot) -> Flags {
+        self.row(slot).flags()
+    }
+
+    /// It would lend so much now; earlier bookings are forgotten.
+    pub fn set_lendable(&mut self, slot: Slot, blocks: u32) {
+        self.row(slot).set_lendable(blocks);
+    }
+
+    /// It refused: it lends at most so much.
+    pub fn cap_lendable(&mut self, slot: Slot, blocks: u32) {
+        self.row(slot).cap_lendable(blocks);
+    }
+
+    /// Blocks that somebody was sent there for in another way.
+    pub fn book(&mut self, slot: Slot, blocks: u32) {
+        self.row(slot).book(blocks);
+    }
+
+    /// Its measured links, nearest first; those beyond [`ViewWriter::LINKS`] count as unmeasured.
+    pub fn set_links(&mut self, slot: Slot, links: &[Link]) {
+        self.row(slot).set_links(links);
+    }
+
+    /// Links that one instance may have.
+    pub const LINKS: usize = LINKS;
+
+    /// The pool's totals: blocks of all live instances, and what they would lend.
+    pub fn set_totals(&mut self, blocks_total: u64, blocks_lendable: u64) {
+        self.shared.blocks_total.store(blocks_total, Ordering::Release);
+        self.shared.blocks_lendable.store(blocks_lendable, Ordering::Release);
+    }
+
+    /// Sorts the rows that could lend and gives readers the new order.
+    pub fn publish(&mut self) {
+        let mut sorted = std::mem::take(&mut self.sorted);
+        sorted.clear();
+        for slot in 0..self.used {
+            let Some(seen) = self.row(Slot(slot)).see() else { continue };
+            if seen.lendable() > 0 && !seen.flags.has(Flags::BARRED) {
+                sorted.push((seen.flags.group(), Reverse(seen.available()), seen.instance, slot));
+            }
+        }
+        sorted.sort_unstable();
+        self.shared.order.publish(sorted.iter().map(|(group, _, _, slot)| (*group, *slot)));
+        self.sorted = sorted;
+    }
+
+    #[cfg(all(test, loom))]
+    pub(crate) fn booked(&self, slot: u32) -> u32 {
+        let seen = self.row(Slot(slot)).see().unwrap();
+        seen.lendable() - seen.available()
+    }
+
+    /// Bytes of the view.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        let capacity = self.shared.rows.len();
+        let links = self.shared.rows.first().map_or(0, |r| r.links_len()) * 8;
+        let index = (capacity * 4).next_power_of_two() * 8;
+        capacity * (size_of::<Row>() + links + 2 * 4) + index + self.sorted.capacity() * 24
+    }
+}
