@@ -23,8 +23,10 @@ pub mod rmanager;
 mod tests;
 
 pub use dgfm::{Dgfm, DgfmConfig, DgfmStats};
-pub use gmanager::{GManager, LedgerRow};
+pub use gmanager::{GManager, GManagerConfig, GManagerOutput, GManagerStats, LedgerRow, serve_query};
 pub use planner::{
     InstanceView, Order, Plan, Planner, PlannerConfig, PoolView, RemoteBlocks, RequestView, Why, dispatch,
 };
-pub use rmanager::{BorrowFailure, BorrowId, BorrowedLease, ConfigError, LeaseEnded, Output, RManager, RManagerConfig};
+pub use rmanager::{
+    BorrowFailure, BorrowId, BorrowedLease, ConfigError, LeaseEnded, Output, PlacementReport, RManager, RManagerConfig,
+};

@@ -55,10 +55,45 @@ pub const INSTANCES_MAX: usize = 16 << 10;
 /// Waiting requests whose needs a heartbeat tells.
 pub const LOAD_QUEUE_MAX: usize = 32;
 
+/// Rows of the request placement map in one heartbeat; what is beyond follows in the next ones.
+pub const HEARTBEAT_ROWS_MAX: usize = 16 << 10;
+/// Measured links in one heartbeat.
+pub const HEARTBEAT_LINKS_MAX: usize = 64;
+/// Rows of the request placement map that an operator is shown at once.
+pub const ADMIN_ROWS_MAX: usize = 8 << 10;
+/// Orders to move KV that are under way at once in a pool.
+pub const MOVES_MAX: usize = 16 << 10;
+
 /// Time between heartbeats.
 pub const HEARTBEAT_MS: u64 = 250;
 /// An instance that is silent for this long is not recommended any more.
 pub const HEARTBEAT_STALE_MS: u64 = 2_000;
+/// An instance that is silent for this long is fenced: what it lent is written off, what it borrowed is freed.
+pub const FENCE_MS: u64 = 6_000;
+/// Time after which a fence is told again, until [`LEASE_TTL_MS`] after it: leases have ended by themselves then.
+pub const FENCE_REPEAT_MS: u64 = 1_000;
+/// The gManager heard nobody for so long: it slept, and nobody is fenced for it.
+pub const GMANAGER_PAUSE_MS: u64 = 1_000;
+/// Time between two orders of the gManager's view of creditors; small pools are sorted at every change.
+pub const VIEW_MS: u64 = 50;
+/// Time between planning rounds.
+pub const PLAN_MS: u64 = 1_000;
+/// Time that a round waits for heartbeats that are missing.
+pub const PLAN_WAIT_MS: u64 = 500;
+/// Time that an order to move KV may take.
+pub const MOVE_DEADLINE_MS: u64 = 10_000;
+/// Time after that until the gManager gives its outcome up.
+pub const MOVE_GRACE_MS: u64 = 2_000;
+/// A request that was moved is left alone for so long.
+pub const MOVE_REST_MS: u64 = 1_000;
+/// The same after a move that failed; doubled by each further one up to the next bound.
+pub const MOVE_RETRY_MS: u64 = 2_000;
+/// See [`MOVE_RETRY_MS`].
+pub const MOVE_RETRY_MAX_MS: u64 = 32_000;
+/// Time between two looks at what is left on an instance that is drained.
+pub const DRAIN_MS: u64 = 500;
+/// A drained instance that had nothing to do for so long may stop: dispatchers have heard of the drain by then.
+pub const DRAIN_QUIET_MS: u64 = 2_000;
 /// A lease that is not renewed for this long is released by the creditor.
 pub const LEASE_TTL_MS: u64 = 15_000;
 /// Time between renewals of leases.
@@ -103,6 +138,12 @@ pub const FREEZE_MS_MAX: u64 = 30_000;
 pub const CONNECT_DEADLINE_MS: u64 = 5_000;
 
 const _: () = assert!(HEARTBEAT_MS * 4 <= HEARTBEAT_STALE_MS);
+const _: () = assert!(HEARTBEAT_STALE_MS < FENCE_MS && FENCE_MS < LEASE_TTL_MS && FENCE_REPEAT_MS < LEASE_TTL_MS);
+const _: () = assert!(VIEW_MS <= HEARTBEAT_MS && PLAN_WAIT_MS < PLAN_MS && HEARTBEAT_MS < PLAN_WAIT_MS);
+const _: () = assert!(MOVE_RETRY_MS <= MOVE_RETRY_MAX_MS && MOVE_REST_MS <= MOVE_RETRY_MS);
+// A row takes at most 24 bytes, a link 22, a debt 12.
+const _: () = assert!(HEARTBEAT_ROWS_MAX * 24 + HEARTBEAT_LINKS_MAX * 22 + INSTANCES_MAX * 12 < CONTROL_FRAME_BYTES_MAX);
+const _: () = assert!(ADMIN_ROWS_MAX * 40 < CONTROL_FRAME_BYTES_MAX);
 const _: () = assert!(LEASE_RENEW_MS * 3 <= LEASE_TTL_MS);
 const _: () = assert!(STEP_DEADLINE_MS < LEASE_TTL_MS);
 const _: () = assert!(LEASE_ANSWER_MS * (CANDIDATES as u64) < BORROW_DEADLINE_MS);

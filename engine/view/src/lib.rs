@@ -26,9 +26,9 @@ mod tests;
 mod view;
 mod writer;
 
-pub use row::{Flags, Link};
+pub use row::{Flags, Link, Slot};
 pub use view::{Answer, Ask, Found, SortedView, Tier};
-pub use writer::{Slot, ViewWriter};
+pub use writer::ViewWriter;
 
 /// Creditors named at once.
 pub const CANDIDATES: usize = 3;

@@ -23,7 +23,7 @@ fn ask(view: &SortedView, blocks: u32) -> Vec<Found> {
 fn no_publication_hides_a_creditor() {
     explore(|| {
         let mut writer = ViewWriter::with_links(2, 0);
-        let slots = [1, 2].map(|i| writer.add(i, Flags::default(), addr(7000)).unwrap());
+        let slots = [1, 2].map(|i| writer.add(i, Flags::default(), 0, addr(7000)).unwrap());
         slots.iter().for_each(|s| writer.set_lendable(*s, 5));
         writer.publish();
         let view = writer.view();
@@ -46,7 +46,7 @@ fn no_publication_hides_a_creditor() {
 fn an_address_belongs_to_its_instance() {
     explore(|| {
         let mut writer = ViewWriter::with_links(1, 0);
-        let slot = writer.add(1, Flags::default(), addr(1)).unwrap();
+        let slot = writer.add(1, Flags::default(), 0, addr(1)).unwrap();
         writer.set_lendable(slot, 5);
         writer.publish();
         let view = writer.view();
@@ -56,7 +56,7 @@ fn an_address_belongs_to_its_instance() {
             }
         });
         writer.remove(slot, 1);
-        let slot = writer.add(2, Flags::default(), addr(2)).unwrap();
+        let slot = writer.add(2, Flags::default(), 0, addr(2)).unwrap();
         writer.set_lendable(slot, 7);
         // The same instance with another address: only the generation tells.
         reader.join().unwrap();
@@ -69,7 +69,7 @@ fn competing_readers_spread() {
     explore(|| {
         let mut writer = ViewWriter::with_links(2, 0);
         for i in [1, 2] {
-            let slot = writer.add(i, Flags::default(), addr(7000)).unwrap();
+            let slot = writer.add(i, Flags::default(), 0, addr(7000)).unwrap();
             writer.set_lendable(slot, 30);
         }
         writer.publish();
@@ -90,7 +90,7 @@ fn competing_readers_spread() {
 fn a_pause_is_seen() {
     explore(|| {
         let mut writer = ViewWriter::with_links(1, 0);
-        let slot = writer.add(1, Flags::default(), addr(7000)).unwrap();
+        let slot = writer.add(1, Flags::default(), 0, addr(7000)).unwrap();
         writer.set_lendable(slot, 5);
         writer.publish();
         let view = writer.view();

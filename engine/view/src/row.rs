@@ -43,23 +43,27 @@ impl Flags {
     }
 }
 
+/// A row of the view.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Slot(pub(crate) u32);
+
 /// A measured way from one instance to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Link {
     pub peer: u32,
-    pub slot: u32,
+    pub slot: Slot,
     /// See [`crate::CLASS_UNMEASURED`].
     pub class: u8,
 }
 
 impl Link {
     fn pack(self) -> u64 {
-        word(self.peer, (self.slot << 8) | u32::from(self.class))
+        word(self.peer, (self.slot.0 << 8) | u32::from(self.class))
     }
 
     #[allow(clippy::cast_possible_truncation, reason = "the class is the lowest byte")]
     fn unpack(word: u64) -> Self {
-        Self { peer: high(word), slot: low(word) >> 8, class: low(word) as u8 }
+        Self { peer: high(word), slot: Slot(low(word) >> 8), class: low(word) as u8 }
     }
 }
 
@@ -88,6 +92,8 @@ pub(crate) struct Row {
     tag: AtomicU64,
     space: AtomicU64,
     conn: AtomicU64,
+    /// Blocks that it never lends: capacity for itself only.
+    kept: AtomicU64,
     addr: [AtomicU64; 3],
     links: Box<[AtomicU64]>,
 }
@@ -111,7 +117,14 @@ fn generation_of(tag: u64) -> u16 {
 impl Row {
     pub(crate) fn new(links: usize) -> Self {
         let addr = std::array::from_fn(|_| AtomicU64::new(0));
-        Self { tag: AtomicU64::new(0), space: AtomicU64::new(0), conn: AtomicU64::new(0), addr, links: words(links) }
+        Self {
+            tag: AtomicU64::new(0),
+            space: AtomicU64::new(0),
+            conn: AtomicU64::new(0),
+            kept: AtomicU64::new(0),
+            addr,
+            links: words(links),
+        }
     }
 
     // Readers.
@@ -131,6 +144,10 @@ impl Row {
         let after = self.tag.load(Ordering::Acquire);
         let same = (before ^ after) & !0xffff == 0;
         (same && high(before) == instance).then(|| unpack_addr(words))
+    }
+
+    pub(crate) fn kept(&self) -> u64 {
+        self.kept.load(Ordering::Acquire)
     }
 
     pub(crate) fn conn(&self) -> u64 {
@@ -166,14 +183,15 @@ impl Row {
 
     // The writer.
 
-    pub(crate) fn occupy(&self, instance: u32, flags: Flags, conn: u64, addr: SocketAddr) {
+    pub(crate) fn occupy(&self, instance: u32, flags: Flags, kept: u32, addr: SocketAddr) {
         let generation = generation_of(self.tag.load(Ordering::Relaxed)).wrapping_add(1);
         self.tag.store(tag(0, generation, Flags::default()), Ordering::Release);
         for (word, value) in self.addr.iter().zip(pack_addr(addr)) {
             // Release: whoever sees this value sees the empty tag above, or a later one.
             word.store(value, Ordering::Release);
         }
-        self.conn.store(conn, Ordering::Release);
+        self.conn.store(0, Ordering::Release);
+        self.kept.store(u64::from(kept), Ordering::Release);
         self.space.store(0, Ordering::Release);
         self.set_links(&[]);
         self.tag.store(tag(instance, generation, flags), Ordering::Release);
@@ -254,7 +272,7 @@ mod tests {
 
     #[test]
     fn links_survive() {
-        let link = Link { peer: u32::MAX, slot: (1 << 24) - 1, class: 255 };
+        let link = Link { peer: u32::MAX, slot: Slot((1 << 24) - 1), class: 255 };
         assert_eq!(Link::unpack(link.pack()), link);
     }
 }

@@ -11,7 +11,7 @@ fn addr(instance: u32) -> SocketAddr {
 fn view(lendable: &[u32]) -> (ViewWriter, Vec<Slot>) {
     let mut writer = ViewWriter::new(64);
     let slots = (1..).zip(lendable).map(|(i, blocks)| {
-        let slot = writer.add(i, Flags::default(), addr(i)).unwrap();
+        let slot = writer.add(i, Flags::default(), 0, addr(i)).unwrap();
         writer.set_lendable(slot, *blocks);
         slot
     });
@@ -70,7 +70,7 @@ fn flags_count_at_once() {
     writer.remove(slots[3], 4);
     assert_eq!(names(&v, 1, 0, Tier::Any), [2, 3]);
     // The slot is another's: the old order may still name it, under its new number.
-    writer.add(9, Flags::default(), addr(9)).unwrap();
+    writer.add(9, Flags::default(), 0, addr(9)).unwrap();
     assert_eq!(names(&v, 1, 0, Tier::Any), [2, 3]);
 }
 
@@ -96,7 +96,7 @@ fn near_before_large_and_far_last() {
     blocks.resize(60, 50);
     let (mut writer, slots) = view(&blocks);
     let v = writer.view();
-    let link = |peer: u32, class| Link { peer, slot: peer - 1, class };
+    let link = |peer: u32, class| Link { peer, slot: Slot(peer - 1), class };
     writer.set_links(slots[0], &[link(2, 3), link(3, 14), link(4, 14)]);
     assert_eq!(names(&v, 1, 0, Tier::Any), [2, 5, 6]);
     assert_eq!(names(&v, 7, 0, Tier::Any), [3, 4, 5]);
@@ -131,10 +131,10 @@ fn only_the_registered_connection_is_answered() {
 #[test]
 fn the_view_may_be_full() {
     let mut writer = ViewWriter::new(2);
-    let slots: Vec<_> = (1..=2).map(|i| writer.add(i, Flags::default(), addr(i)).unwrap()).collect();
-    assert_eq!(writer.add(3, Flags::default(), addr(3)), None);
+    let slots: Vec<_> = (1..=2).map(|i| writer.add(i, Flags::default(), 0, addr(i)).unwrap()).collect();
+    assert_eq!(writer.add(3, Flags::default(), 0, addr(3)), None);
     writer.remove(slots[0], 1);
-    assert_eq!(writer.add(3, Flags::default(), addr(3)), Some(slots[0]));
+    assert_eq!(writer.add(3, Flags::default(), 0, addr(3)), Some(slots[0]));
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use crate::index::Index;
 use crate::order::{GROUPS, Order};
-use crate::row::{Flags, Link, Row, Seen};
+use crate::row::{Flags, Link, Row, Seen, Slot};
 use crate::sync::{AtomicU64, Ordering};
 use crate::{CANDIDATES, CLASS_UNMEASURED};
 use std::cmp::Reverse;
@@ -49,7 +49,7 @@ pub struct Found {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Answer {
     pub found: Vec<Found>,
-    /// Blocks of all live instances.
+    /// The debtor's blocks and what all other live instances may ever lend.
     pub blocks_total: u64,
     /// Lendable blocks of all live instances but the debtor.
     pub blocks_lendable: u64,
@@ -60,7 +60,7 @@ pub(crate) struct Shared {
     pub(crate) rows: Box<[Row]>,
     pub(crate) index: Index,
     pub(crate) order: Order,
-    pub(crate) blocks_total: AtomicU64,
+    pub(crate) blocks_cap: AtomicU64,
     pub(crate) blocks_lendable: AtomicU64,
 }
 
@@ -129,7 +129,7 @@ impl SortedView {
     #[must_use]
     pub fn ask(&self, ask: &Ask<'_>) -> Answer {
         let own = self.0.index.find(ask.debtor).map(|slot| &self.0.rows[slot as usize]);
-        let mut links = [Link { peer: 0, slot: 0, class: 0 }; LINKS];
+        let mut links = [Link { peer: 0, slot: Slot(0), class: 0 }; LINKS];
         let mut linked = 0;
         if let Some(row) = own {
             row.links(|link| {
@@ -173,12 +173,13 @@ impl SortedView {
                 found.push(Found { instance: choice.seen.instance, addr, lendable: choice.seen.lendable() });
             }
         }
-        let own = own.and_then(Row::see).filter(|s| s.instance == ask.debtor && !s.flags.has(Flags::BARRED));
-        let all = self.0.blocks_lendable.load(Ordering::Acquire);
+        let live = |row: &&Row| row.see().is_some_and(|s| s.instance == ask.debtor && !s.flags.has(Flags::BARRED));
+        let own = own.filter(live);
+        let lendable = own.and_then(Row::see).map_or(0, |s| u64::from(s.lendable()));
         Answer {
             found,
-            blocks_total: self.0.blocks_total.load(Ordering::Acquire),
-            blocks_lendable: all.saturating_sub(own.map_or(0, |s| u64::from(s.lendable()))),
+            blocks_total: self.0.blocks_cap.load(Ordering::Acquire) + own.map_or(0, Row::kept),
+            blocks_lendable: self.0.blocks_lendable.load(Ordering::Acquire).saturating_sub(lendable),
         }
     }
 
@@ -187,7 +188,7 @@ impl SortedView {
             let reading = self.0.order.read();
             let mut best = Best::default();
             for link in links {
-                self.consider(ask, link.slot, links, &mut best);
+                self.consider(ask, link.slot.0, links, &mut best);
             }
             for group in (0..GROUPS).filter(|g| ask.tier.wants(*g)) {
                 let mut near = 0;

@@ -2,16 +2,12 @@
 
 use crate::index::Index;
 use crate::order::Order;
-use crate::row::{Flags, Link, Row};
+use crate::row::{Flags, Link, Row, Slot};
 use crate::sync::{AtomicU64, Ordering};
 use crate::view::{LINKS, Shared, SortedView};
 use std::cmp::Reverse;
 use std::net::SocketAddr;
 use std::sync::Arc;
-
-/// A row of the view.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Slot(u32);
 
 /// The one that changes a view.
 #[derive(Debug)]
@@ -41,7 +37,7 @@ impl ViewWriter {
             rows: (0..capacity).map(|_| Row::new(links)).collect(),
             index: Index::new(capacity),
             order: Order::new(capacity),
-            blocks_total: AtomicU64::new(0),
+            blocks_cap: AtomicU64::new(0),
             blocks_lendable: AtomicU64::new(0),
         };
         Self { shared: Arc::new(shared), free: Vec::new(), used: 0, sorted: Vec::new() }
@@ -57,8 +53,9 @@ impl ViewWriter {
         &self.shared.rows[slot.0 as usize]
     }
 
-    /// A row for an instance (not 0) that lends nothing yet; `None` if the view is full.
-    pub fn add(&mut self, instance: u32, flags: Flags, addr: SocketAddr) -> Option<Slot> {
+    /// A row for an instance (not 0) that lends nothing yet; `None` if the view is full. `kept` are the blocks that it
+    /// never lends.
+    pub fn add(&mut self, instance: u32, flags: Flags, kept: u32, addr: SocketAddr) -> Option<Slot> {
         assert_ne!(instance, 0, "0 is an empty row");
         let slot = match self.free.pop() {
             Some(slot) => slot,
@@ -68,7 +65,7 @@ impl ViewWriter {
             }
             None => return None,
         };
-        self.row(Slot(slot)).occupy(instance, flags, 0, addr);
+        self.row(Slot(slot)).occupy(instance, flags, kept, addr);
         self.shared.index.insert(instance, slot);
         Some(Slot(slot))
     }
@@ -117,9 +114,9 @@ impl ViewWriter {
     /// Links that one instance may have.
     pub const LINKS: usize = LINKS;
 
-    /// The pool's totals: blocks of all live instances, and what they would lend.
-    pub fn set_totals(&mut self, blocks_total: u64, blocks_lendable: u64) {
-        self.shared.blocks_total.store(blocks_total, Ordering::Release);
+    /// The pool's totals: what all live instances may ever lend, and what they would lend now.
+    pub fn set_totals(&mut self, blocks_cap: u64, blocks_lendable: u64) {
+        self.shared.blocks_cap.store(blocks_cap, Ordering::Release);
         self.shared.blocks_lendable.store(blocks_lendable, Ordering::Release);
     }
 

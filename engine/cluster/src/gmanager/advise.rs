@@ -1,59 +1,154 @@
-//! Which creditors to recommend: locality, then availability (Infinite-LLM v1 §4.4).
+//! Which creditors to recommend: locality, then availability (Infinite-LLM v1 §4.4), from a view that many threads may
+//! read at once.
 //!
-//! * **Locality**: the round trip between debtor and creditor, as either measured it. Round trips are compared by their
-//!   power of two, so that noise between equally near creditors decides nothing; an unmeasured link counts as one
-//!   millisecond, a network's usual.
+//! * **Locality**: what placing an rBlock costs between debtor and creditor, by round trip and bandwidth as either end
+//!   measured them; an unmeasured link counts as the usual one.
 //! * **Availability**: what the creditor said it would lend, less what others were sent there for since. Competing
 //!   debtors are thus spread evenly, before any of them has taken anything.
+//! * **Exclusivity**: who borrows itself is named when nobody else lends. Who is draining, frozen, fenced, silent or has
+//!   refused is not named at all.
 
-use super::{GManager, Instance};
-use lagoon_protocol::{BorrowQuery, Candidate};
+use super::GManager;
+use lagoon_protocol::{BorrowAdvice, BorrowQuery, Candidate, Refusal, TierWish};
 use lagoon_types::{InstanceId, limits};
-use std::cmp::Reverse;
+use lagoon_view::{Answer, Ask, Flags, Slot, SortedView, Tier, ViewWriter};
+use std::net::SocketAddr;
 
-/// The round trip of a link that nobody measured yet, in microseconds.
-const RTT_UNKNOWN_US: u32 = 1_000;
+const _: () = assert!(lagoon_view::CANDIDATES == limits::CANDIDATES);
+
+/// Pools up to this size are sorted whenever a query finds that something changed.
+const SMALL: usize = 256;
+
+/// The view of creditors and when it was last sorted.
+#[derive(Debug)]
+pub(super) struct Sorted {
+    pub(super) writer: ViewWriter,
+    /// Something changed since then.
+    dirty: bool,
+    published_ms: u64,
+    /// What all live members may ever lend, and would lend now.
+    caps: u64,
+    lendable: u64,
+}
+
+impl Sorted {
+    pub(super) fn new(instances_max: usize) -> Self {
+        Self { writer: ViewWriter::new(instances_max), dirty: false, published_ms: 0, caps: 0, lendable: 0 }
+    }
+
+    pub(super) fn view(&self) -> SortedView {
+        self.writer.view()
+    }
+
+    pub(super) fn caps(&self) -> u64 {
+        self.caps
+    }
+
+    pub(super) fn next_wake_ms(&self) -> Option<u64> {
+        self.dirty.then_some(self.published_ms + limits::VIEW_MS)
+    }
+
+    pub(super) fn add(&mut self, instance: u32, kept: u32, addr: SocketAddr) -> Option<Slot> {
+        self.dirty = true;
+        self.writer.add(instance, Flags::BARRED, kept, addr)
+    }
+
+    pub(super) fn remove(&mut self, slot: Slot, instance: u32, counted: (u32, u32)) {
+        self.writer.remove(slot, instance);
+        self.count(counted, (0, 0));
+        self.dirty = true;
+    }
+
+    pub(super) fn set_lendable(&mut self, slot: Slot, blocks: u32) {
+        self.writer.set_lendable(slot, blocks);
+        self.dirty = true;
+    }
+
+    pub(super) fn settle(&mut self, slot: Slot, flags: Flags, old: (u32, u32), new: (u32, u32)) {
+        if self.writer.flags(slot) != flags {
+            self.writer.set_flags(slot, flags);
+            self.dirty = true;
+        }
+        self.count(old, new);
+    }
+
+    fn count(&mut self, old: (u32, u32), new: (u32, u32)) {
+        if old != new {
+            self.caps = self.caps - u64::from(old.0) + u64::from(new.0);
+            self.lendable = self.lendable - u64::from(old.1) + u64::from(new.1);
+            self.writer.set_totals(self.caps, self.lendable);
+        }
+    }
+
+    fn publish(&mut self, now_ms: u64) {
+        self.writer.publish();
+        (self.dirty, self.published_ms) = (false, now_ms);
+    }
+}
+
+fn ask(query: &BorrowQuery) -> Ask<'_> {
+    let tier = match TierWish::try_from(query.tier).unwrap_or(TierWish::Any) {
+        TierWish::Any => Tier::Any,
+        TierWish::DeviceOnly => Tier::Device,
+        TierWish::HostOnly => Tier::Host,
+    };
+    Ask { debtor: query.debtor, blocks: query.blocks, exclude: &query.exclude, tier }
+}
+
+fn advice(query: &BorrowQuery, answer: Answer) -> BorrowAdvice {
+    let candidate = |f: &lagoon_view::Found| Candidate {
+        instance: f.instance,
+        quic_addr: f.addr.to_string(),
+        blocks_lendable: f.lendable,
+    };
+    BorrowAdvice {
+        query: query.query,
+        candidates: answer.found.iter().map(candidate).collect(),
+        pool_blocks_total: answer.blocks_total,
+        pool_blocks_lendable: answer.blocks_lendable,
+    }
+}
+
+/// Answers a debtor's query from any thread, without a lock and without the gManager. `conn` is the connection that it
+/// came on, as told with [`GManager::set_conn`]. `None` if the view does not know the debtor on it: the message then
+/// goes to [`GManager::on_control`].
+#[must_use]
+pub fn serve_query(view: &SortedView, conn: u64, query: &BorrowQuery) -> Option<BorrowAdvice> {
+    view.ask_from(conn, &ask(query)).map(|answer| advice(query, answer))
+}
 
 impl GManager {
-    /// At most three creditors for a debtor, best first.
-    pub(super) fn candidates(&mut self, query: &BorrowQuery, now_ms: u64) -> Vec<Candidate> {
-        let debtor = InstanceId(query.debtor);
-        let may_lend = |id: InstanceId, i: &Instance| {
-            id != debtor && i.is_live(now_ms) && !i.paused && i.lendable > 0 && !query.exclude.contains(&id.0)
-        };
-        let mut ranked: Vec<_> = self
-            .instances
-            .iter()
-            .filter(|(id, i)| may_lend(**id, i))
-            .map(|(id, i)| (self.distance(debtor, *id), Reverse(i.lendable.saturating_sub(i.recommended)), *id))
-            .collect();
-        ranked.sort_unstable();
-        ranked.truncate(limits::CANDIDATES);
-        self.book(query.blocks, &ranked.iter().map(|r| r.2).collect::<Vec<_>>())
+    /// A debtor is short of blocks: at most three creditors, best first.
+    pub fn on_borrow_query(&mut self, query: &BorrowQuery, now_ms: u64) -> BorrowAdvice {
+        self.on_time(now_ms);
+        self.notice_silence();
+        self.refresh_view();
+        advice(query, self.sorted.view().ask(&ask(query)))
     }
 
-    /// Books `blocks` with the creditors in the order in which the debtor will ask them, and names them.
-    fn book(&mut self, blocks: u32, creditors: &[InstanceId]) -> Vec<Candidate> {
-        let mut left = blocks;
-        let candidates = creditors.iter().map(|id| {
-            let i = self.instances.get_mut(id).expect("a ranked instance is known");
-            let available = i.lendable.saturating_sub(i.recommended);
-            let taken = left.min(available);
-            i.recommended += taken;
-            left -= taken;
-            Candidate { instance: id.0, quic_addr: i.registration.quic_addr.clone(), blocks_lendable: i.lendable }
-        });
-        candidates.collect()
+    /// A creditor refused somebody: the ledger is corrected, and nobody is sent there until it is heard again.
+    pub fn on_refusal(&mut self, m: &Refusal) {
+        self.correct(InstanceId(m.creditor), m.blocks_lendable);
     }
 
-    /// Distance class of two instances: the power of two of their round trip in microseconds.
-    fn distance(&self, a: InstanceId, b: InstanceId) -> u32 {
-        let measured = self.rtt_us(a, b).into_iter().chain(self.rtt_us(b, a)).min();
-        measured.unwrap_or(RTT_UNKNOWN_US).max(1).ilog2()
+    /// An instance said that it lends no more than this.
+    pub(super) fn correct(&mut self, id: InstanceId, blocks_lendable: u32) {
+        let Some(member) = self.members.get_mut(&id) else { return };
+        member.lendable = member.lendable.min(blocks_lendable);
+        member.paused = true;
+        self.sorted.writer.cap_lendable(member.slot, blocks_lendable);
+        if let Some(view) = self.pool.instances.get_mut(&id) {
+            view.blocks_lendable = view.blocks_lendable.min(blocks_lendable);
+            view.paused = true;
+        }
+        self.settle(id);
     }
 
-    fn rtt_us(&self, from: InstanceId, to: InstanceId) -> Option<u32> {
-        let heartbeat = self.instances.get(&from)?.heartbeat.as_ref()?;
-        heartbeat.links.iter().find(|l| l.peer == to.0).map(|l| l.rtt_us)
+    /// Sorts the view again if that is due.
+    pub(super) fn refresh_view(&mut self) {
+        let due = self.members.len() <= SMALL || self.now_ms >= self.sorted.published_ms + limits::VIEW_MS;
+        if self.sorted.dirty && due {
+            self.sorted.publish(self.now_ms);
+        }
     }
 }

@@ -1,27 +1,44 @@
-//! The gManager: who is in the pool, who owes whom, and whom to ask for blocks (Infinite-LLM v1 §4.4).
+//! The gManager: who is in the pool, who owes whom, whom to ask for blocks (the contract protocol, Infinite-LLM v1
+//! §4.4), and where each request's rBlocks lie and shall lie (the placement protocol, v2 §6).
 //!
-//! It knows what heartbeats tell it, no more: loose coherence. A recommendation may be stale; the creditor decides.
+//! It knows what heartbeats tell it, no more: loose coherence. Its advice and its orders may be stale; the creditor or
+//! the target decides. It persists nothing: one that starts anew asks every instance for its full rows.
 //! Invariants:
 //! * every instance of the pool has the same [`PoolShape`], the one of the first;
 //! * a number is given to one process; a process that comes back (same incarnation) keeps its number, also towards a
 //!   gManager that has forgotten it;
-//! * an instance that is silent for [`limits::HEARTBEAT_STALE_MS`] is not recommended, and is forgotten after
-//!   [`limits::INSTANCE_FORGET_MS`].
+//! * an instance that is silent for [`limits::HEARTBEAT_STALE_MS`] is not recommended and not planned with, is fenced
+//!   after [`limits::FENCE_MS`], and is forgotten after [`limits::INSTANCE_FORGET_MS`];
+//! * at most one order for a request is under way, and a request rests after it.
+//!
+//! [`GManager::poll`] hands out what is to be sent to others than the asker; the methods' answers go to the asker.
 
+mod admin;
 mod advise;
+mod drain;
+mod fence;
+mod heartbeat;
+mod member;
+mod orders;
+mod placements;
+mod register;
+mod rounds;
+mod shape;
 #[cfg(test)]
 mod tests;
 
-use lagoon_protocol::{
-    BorrowAdvice, BorrowQuery, ControlBody, Heartbeat, HeartbeatAck, InstanceStatus, PoolShape, Refusal, Register,
-    Registered, Rejected, StatusReply, VERSION_MAX, VERSION_MIN,
-};
-use lagoon_types::{DType, InstanceId, ModelHash, limits};
-use std::collections::BTreeMap;
-use std::net::SocketAddr;
+pub use advise::serve_query;
 
-/// Highest number that a process may bring along.
-const NUMBER_ASKED_MAX: u32 = u32::MAX / 2;
+use crate::planner::{Planner, PlannerConfig, PoolView};
+use advise::Sorted;
+use fence::Fences;
+use lagoon_protocol::{ControlBody, InstanceStatus, PoolShape, Rejected, StatusReply};
+use lagoon_types::{InstanceId, limits};
+use lagoon_view::SortedView;
+use member::Member;
+use orders::Orders;
+use rounds::Rounds;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// One edge of the global debt ledger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -31,33 +48,77 @@ pub struct LedgerRow {
     pub blocks: u32,
 }
 
-/// What the gManager knows of one instance.
-#[derive(Debug)]
-struct Instance {
-    registration: Register,
-    /// When it was last heard.
-    seen_ms: u64,
-    heartbeat: Option<Heartbeat>,
-    /// Its own word on what it would lend, corrected by refusals.
-    lendable: u32,
-    /// Blocks that debtors were sent here for since its last heartbeat.
-    recommended: u32,
-    /// It refused since its last heartbeat.
-    paused: bool,
+/// How a gManager coordinates.
+#[derive(Clone, Debug)]
+pub struct GManagerConfig {
+    /// Numbers are given from here on; not 0.
+    pub first_instance: u32,
+    /// Which gManager of the pool this is: a later one has a larger term.
+    pub term: u64,
+    /// Instances at most; memory for the view of creditors is reserved for as many.
+    pub instances_max: usize,
+    /// Without one nothing is moved but by drains and operators.
+    pub planner: Option<PlannerConfig>,
+    /// Time between planning rounds.
+    pub plan_ms: u64,
 }
 
-impl Instance {
-    fn is_live(&self, now_ms: u64) -> bool {
-        now_ms < self.seen_ms + limits::HEARTBEAT_STALE_MS
+impl Default for GManagerConfig {
+    fn default() -> Self {
+        let instances_max = limits::INSTANCES_MAX;
+        Self { first_instance: 1, term: 0, instances_max, planner: None, plan_ms: limits::PLAN_MS }
     }
+}
+
+/// What a gManager wants done.
+#[derive(Clone, Debug, PartialEq)]
+pub enum GManagerOutput {
+    /// Send on the connection on which `to` registered; may be dropped if it is gone (what matters is repeated).
+    Send { to: InstanceId, body: ControlBody },
+}
+
+/// Counts since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct GManagerStats {
+    pub rounds: u64,
+    /// Orders to move KV that were given, that moved all they should, and that moved less or nothing.
+    pub moves_given: u64,
+    pub moves_done: u64,
+    pub moves_failed: u64,
+    pub blocks_moved: u64,
+    pub fenced: u64,
+    /// Instances without a calibration in the last round.
+    pub assumed: u32,
 }
 
 /// The coordinator of one pool. See the module for invariants.
 #[derive(Debug)]
 pub struct GManager {
+    config: GManagerConfig,
     shape: Option<PoolShape>,
     next: u32,
-    instances: BTreeMap<InstanceId, Instance>,
+    members: BTreeMap<InstanceId, Member>,
+    by_incarnation: BTreeMap<u64, InstanceId>,
+    by_addr: BTreeMap<String, InstanceId>,
+    /// When each member is looked at next, unless it is heard before.
+    checks: BTreeSet<(u64, InstanceId)>,
+    /// Members that are live, and those that are silent but not fenced.
+    live: usize,
+    silent: usize,
+    sorted: Sorted,
+    /// For the planner: live members, with the rows of the request placement map by debtor.
+    pool: PoolView,
+    /// By debtor: how many rows each creditor has of it.
+    guests: BTreeMap<InstanceId, BTreeMap<InstanceId, usize>>,
+    rounds: Rounds,
+    orders: Orders,
+    fences: Fences,
+    drain_at_ms: u64,
+    outputs: VecDeque<GManagerOutput>,
+    stats: GManagerStats,
+    /// The last time that it was told, and since when it is told without a gap.
+    now_ms: u64,
+    awake_ms: u64,
 }
 
 impl Default for GManager {
@@ -71,11 +132,42 @@ fn reject<T>(reason: String) -> Result<T, Rejected> {
 }
 
 impl GManager {
-    /// An empty pool. Numbers are given from `first_instance` (not 0) on.
+    /// An empty pool without a planner. Numbers are given from `first_instance` (not 0) on.
     #[must_use]
     pub fn new(first_instance: u32) -> Self {
-        assert_ne!(first_instance, 0, "0 is never assigned");
-        Self { shape: None, next: first_instance, instances: BTreeMap::new() }
+        Self::with_config(GManagerConfig { first_instance, ..GManagerConfig::default() })
+    }
+
+    /// An empty pool.
+    ///
+    /// # Panics
+    /// If `first_instance` is 0.
+    #[must_use]
+    pub fn with_config(config: GManagerConfig) -> Self {
+        assert_ne!(config.first_instance, 0, "0 is never assigned");
+        let planner = config.planner.clone().map(Planner::new);
+        Self {
+            shape: None,
+            next: config.first_instance,
+            members: BTreeMap::new(),
+            by_incarnation: BTreeMap::new(),
+            by_addr: BTreeMap::new(),
+            checks: BTreeSet::new(),
+            live: 0,
+            silent: 0,
+            sorted: Sorted::new(config.instances_max),
+            pool: PoolView::default(),
+            guests: BTreeMap::new(),
+            rounds: Rounds::new(planner, config.plan_ms),
+            orders: Orders::new(config.term),
+            fences: Fences::default(),
+            drain_at_ms: 0,
+            outputs: VecDeque::new(),
+            stats: GManagerStats::default(),
+            now_ms: 0,
+            awake_ms: 0,
+            config,
+        }
     }
 
     /// Handles any control message; the answer, if any, goes back on its connection. `from` is the instance that
@@ -97,6 +189,10 @@ impl GManager {
                 self.on_refusal(m);
                 None
             }
+            ControlBody::MoveOutcome(m) => {
+                from.into_iter().for_each(|from| self.on_move_outcome(from, m, now_ms));
+                None
+            }
             ControlBody::Deregister(m) if is_from(m.instance) => {
                 self.on_deregister(InstanceId(m.instance));
                 None
@@ -104,131 +200,64 @@ impl GManager {
             ControlBody::StatusQuery(m) => Some(ControlBody::StatusReply(StatusReply {
                 query: m.query,
                 instances: self.status(now_ms),
-                ..Default::default()
+                term: self.config.term,
             })),
+            ControlBody::AdminQuery(m) => Some(ControlBody::AdminReply(self.on_admin(m, now_ms))),
             _ => None,
         }
     }
 
-    /// An instance wants to be in the pool.
-    pub fn on_register(&mut self, m: &Register, now_ms: u64) -> Result<Registered, Rejected> {
-        if m.version_min > VERSION_MAX || m.version_max < VERSION_MIN {
-            return reject(format!(
-                "protocol versions {} to {} of the instance and {VERSION_MIN} to {VERSION_MAX} of the gManager have \
-                 none in common",
-                m.version_min, m.version_max
-            ));
-        }
-        let Some(shape) = &m.shape else { return reject("the registration names no pool shape".to_owned()) };
-        check_shape(shape)?;
-        let reachable = |a: SocketAddr| !a.ip().is_unspecified() && a.port() != 0;
-        if !m.quic_addr.parse().is_ok_and(reachable) {
-            return reject(format!("{:?} is not an ip:port that peers can reach", m.quic_addr));
-        }
-        // A new process at an address means that the old one is gone.
-        self.instances
-            .retain(|_, i| i.registration.quic_addr != m.quic_addr || i.registration.incarnation == m.incarnation);
-        let others = self.instances.values().any(|i| i.registration.incarnation != m.incarnation);
-        match &self.shape {
-            Some(pool) if others => same_shape(pool, shape)?,
-            _ => self.shape = Some(shape.clone()),
-        }
-        let number = self.number_for(m)?;
-        self.instances.insert(
-            number,
-            Instance {
-                registration: m.clone(),
-                seen_ms: now_ms,
-                heartbeat: None,
-                lendable: 0,
-                recommended: 0,
-                paused: false,
-            },
-        );
-        let version = m.version_max.min(VERSION_MAX);
-        Ok(Registered { version, instance: number.0, heartbeat_ms: limits::HEARTBEAT_MS, term: 0 })
-    }
-
-    /// The number that a registering process has or gets.
-    fn number_for(&mut self, m: &Register) -> Result<InstanceId, Rejected> {
-        let same = self.instances.iter().find(|(_, i)| i.registration.incarnation == m.incarnation);
-        if let Some((number, _)) = same {
-            return Ok(*number);
-        }
-        if self.instances.len() >= limits::INSTANCES_MAX {
-            return reject(format!("the pool has {} instances, its most", limits::INSTANCES_MAX));
-        }
-        let asked = InstanceId(m.instance);
-        // A high number would leave too few above it.
-        let number = if (1..=NUMBER_ASKED_MAX).contains(&m.instance) && !self.instances.contains_key(&asked) {
-            asked
-        } else {
-            InstanceId(self.next)
-        };
-        self.next = self.next.max(number.0 + 1);
-        Ok(number)
-    }
-
-    /// An instance says how it is. Heartbeats of another process under its number, and older ones, change nothing.
-    pub fn on_heartbeat(&mut self, m: &Heartbeat, now_ms: u64) -> HeartbeatAck {
-        let instance = self.instances.get_mut(&InstanceId(m.instance));
-        let instance = instance.filter(|i| i.registration.incarnation == m.incarnation);
-        let known = instance.is_some();
-        if let Some(instance) = instance {
-            instance.seen_ms = now_ms;
-            if instance.heartbeat.as_ref().is_none_or(|h| h.seq < m.seq) {
-                instance.lendable = m.blocks_lendable;
-                (instance.recommended, instance.paused) = (0, false);
-                instance.heartbeat = Some(m.clone());
-            }
-        }
-        let pool_blocks_total = self.capacity_of(InstanceId(m.instance), now_ms);
-        HeartbeatAck { known, pool_blocks_total, seq: m.seq, ..Default::default() }
-    }
-
-    /// A debtor is short of blocks: at most three creditors, best first.
-    pub fn on_borrow_query(&mut self, query: &BorrowQuery, now_ms: u64) -> BorrowAdvice {
-        let candidates = self.candidates(query, now_ms);
-        let debtor = InstanceId(query.debtor);
-        let others = self.instances.iter().filter(|(id, i)| **id != debtor && i.is_live(now_ms));
-        BorrowAdvice {
-            query: query.query,
-            candidates,
-            pool_blocks_total: self.capacity_of(debtor, now_ms),
-            pool_blocks_lendable: others.map(|(_, i)| u64::from(i.lendable)).sum(),
-        }
-    }
-
-    /// A creditor refused somebody: the ledger is corrected, and nobody is sent there until it is heard again.
-    pub fn on_refusal(&mut self, m: &Refusal) {
-        if let Some(instance) = self.instances.get_mut(&InstanceId(m.creditor)) {
-            instance.lendable = instance.lendable.min(m.blocks_lendable);
-            instance.paused = true;
-        }
-    }
-
-    /// An instance leaves in order.
-    pub fn on_deregister(&mut self, instance: InstanceId) {
-        self.instances.remove(&instance);
-    }
-
-    /// Forgets the instances that are silent for long; returns them.
+    /// Time passes: silence is noticed, rounds are planned, what was not answered is told again. Returns the instances
+    /// that are forgotten after a long silence.
     pub fn tick(&mut self, now_ms: u64) -> Vec<InstanceId> {
-        let gone = |i: &Instance| now_ms >= i.seen_ms + limits::INSTANCE_FORGET_MS;
-        let forgotten = self.instances.iter().filter(|(_, i)| gone(i)).map(|(id, _)| *id).collect();
-        self.instances.retain(|_, i| !gone(i));
+        self.on_time(now_ms);
+        let forgotten = self.lapse();
+        self.repeat_fences();
+        self.expire_orders();
+        self.drain_members();
+        self.plan_round();
+        self.refresh_view();
         forgotten
     }
 
-    /// Blocks of the largest request that `debtor` could ever hold: its own and what other live instances may lend.
+    /// When [`GManager::tick`] has something to do next, if nothing else happens.
     #[must_use]
-    pub fn capacity_of(&self, debtor: InstanceId, now_ms: u64) -> u64 {
-        let live = self.instances.iter().filter(|(_, i)| i.is_live(now_ms));
-        let share = |(id, i): (&InstanceId, &Instance)| {
-            let total = i.registration.blocks_total;
-            if *id == debtor { total } else { i.registration.lend_blocks_max.map_or(total, |cap| cap.min(total)) }
-        };
-        live.map(|row| u64::from(share(row))).sum()
+    pub fn next_wake_ms(&self) -> Option<u64> {
+        let check = self.checks.first().map(|c| c.0);
+        let drains = self.members.values().any(|m| m.drain.is_some()).then_some(self.drain_at_ms);
+        let view = self.sorted.next_wake_ms();
+        let wakes = [check, drains, view, self.fences.next_wake_ms(), self.orders.next_wake_ms()];
+        wakes.into_iter().flatten().chain(self.rounds.next_wake_ms()).min()
+    }
+
+    /// What is to be sent; until `None`.
+    pub fn poll(&mut self) -> Option<GManagerOutput> {
+        self.outputs.pop_front()
+    }
+
+    fn send(&mut self, to: InstanceId, body: ControlBody) {
+        self.outputs.push_back(GManagerOutput::Send { to, body });
+    }
+
+    /// Takes the time. After a gap in it nobody was heard because this process slept.
+    fn on_time(&mut self, now_ms: u64) {
+        if now_ms > self.now_ms + limits::GMANAGER_PAUSE_MS {
+            self.awake_ms = now_ms;
+        }
+        self.now_ms = self.now_ms.max(now_ms);
+    }
+
+    /// For threads that answer [`lagoon_protocol::BorrowQuery`] by themselves, with [`serve_query`].
+    #[must_use]
+    pub fn view(&self) -> SortedView {
+        self.sorted.view()
+    }
+
+    /// The connection (not 0) on which an instance registered, for [`serve_query`].
+    pub fn set_conn(&mut self, instance: InstanceId, conn: u64) {
+        if let Some(member) = self.members.get(&instance) {
+            self.sorted.writer.set_conn(member.slot, conn);
+        }
     }
 
     /// The shape that instances of this pool have; `None` before the first.
@@ -237,11 +266,37 @@ impl GManager {
         self.shape.as_ref()
     }
 
-    /// The global debt ledger, by creditor and debtor, as of the last heartbeats.
+    /// Which gManager this is.
+    #[must_use]
+    pub fn term(&self) -> u64 {
+        self.config.term
+    }
+
+    #[must_use]
+    pub fn stats(&self) -> GManagerStats {
+        self.stats
+    }
+
+    /// What the planner sees.
+    #[must_use]
+    pub fn pool(&self) -> &PoolView {
+        &self.pool
+    }
+
+    /// Blocks of the largest request that `debtor` could ever hold: its own and what other live instances may lend.
+    #[must_use]
+    pub fn capacity_of(&self, debtor: InstanceId, now_ms: u64) -> u64 {
+        let live = self.members.iter().filter(|(_, m)| m.is_live(now_ms));
+        let share = |(id, m): (&InstanceId, &Member)| if *id == debtor { m.registration.blocks_total } else { m.cap() };
+        live.map(|row| u64::from(share(row))).sum()
+    }
+
+    /// The global debt ledger, by creditor and debtor, as of the last heartbeats of members that are not fenced.
     #[must_use]
     pub fn ledger(&self) -> Vec<LedgerRow> {
-        let rows = self.instances.iter().flat_map(|(id, i)| {
-            let lent = i.heartbeat.iter().flat_map(|h| &h.lent);
+        let members = self.members.iter().filter(|(_, m)| !m.is_fenced());
+        let rows = members.flat_map(|(id, m)| {
+            let lent = m.heartbeat.iter().flat_map(|h| &h.lent);
             lent.map(|d| LedgerRow { creditor: *id, debtor: InstanceId(d.debtor), blocks: d.blocks })
         });
         rows.collect()
@@ -250,75 +305,20 @@ impl GManager {
     /// Every known instance, by number.
     #[must_use]
     pub fn status(&self, now_ms: u64) -> Vec<InstanceStatus> {
-        let row = |(id, i): (&InstanceId, &Instance)| InstanceStatus {
+        let row = |(id, m): (&InstanceId, &Member)| InstanceStatus {
             instance: id.0,
-            name: i.registration.name.clone(),
-            quic_addr: i.registration.quic_addr.clone(),
-            http_addr: i.registration.http_addr.clone(),
-            role: i.registration.role,
-            backend: i.registration.backend.clone(),
-            heartbeat: i.heartbeat.clone(),
-            heartbeat_age_ms: now_ms.saturating_sub(i.seen_ms),
-            alive: i.is_live(now_ms),
-            tier: i.registration.tier,
-            calibration: i.registration.calibration.clone(),
-            lend_blocks_max: i.registration.lend_blocks_max,
+            name: m.registration.name.clone(),
+            quic_addr: m.registration.quic_addr.clone(),
+            http_addr: m.registration.http_addr.clone(),
+            role: m.registration.role,
+            backend: m.registration.backend.clone(),
+            heartbeat: m.heartbeat.clone().map(|h| m.with_drain(h)),
+            heartbeat_age_ms: now_ms.saturating_sub(m.seen_ms),
+            alive: m.is_live(now_ms),
+            tier: m.registration.tier,
+            calibration: m.registration.calibration.clone(),
+            lend_blocks_max: m.registration.lend_blocks_max,
         };
-        self.instances.iter().map(row).collect()
-    }
-}
-
-/// Refuses shapes that no pool can have.
-fn check_shape(shape: &PoolShape) -> Result<(), Rejected> {
-    if shape.model_hash.len() != 32 {
-        return reject(format!("a model hash has 32 bytes, not {}", shape.model_hash.len()));
-    }
-    let sizes = [shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.block_tokens];
-    if sizes.contains(&0) || !shape.heads.is_multiple_of(shape.kv_heads) {
-        return reject(format!(
-            "layers {}, heads {}, kv_heads {}, head_dim {}, block_tokens {}: expected none to be 0, and heads to be a \
-             multiple of kv_heads",
-            shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.block_tokens
-        ));
-    }
-    if shape.block_tokens > limits::BLOCK_TOKENS_MAX {
-        return reject(format!("block_tokens is {}: at most {}", shape.block_tokens, limits::BLOCK_TOKENS_MAX));
-    }
-    match u8::try_from(shape.kv_dtype).ok().and_then(DType::from_code) {
-        Some(_) => Ok(()),
-        None => reject(format!("{} is no element type", shape.kv_dtype)),
-    }
-}
-
-/// Refuses an instance that differs from the pool, naming both values of the first field that does.
-pub(crate) fn same_shape(pool: &PoolShape, instance: &PoolShape) -> Result<(), Rejected> {
-    let hash = |s: &PoolShape| <[u8; 32]>::try_from(&s.model_hash[..]).map(ModelHash).unwrap_or_default().to_string();
-    let dtype = |s: &PoolShape| {
-        let dtype = u8::try_from(s.kv_dtype).ok().and_then(DType::from_code);
-        dtype.map_or_else(|| s.kv_dtype.to_string(), |d| d.to_string())
-    };
-    let number = |of: fn(&PoolShape) -> u32| (of(pool).to_string(), of(instance).to_string());
-    let fields = [
-        (
-            "model hash",
-            if pool.model_hash == instance.model_hash { Default::default() } else { (hash(pool), hash(instance)) },
-        ),
-        ("layers", number(|s| s.layers)),
-        ("heads", number(|s| s.heads)),
-        ("kv_heads", number(|s| s.kv_heads)),
-        ("head_dim", number(|s| s.head_dim)),
-        ("KV element type", (dtype(pool), dtype(instance))),
-        ("block_tokens", number(|s| s.block_tokens)),
-        ("window", number(|s| s.window)),
-    ];
-    for (name, (ours, theirs)) in fields {
-        if ours != theirs {
-            return reject(format!("the instance's {name} is {theirs}, the pool's is {ours}"));
-        }
-    }
-    if pool == instance {
-        Ok(())
-    } else {
-        reject(format!("the instance's shape is {instance:?}, the pool's is {pool:?}"))
+        self.members.iter().map(row).collect()
     }
 }

@@ -1,7 +1,10 @@
 //! Registration, the ledger, and whom the gManager recommends.
 
 use super::*;
-use lagoon_protocol::{Debt, Link, Role};
+use lagoon_protocol::{
+    BorrowQuery, Debt, Heartbeat, Link, Refusal, Register, Registered, Role, VERSION_MAX, VERSION_MIN,
+};
+use lagoon_types::DType;
 
 fn shape() -> PoolShape {
     PoolShape {

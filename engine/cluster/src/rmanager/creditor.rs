@@ -9,9 +9,10 @@ use super::RManagerConfig;
 use lagoon_kv::hash::ContentHash;
 use lagoon_kv::{BlockPool, BlockState, LeaseHasher, Owner};
 use lagoon_protocol::{
-    Debt, LeaseGrant, LeaseRefuse, LeaseRelease, LeaseReleased, LeaseRenew, LeaseRenewed, LeaseRequest, RefuseCode,
+    Debt, LeaseGrant, LeaseRefuse, LeaseRelease, LeaseReleased, LeaseRenew, LeaseRenewed, LeaseRequest, PlacementEntry,
+    RefuseCode,
 };
-use lagoon_types::{Epoch, InstanceId, KvRun, LeaseId, LeaseRun, PhysBlock, limits};
+use lagoon_types::{Epoch, InstanceId, KvRun, LeaseId, LeaseRun, PhysBlock, SeqId, limits};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -35,6 +36,8 @@ pub struct WritePiece {
 #[derive(Debug)]
 struct Lease {
     debtor: InstanceId,
+    /// The debtor's sequence.
+    seq: SeqId,
     epoch: Epoch,
     request: u64,
     /// `None` where an entry was released.
@@ -107,22 +110,28 @@ fn spread(seed: u64) -> u64 {
 
 impl Creditor {
     pub(super) fn new(config: &RManagerConfig) -> Self {
-        // Ids of two processes must not meet: 31 random bits above a counter for leases, 63 for epochs.
-        let lease_base = (spread(config.incarnation ^ 0x6c65_6173_6520_6964) >> 33) << 32;
-        let epoch_base = spread(config.incarnation ^ 0x6570_6f63_6820_3a29) >> 1;
-        Self {
+        let mut creditor = Self {
             block_tokens: config.block_tokens,
             layers: config.shape.layers,
             layer_token_bytes: config.shape.layer_token_bytes(),
             lend_blocks_max: config.lend_blocks_max,
             lend_reserve_blocks: config.lend_reserve_blocks,
             ttl_ms: config.lease_ttl_ms,
-            lease_base,
-            epoch_base,
+            lease_base: 0,
+            epoch_base: 0,
             issued: 0,
             leases: BTreeMap::new(),
             by_request: BTreeMap::new(),
-        }
+        };
+        creditor.begin_anew(config.incarnation);
+        creditor
+    }
+
+    /// Leases and epochs are numbered as those of a process with this incarnation.
+    pub(super) fn begin_anew(&mut self, incarnation: u64) {
+        // Ids of two processes must not meet: 31 random bits above a counter for leases, 63 for epochs.
+        self.lease_base = (spread(incarnation ^ 0x6c65_6173_6520_6964) >> 33) << 32;
+        self.epoch_base = spread(incarnation ^ 0x6570_6f63_6820_3a29) >> 1;
     }
 
     pub(super) fn lendable(&self, pool: &BlockPool) -> u32 {
@@ -159,11 +168,11 @@ impl Creditor {
         let epoch = Epoch(self.epoch_base.wrapping_add(self.issued));
         let blocks = pool.allocate(Owner::Lent(lease), blocks, None).expect("lendable blocks are free");
         let hasher = LeaseHasher::new(self.layers as usize, self.block_tokens, self.layer_token_bytes);
-        let (debtor, request) = (from, request.request);
+        let (debtor, seq, request) = (from, SeqId(request.seq), request.request);
         let (renewed_ms, whole) = (now_ms, BTreeMap::new());
         let lent = u32::try_from(blocks.len()).expect("at most the pool's blocks");
         let blocks = blocks.into_iter().map(Some).collect();
-        self.leases.insert(lease, Lease { debtor, epoch, request, blocks, lent, renewed_ms, hasher, whole });
+        self.leases.insert(lease, Lease { debtor, seq, epoch, request, blocks, lent, renewed_ms, hasher, whole });
         self.by_request.insert((from, request), lease);
         Ok(self.grant_of(lease))
     }
@@ -223,6 +232,24 @@ impl Creditor {
 
     pub(super) fn free_debtor(&mut self, debtor: InstanceId, pool: &mut BlockPool) -> Vec<LeaseEnded> {
         self.remove_where(pool, |l| l.debtor == debtor)
+    }
+
+    pub(super) fn free_all(&mut self, pool: &mut BlockPool) -> Vec<LeaseEnded> {
+        self.remove_where(pool, |_| true)
+    }
+
+    /// Rows of the request placement map, one for each debtor and sequence. What is written in every layer could move.
+    pub(super) fn rows(&self) -> Vec<PlacementEntry> {
+        let mut rows: BTreeMap<(u32, u64), (u32, usize)> = BTreeMap::new();
+        for lease in self.leases.values() {
+            let row = rows.entry((lease.debtor.0, lease.seq.0)).or_default();
+            *row = (row.0 + lease.lent, row.1 + lease.whole.len());
+        }
+        let entry = |((debtor, seq), (blocks, whole)): (_, (u32, usize))| {
+            let blocks_sealed = u32::try_from(whole).unwrap_or(blocks).min(blocks);
+            PlacementEntry { debtor, seq, blocks, blocks_sealed }
+        };
+        rows.into_iter().map(entry).collect()
     }
 
     pub(super) fn next_wake_ms(&self) -> Option<u64> {

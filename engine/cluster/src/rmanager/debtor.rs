@@ -397,6 +397,19 @@ impl Debtor {
         }
     }
 
+    /// This instance was declared dead: creditors have freed everything or will. Queries wait for a new number.
+    pub(super) fn forget_all(&mut self, now_ms: u64) {
+        self.instance = None;
+        let borrows: Vec<BorrowId> = self.borrows.keys().copied().collect();
+        for id in borrows {
+            self.fail(id, BorrowFailure::Deadline, now_ms);
+        }
+        for (creditor, lease) in self.held.forget_all() {
+            self.lose(creditor, lease);
+        }
+        self.late.clear();
+    }
+
     pub(super) fn tick(&mut self, now_ms: u64) {
         for (creditor, lease) in self.held.overdue(now_ms) {
             if let Some(held) = self.lose(creditor, lease) {

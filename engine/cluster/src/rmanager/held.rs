@@ -183,6 +183,13 @@ impl HeldLeases {
         self.of(peer).collect()
     }
 
+    /// Nothing is renewed or released any more. Returns what is lost.
+    pub(super) fn forget_all(&mut self) -> Vec<(InstanceId, LeaseId)> {
+        self.renewals.clear();
+        self.releasing.clear();
+        self.leases.keys().copied().collect()
+    }
+
     /// Stops holding a lease.
     pub(super) fn remove(&mut self, creditor: InstanceId, lease: LeaseId) -> Option<Held> {
         self.leases.remove(&(creditor, lease))

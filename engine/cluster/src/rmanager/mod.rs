@@ -15,18 +15,23 @@
 
 mod creditor;
 mod debtor;
+mod fence;
 mod held;
+mod report;
 #[cfg(test)]
 mod tests;
 
 pub use creditor::{LeaseEnded, WritePiece};
 pub use debtor::{BorrowFailure, BorrowId, BorrowedLease, Output};
+pub use report::PlacementReport;
 
 use creditor::Creditor;
 use debtor::Debtor;
 use lagoon_kv::hash::ContentHash;
 use lagoon_kv::{Advance, BlockPool, LeaseHasher, Owner, PoolCounts, RemoteEntries};
-use lagoon_protocol::{BorrowAdvice, ControlBody, Heartbeat, LeaseGrant, LeaseRefuse, LeaseRequest, Link, RefuseCode};
+use lagoon_protocol::{
+    BorrowAdvice, ControlBody, Heartbeat, LeaseGrant, LeaseRefuse, LeaseRequest, Link, PlacementEntry, RefuseCode,
+};
 use lagoon_types::{Epoch, InstanceId, KvRun, KvShape, LeaseId, LeaseRun, PhysBlock, SeqId, limits};
 use std::collections::BTreeMap;
 
@@ -68,6 +73,11 @@ pub struct RManager {
     debtor: Debtor,
     /// The incarnation that each peer showed last.
     peers: BTreeMap<InstanceId, u64>,
+    /// Peers that were declared dead, by the incarnation that was.
+    fenced_peers: BTreeMap<InstanceId, u64>,
+    /// This instance was, and is not registered again yet.
+    is_fenced: bool,
+    is_draining: bool,
     heartbeats: u64,
 }
 
@@ -93,6 +103,9 @@ impl RManager {
             creditor: Creditor::new(&config),
             debtor: Debtor::new(),
             peers: BTreeMap::new(),
+            fenced_peers: BTreeMap::new(),
+            is_fenced: false,
+            is_draining: false,
             heartbeats: 0,
             config,
         })
@@ -117,7 +130,7 @@ impl RManager {
     /// Blocks that would be lent now.
     #[must_use]
     pub fn lendable(&self) -> u32 {
-        self.creditor.lendable(&self.pool)
+        if self.is_draining || self.is_fenced { 0 } else { self.creditor.lendable(&self.pool) }
     }
 
     /// Blocks borrowed from others, those of unfinished borrows included.
@@ -146,6 +159,7 @@ impl RManager {
 
     /// The number that the gManager gave. Borrow queries wait for it.
     pub fn set_instance(&mut self, instance: InstanceId) {
+        self.is_fenced = false;
         self.debtor.set_instance(instance);
     }
 
@@ -177,6 +191,10 @@ impl RManager {
         if self.peers.len() >= 2 * limits::INSTANCES_MAX {
             let (creditor, debtor) = (&self.creditor, &self.debtor);
             self.peers.retain(|p, _| creditor.lends_to(*p) || debtor.held.has_from(*p));
+            self.fenced_peers.retain(|p, _| self.peers.contains_key(p));
+        }
+        if self.fenced_peers.get(&peer).is_some_and(|fenced| *fenced != incarnation) {
+            self.fenced_peers.remove(&peer);
         }
         match self.peers.insert(peer, incarnation) {
             Some(old) if old != incarnation => {
@@ -240,7 +258,7 @@ impl RManager {
         self.debtor.poll()
     }
 
-    /// The next heartbeat. `instance` and `incarnation` are filled in.
+    /// The next heartbeat, without its rows and the batch's load: see [`PlacementReport::fill`].
     pub fn heartbeat(&mut self, requests_running: u32, requests_waiting: u32, links: Vec<Link>) -> Heartbeat {
         self.heartbeats += 1;
         Heartbeat {
@@ -304,7 +322,15 @@ impl RManager {
             let reason = "an instance does not lend to itself".to_owned();
             return Err(LeaseRefuse { request: request.request, blocks_lendable: 0, reason });
         }
+        if let Some(refuse) = self.refuses(from, request.request) {
+            return Err(refuse);
+        }
         self.creditor.on_request(from, request, now_ms, &mut self.pool)
+    }
+
+    /// Rows of the request placement map for what others' requests have here.
+    pub fn guest_rows(&self) -> Vec<PlacementEntry> {
+        self.creditor.rows()
     }
 
     /// What this instance has lent, as in [`RManager::held`]; the first is the debtor.

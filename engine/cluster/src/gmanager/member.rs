@@ -1,0 +1,232 @@
+//! What the gManager knows of one instance, and the course of its life: live, silent, fenced, forgotten.
+
+use super::GManager;
+use super::drain::Drain;
+use crate::planner::InstanceView;
+use lagoon_protocol::{Heartbeat, MemoryTier, Register};
+use lagoon_types::{InstanceId, SeqId, limits};
+use lagoon_view::{Flags, Slot};
+use std::collections::BTreeMap;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Life {
+    Live,
+    /// Not heard for a while: not recommended, not planned with.
+    Silent,
+    /// Declared dead: until its process has heard that, nothing that it says counts.
+    Fenced,
+}
+
+/// rBlocks of one request on one instance.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Blocks {
+    pub(super) blocks: u32,
+    pub(super) sealed: u32,
+}
+
+#[derive(Debug)]
+pub(super) struct Member {
+    pub(super) registration: Register,
+    pub(super) slot: Slot,
+    pub(super) life: Life,
+    /// When it was last heard.
+    pub(super) seen_ms: u64,
+    /// Its place in the queue of checks.
+    pub(super) check_ms: u64,
+    /// The last one, without its rows.
+    pub(super) heartbeat: Option<Heartbeat>,
+    /// Its own word on what it would lend, corrected by refusals.
+    pub(super) lendable: u32,
+    /// It refused since its last heartbeat.
+    pub(super) paused: bool,
+    /// What it adds to the pool's totals: blocks that it may ever lend, and would lend now.
+    pub(super) counted: (u32, u32),
+    /// Its rows of the request placement map.
+    pub(super) rows: BTreeMap<(InstanceId, SeqId), Blocks>,
+    /// Its full rows have come.
+    pub(super) rows_complete: bool,
+    /// The planning round in which it was last heard.
+    pub(super) round: u64,
+    /// Distance classes of its links, as measured here and at the other end.
+    pub(super) near: BTreeMap<InstanceId, [Option<u8>; 2]>,
+    pub(super) drain: Option<Drain>,
+    /// The planner's view of it while it is silent.
+    pub(super) parked: Option<Box<InstanceView>>,
+}
+
+impl Member {
+    pub(super) fn new(registration: Register, slot: Slot, now_ms: u64) -> Self {
+        Self {
+            registration,
+            slot,
+            life: Life::Live,
+            seen_ms: now_ms,
+            check_ms: now_ms + limits::HEARTBEAT_STALE_MS,
+            heartbeat: None,
+            lendable: 0,
+            paused: false,
+            counted: (0, 0),
+            rows: BTreeMap::new(),
+            rows_complete: false,
+            round: 0,
+            near: BTreeMap::new(),
+            drain: None,
+            parked: None,
+        }
+    }
+
+    /// Whether it counts at `now_ms`, noticed or not.
+    pub(super) fn is_live(&self, now_ms: u64) -> bool {
+        self.life != Life::Fenced && now_ms < self.seen_ms + limits::HEARTBEAT_STALE_MS
+    }
+
+    pub(super) fn is_fenced(&self) -> bool {
+        self.life == Life::Fenced
+    }
+
+    /// Blocks that it may ever lend.
+    pub(super) fn cap(&self) -> u32 {
+        let total = self.registration.blocks_total;
+        self.registration.lend_blocks_max.map_or(total, |cap| cap.min(total))
+    }
+
+    pub(super) fn is_draining(&self) -> bool {
+        self.drain.is_some() || self.heartbeat.as_ref().is_some_and(|h| h.draining)
+    }
+
+    /// Its heartbeat as others shall see it: a drain counts from when it was ordered.
+    pub(super) fn with_drain(&self, mut heartbeat: Heartbeat) -> Heartbeat {
+        heartbeat.draining |= self.drain.is_some();
+        heartbeat
+    }
+
+    /// What bars or demotes it as a creditor.
+    pub(super) fn flags(&self) -> Flags {
+        let frozen = self.heartbeat.as_ref().is_some_and(|h| h.frozen != 0);
+        let borrows = self.heartbeat.as_ref().is_some_and(|h| h.blocks_borrowed > 0);
+        Flags::default()
+            .with(Flags::PAUSED, self.paused)
+            .with(Flags::BARRED, self.life != Life::Live || self.is_draining() || frozen)
+            .with(Flags::BORROWS, borrows)
+            .with(Flags::HOST, self.registration.tier == MemoryTier::Host as i32)
+    }
+}
+
+impl GManager {
+    /// The planner's view of an instance, whether it is live or silent.
+    pub(super) fn instance_view(&mut self, id: InstanceId) -> Option<&mut InstanceView> {
+        match self.pool.instances.get_mut(&id) {
+            Some(view) => Some(view),
+            None => self.members.get_mut(&id)?.parked.as_deref_mut(),
+        }
+    }
+
+    /// Brings the view of creditors and the totals up to date with a member.
+    pub(super) fn settle(&mut self, id: InstanceId) {
+        let Some(member) = self.members.get_mut(&id) else { return };
+        let flags = member.flags();
+        let live = member.life == Life::Live;
+        let counts = (if live { member.cap() } else { 0 }, if flags.has(Flags::BARRED) { 0 } else { member.lendable });
+        let old = std::mem::replace(&mut member.counted, counts);
+        self.sorted.settle(member.slot, flags, old, counts);
+    }
+
+    /// It was heard: moves its check on, and revives it if it was silent.
+    pub(super) fn heard(&mut self, id: InstanceId) {
+        let now_ms = self.now_ms;
+        let Some(member) = self.members.get_mut(&id) else { return };
+        member.seen_ms = now_ms;
+        let at = now_ms + if member.is_fenced() { limits::INSTANCE_FORGET_MS } else { limits::HEARTBEAT_STALE_MS };
+        self.checks.remove(&(member.check_ms, id));
+        member.check_ms = at;
+        self.checks.insert((at, id));
+        if member.life == Life::Silent {
+            member.life = Life::Live;
+            (self.live, self.silent) = (self.live + 1, self.silent - 1);
+            if let Some(view) = member.parked.take() {
+                self.pool.instances.insert(id, *view);
+            }
+            self.settle(id);
+        }
+    }
+
+    /// Notices who has been silent for too long. Returns who is forgotten.
+    pub(super) fn lapse(&mut self) -> Vec<InstanceId> {
+        let mut forgotten = Vec::new();
+        while let Some((at, id)) = self.checks.first().copied().filter(|(at, _)| *at <= self.now_ms) {
+            self.checks.remove(&(at, id));
+            let Some(member) = self.members.get(&id) else { continue };
+            let silent_ms = self.now_ms.saturating_sub(member.seen_ms);
+            if silent_ms >= limits::INSTANCE_FORGET_MS {
+                forgotten.push(id);
+                self.remove_member(id);
+                continue;
+            }
+            if member.life == Life::Live {
+                self.silence(id);
+            }
+            let Some(member) = self.members.get(&id) else { continue };
+            let next = if member.is_fenced() {
+                member.seen_ms + limits::INSTANCE_FORGET_MS
+            } else if silent_ms < limits::FENCE_MS {
+                member.seen_ms + limits::FENCE_MS
+            } else if self.may_fence() {
+                self.fence(id);
+                self.now_ms.max(at) + limits::INSTANCE_FORGET_MS - silent_ms
+            } else {
+                // Looked at again soon: others may be heard by then.
+                self.now_ms + limits::HEARTBEAT_MS
+            };
+            if let Some(member) = self.members.get_mut(&id) {
+                member.check_ms = next;
+                self.checks.insert((next, id));
+            }
+        }
+        forgotten
+    }
+
+    /// Notices who is silent, outside of [`GManager::tick`]: nobody is fenced or forgotten here.
+    pub(super) fn notice_silence(&mut self) {
+        let due = self.checks.range(..=(self.now_ms, InstanceId(u32::MAX)));
+        let due: Vec<InstanceId> = due.map(|(_, id)| *id).collect();
+        for id in due {
+            if self.members.get(&id).is_some_and(|m| m.life == Life::Live) {
+                self.silence(id);
+            }
+        }
+    }
+
+    /// Not heard for a while.
+    fn silence(&mut self, id: InstanceId) {
+        let Some(member) = self.members.get_mut(&id) else { return };
+        member.life = Life::Silent;
+        (self.live, self.silent) = (self.live - 1, self.silent + 1);
+        member.parked = self.pool.instances.remove(&id).map(Box::new);
+        self.rounds.left(member.round);
+        self.settle(id);
+    }
+
+    /// Takes a member out of the books.
+    pub(super) fn remove_member(&mut self, id: InstanceId) -> Option<Member> {
+        self.drop_rows(id);
+        self.drop_links(id);
+        let member = self.members.remove(&id)?;
+        match member.life {
+            Life::Live => {
+                self.live -= 1;
+                self.rounds.left(member.round);
+            }
+            Life::Silent => self.silent -= 1,
+            Life::Fenced => {}
+        }
+        self.checks.remove(&(member.check_ms, id));
+        self.by_incarnation.remove(&member.registration.incarnation);
+        if self.by_addr.get(&member.registration.quic_addr) == Some(&id) {
+            self.by_addr.remove(&member.registration.quic_addr);
+        }
+        self.sorted.remove(member.slot, id.0, member.counted);
+        self.pool.instances.remove(&id);
+        self.drop_orders_of(id);
+        Some(member)
+    }
+}

@@ -1,0 +1,259 @@
+//! Orders to move KV (`move_kvcache`, Infinite-LLM v2 §6.2): which are under way, how they ended, and which requests
+//! rest after one. A refusal is ordinary: it corrects what is known of the target, and a later round plans again.
+
+use super::GManager;
+use super::member::Life;
+use lagoon_protocol::{ControlBody, MoveKvCache, MoveOutcome, MoveReason};
+use lagoon_types::{InstanceId, SeqId, limits};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A move of `blocks` of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Move {
+    pub(super) debtor: InstanceId,
+    pub(super) seq: SeqId,
+    pub(super) blocks: u32,
+    pub(super) source: InstanceId,
+    pub(super) target: InstanceId,
+    pub(super) reason: MoveReason,
+}
+
+#[derive(Debug)]
+struct Open {
+    order: Move,
+    give_up_ms: u64,
+}
+
+/// Where a request stands after an order for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// The order is under way.
+    Moving,
+    /// It is left alone until then.
+    Resting(u64),
+    /// It may move again, but its failures are remembered until then.
+    Remembered(u64),
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Rest {
+    phase: Phase,
+    /// Orders in a row that moved nothing.
+    failures: u32,
+}
+
+#[derive(Debug)]
+pub(super) struct Orders {
+    next: u64,
+    open: BTreeMap<u64, Open>,
+    give_up: BTreeSet<(u64, u64)>,
+    rests: BTreeMap<(InstanceId, SeqId), Rest>,
+    wake: BTreeSet<(u64, InstanceId, SeqId)>,
+    /// Blocks that orders under way bring to an instance.
+    incoming: BTreeMap<InstanceId, u32>,
+}
+
+impl Orders {
+    /// Numbers of another gManager's orders are not given again: terms differ.
+    pub(super) fn new(term: u64) -> Self {
+        Self {
+            next: (term << 24) + 1,
+            open: BTreeMap::new(),
+            give_up: BTreeSet::new(),
+            rests: BTreeMap::new(),
+            wake: BTreeSet::new(),
+            incoming: BTreeMap::new(),
+        }
+    }
+
+    pub(super) fn next_wake_ms(&self) -> Option<u64> {
+        let give_up = self.give_up.first().map(|g| g.0);
+        give_up.into_iter().chain(self.wake.first().map(|w| w.0)).min()
+    }
+
+    /// Whether a request is to be left alone.
+    pub(super) fn rests(&self, debtor: InstanceId, seq: SeqId) -> bool {
+        self.rests.get(&(debtor, seq)).is_some_and(|r| !matches!(r.phase, Phase::Remembered(_)))
+    }
+
+    fn set_phase(&mut self, key: (InstanceId, SeqId), rest: Rest) {
+        if let Some(Rest { phase: Phase::Resting(at) | Phase::Remembered(at), .. }) = self.rests.insert(key, rest) {
+            self.wake.remove(&(at, key.0, key.1));
+        }
+        if let Phase::Resting(at) | Phase::Remembered(at) = rest.phase {
+            self.wake.insert((at, key.0, key.1));
+        }
+    }
+
+    fn start(&mut self, order: Move, give_up_ms: u64) -> u64 {
+        let id = self.next;
+        self.next += 1;
+        self.open.insert(id, Open { order, give_up_ms });
+        self.give_up.insert((give_up_ms, id));
+        *self.incoming.entry(order.target).or_default() += order.blocks;
+        let failures = self.rests.get(&(order.debtor, order.seq)).map_or(0, |r| r.failures);
+        self.set_phase((order.debtor, order.seq), Rest { phase: Phase::Moving, failures });
+        id
+    }
+
+    fn end(&mut self, id: u64) -> Option<Move> {
+        let open = self.open.remove(&id)?;
+        self.give_up.remove(&(open.give_up_ms, id));
+        if let Some(blocks) = self.incoming.get_mut(&open.order.target) {
+            *blocks -= open.order.blocks;
+            if *blocks == 0 {
+                self.incoming.remove(&open.order.target);
+            }
+        }
+        Some(open.order)
+    }
+
+    /// After an order: failures make the next rest longer, so that nothing thrashes.
+    fn rest(&mut self, order: &Move, moved: bool, now_ms: u64) {
+        let key = (order.debtor, order.seq);
+        let failures = if moved { 0 } else { self.rests.get(&key).map_or(0, |r| r.failures) + 1 };
+        let rest_ms = match failures {
+            0 => limits::MOVE_REST_MS,
+            n => (limits::MOVE_RETRY_MS << (n - 1).min(16)).min(limits::MOVE_RETRY_MAX_MS),
+        };
+        self.set_phase(key, Rest { phase: Phase::Resting(now_ms + rest_ms), failures });
+    }
+}
+
+impl GManager {
+    /// Gives an order, unless it makes no sense now; returns its number.
+    pub(super) fn give(&mut self, order: Move) -> Option<u64> {
+        self.check_move(&order).ok()?;
+        let deadline_ms = limits::MOVE_DEADLINE_MS;
+        let number = self.orders.start(order, self.now_ms + deadline_ms + limits::MOVE_GRACE_MS);
+        let target_addr = match self.members.get(&order.target) {
+            Some(target) if order.target != order.debtor => target.registration.quic_addr.clone(),
+            _ => String::new(),
+        };
+        let body = ControlBody::MoveKvCache(MoveKvCache {
+            order: number,
+            seq: order.seq.0,
+            blocks: order.blocks,
+            source: order.source.0,
+            target: order.target.0,
+            target_addr,
+            reason: order.reason.into(),
+            deadline_ms: u32::try_from(deadline_ms).expect("a small constant"),
+            cycle: 0,
+        });
+        self.send(order.debtor, body);
+        self.stats.moves_given += 1;
+        if order.target != order.debtor
+            && let Some(target) = self.members.get(&order.target)
+        {
+            self.sorted.writer.book(target.slot, order.blocks);
+        }
+        self.set_incoming(order.target);
+        self.set_moving(order.debtor, order.seq);
+        Some(number)
+    }
+
+    /// Why a move makes no sense, for operators.
+    pub(super) fn check_move(&self, order: &Move) -> Result<(), String> {
+        let live = |id: InstanceId| self.members.get(&id).is_some_and(|m| m.life == Life::Live);
+        for (id, what) in [(order.debtor, "debtor"), (order.source, "source"), (order.target, "target")] {
+            if !live(id) {
+                return Err(format!("the {what} {id} is not alive"));
+            }
+        }
+        if order.source == order.target {
+            return Err(format!("{} is both where the blocks lie and where they shall lie", order.source));
+        }
+        if order.blocks == 0 {
+            return Err(format!("{} has no blocks of {}'s {} that can move", order.source, order.debtor, order.seq));
+        }
+        let target = &self.members[&order.target];
+        if order.target != order.debtor && target.is_draining() {
+            return Err(format!("the target {} is being drained", order.target));
+        }
+        if self.orders.rests(order.debtor, order.seq) {
+            return Err(format!("{}'s {} is moving, or was until just now", order.debtor, order.seq));
+        }
+        if self.orders.open.len() >= limits::MOVES_MAX {
+            return Err(format!("{} moves are under way, their most", limits::MOVES_MAX));
+        }
+        Ok(())
+    }
+
+    /// An order has ended on its debtor.
+    pub fn on_move_outcome(&mut self, from: InstanceId, m: &MoveOutcome, now_ms: u64) {
+        self.on_time(now_ms);
+        if self.orders.open.get(&m.order).is_none_or(|o| o.order.debtor != from) {
+            return;
+        }
+        let Some(order) = self.orders.end(m.order) else { return };
+        if let Some(lendable) = m.target_lendable
+            && order.target != order.debtor
+        {
+            self.correct(order.target, lendable);
+        }
+        self.close(&order, m.moved.min(order.blocks));
+    }
+
+    /// The books after an order that has ended, or that nobody will answer.
+    fn close(&mut self, order: &Move, moved: u32) {
+        if moved == order.blocks {
+            self.stats.moves_done += 1;
+        } else {
+            self.stats.moves_failed += 1;
+        }
+        self.stats.blocks_moved += u64::from(moved);
+        self.orders.rest(order, moved > 0, self.now_ms);
+        self.set_incoming(order.target);
+        self.set_moving(order.debtor, order.seq);
+    }
+
+    /// Ends what is late, and the rests that are over.
+    pub(super) fn expire_orders(&mut self) {
+        while let Some((at, id)) = self.orders.give_up.first().copied().filter(|(at, _)| *at <= self.now_ms) {
+            self.orders.give_up.remove(&(at, id));
+            if let Some(order) = self.orders.end(id) {
+                self.close(&order, 0);
+            }
+        }
+        while let Some((at, debtor, seq)) = self.orders.wake.first().copied().filter(|w| w.0 <= self.now_ms) {
+            let rest = self.orders.rests.get(&(debtor, seq)).copied();
+            match rest {
+                Some(Rest { phase: Phase::Resting(_), failures }) if failures > 0 => {
+                    let phase = Phase::Remembered(at + limits::MOVE_RETRY_MAX_MS);
+                    self.orders.set_phase((debtor, seq), Rest { phase, failures });
+                }
+                _ => {
+                    self.orders.wake.remove(&(at, debtor, seq));
+                    self.orders.rests.remove(&(debtor, seq));
+                }
+            }
+            self.set_moving(debtor, seq);
+        }
+    }
+
+    /// An instance is gone: nobody will answer for it, and nothing can move from or to it.
+    pub(super) fn drop_orders_of(&mut self, id: InstanceId) {
+        let touches = |o: &Open| [o.order.debtor, o.order.source, o.order.target].contains(&id);
+        let gone: Vec<u64> = self.orders.open.iter().filter(|(_, o)| touches(o)).map(|(n, _)| *n).collect();
+        for number in gone {
+            if let Some(order) = self.orders.end(number) {
+                self.close(&order, 0);
+            }
+        }
+    }
+
+    fn set_incoming(&mut self, target: InstanceId) {
+        let blocks = self.orders.incoming.get(&target).copied().unwrap_or(0);
+        if let Some(view) = self.instance_view(target) {
+            view.blocks_incoming = blocks;
+        }
+    }
+
+    fn set_moving(&mut self, debtor: InstanceId, seq: SeqId) {
+        let moving = self.orders.rests(debtor, seq);
+        if let Some(request) = self.instance_view(debtor).and_then(|v| v.requests.get_mut(&seq)) {
+            request.moving = moving;
+        }
+    }
+}

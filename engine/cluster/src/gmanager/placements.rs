@@ -1,0 +1,128 @@
+//! The request placement map (Infinite-LLM v2 §6.1): rBlocks of each request on each instance, as instances report them.
+//!
+//! Every instance's rows are kept as it sent them; the planner's view has them by debtor. An instance sends the rows
+//! that changed; a member whose full rows have not come yet is asked for them, and nothing new is placed on it.
+
+use super::GManager;
+use super::member::Blocks;
+use crate::planner::RemoteBlocks;
+use lagoon_protocol::{Heartbeat, PlacementEntry, PlacementRow};
+use lagoon_types::{InstanceId, SeqId, limits};
+
+impl GManager {
+    /// Takes the rows of a heartbeat.
+    pub(super) fn take_rows(&mut self, id: InstanceId, m: &Heartbeat) {
+        if m.placements_full {
+            self.drop_rows(id);
+            if let Some(member) = self.members.get_mut(&id) {
+                member.rows_complete = true;
+            }
+        }
+        let Some(member) = self.members.get(&id).filter(|m| m.rows_complete) else { return };
+        // Every row is of a block at least.
+        let rows_max = member.registration.blocks_total as usize;
+        for row in m.placements.iter().take(limits::HEARTBEAT_ROWS_MAX) {
+            let key = (InstanceId(row.debtor), SeqId(row.seq));
+            let known = self.members.get(&id).is_some_and(|m| m.rows.len() < rows_max || m.rows.contains_key(&key));
+            if known || row.blocks == 0 {
+                self.set_row(id, key, Blocks { blocks: row.blocks, sealed: row.blocks_sealed.min(row.blocks) });
+            }
+        }
+    }
+
+    /// One row of `holder`; 0 blocks: it is gone.
+    fn set_row(&mut self, holder: InstanceId, key: (InstanceId, SeqId), row: Blocks) {
+        let Some(member) = self.members.get_mut(&holder) else { return };
+        let old = if row.blocks == 0 { member.rows.remove(&key) } else { member.rows.insert(key, row) };
+        let debtor = key.0;
+        if debtor != holder && old.is_none() != (row.blocks == 0) {
+            self.count_guest(debtor, holder, row.blocks > 0);
+        }
+        self.set_request(holder, key, row);
+    }
+
+    fn count_guest(&mut self, debtor: InstanceId, holder: InstanceId, more: bool) {
+        let holders = self.guests.entry(debtor).or_default();
+        let count = holders.entry(holder).or_default();
+        *count = if more { *count + 1 } else { count.saturating_sub(1) };
+        if *count == 0 {
+            holders.remove(&holder);
+            if holders.is_empty() {
+                self.guests.remove(&debtor);
+            }
+        }
+    }
+
+    /// The same row in the planner's view.
+    fn set_request(&mut self, holder: InstanceId, (debtor, seq): (InstanceId, SeqId), row: Blocks) {
+        let moving = self.orders.rests(debtor, seq);
+        let Some(view) = self.instance_view(debtor) else { return };
+        if row.blocks == 0 && !view.requests.contains_key(&seq) {
+            return;
+        }
+        let request = view.requests.entry(seq).or_default();
+        request.moving = moving;
+        if holder == debtor {
+            (request.local, request.local_sealed) = (row.blocks, row.sealed);
+        } else {
+            let remote = RemoteBlocks { creditor: holder, blocks: row.blocks, sealed: row.sealed };
+            match request.remote.binary_search_by_key(&holder, |r| r.creditor) {
+                Ok(at) if row.blocks == 0 => drop(request.remote.remove(at)),
+                Ok(at) => request.remote[at] = remote,
+                Err(_) if row.blocks == 0 => {}
+                Err(at) => request.remote.insert(at, remote),
+            }
+        }
+        if request.local == 0 && request.remote.is_empty() {
+            view.requests.remove(&seq);
+        }
+    }
+
+    /// Forgets the rows of an instance.
+    pub(super) fn drop_rows(&mut self, id: InstanceId) {
+        let Some(member) = self.members.get_mut(&id) else { return };
+        let rows = std::mem::take(&mut member.rows);
+        for key in rows.into_keys() {
+            if key.0 != id {
+                self.count_guest(key.0, id, false);
+            }
+            self.set_request(id, key, Blocks::default());
+        }
+    }
+
+    /// What creditors have said of a debtor that comes (back) into the books.
+    pub(super) fn gather_requests(&mut self, debtor: InstanceId) {
+        let holders: Vec<InstanceId> = self.guests.get(&debtor).into_iter().flatten().map(|(h, _)| *h).collect();
+        for holder in holders {
+            let Some(member) = self.members.get(&holder) else { continue };
+            let range = (debtor, SeqId(0))..=(debtor, SeqId(u64::MAX));
+            let rows: Vec<_> = member.rows.range(range).map(|(key, row)| (*key, *row)).collect();
+            rows.into_iter().for_each(|(key, row)| self.set_request(holder, key, row));
+        }
+    }
+
+    /// Rows of one request: holder and blocks, ascending by holder.
+    pub(super) fn rows_of(&self, debtor: InstanceId, seq: SeqId) -> Vec<(InstanceId, Blocks)> {
+        let remote = self.guests.get(&debtor).into_iter().flatten().map(|(h, _)| *h);
+        let mut holders: Vec<InstanceId> = remote.chain([debtor]).collect();
+        holders.sort_unstable();
+        holders.dedup();
+        let row = |h: InstanceId| Some((h, *self.members.get(&h)?.rows.get(&(debtor, seq))?));
+        holders.into_iter().filter_map(row).collect()
+    }
+
+    /// The request placement map, by holder, debtor and sequence.
+    pub fn placements(&self) -> impl Iterator<Item = PlacementRow> + '_ {
+        self.members.iter().flat_map(|(holder, member)| {
+            member.rows.iter().map(|((debtor, seq), row)| PlacementRow {
+                instance: holder.0,
+                entry: Some(PlacementEntry {
+                    debtor: debtor.0,
+                    seq: seq.0,
+                    blocks: row.blocks,
+                    blocks_sealed: row.sealed,
+                }),
+            })
+        })
+    }
+}

@@ -1,0 +1,86 @@
+//! Shapes: what all instances of a pool have in common.
+
+use super::reject;
+use crate::perf::ModelShape;
+use lagoon_protocol::{PoolShape, Rejected};
+use lagoon_types::{DType, ModelHash, limits};
+
+/// Refuses shapes that no pool can have.
+pub(super) fn check_shape(shape: &PoolShape) -> Result<(), Rejected> {
+    if shape.model_hash.len() != 32 {
+        return reject(format!("a model hash has 32 bytes, not {}", shape.model_hash.len()));
+    }
+    let sizes = [shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.block_tokens];
+    if sizes.contains(&0) || !shape.heads.is_multiple_of(shape.kv_heads) {
+        return reject(format!(
+            "layers {}, heads {}, kv_heads {}, head_dim {}, block_tokens {}: expected none to be 0, and heads to be a \
+             multiple of kv_heads",
+            shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.block_tokens
+        ));
+    }
+    if shape.block_tokens > limits::BLOCK_TOKENS_MAX {
+        return reject(format!("block_tokens is {}: at most {}", shape.block_tokens, limits::BLOCK_TOKENS_MAX));
+    }
+    match u8::try_from(shape.kv_dtype).ok().and_then(DType::from_code) {
+        Some(_) => Ok(()),
+        None => reject(format!("{} is no element type", shape.kv_dtype)),
+    }
+}
+
+/// Refuses an instance that differs from the pool, naming both values of the first field that does.
+pub(super) fn same_shape(pool: &PoolShape, instance: &PoolShape) -> Result<(), Rejected> {
+    let hash = |s: &PoolShape| <[u8; 32]>::try_from(&s.model_hash[..]).map(ModelHash).unwrap_or_default().to_string();
+    let dtype = |s: &PoolShape| {
+        let dtype = u8::try_from(s.kv_dtype).ok().and_then(DType::from_code);
+        dtype.map_or_else(|| s.kv_dtype.to_string(), |d| d.to_string())
+    };
+    let number = |of: fn(&PoolShape) -> u32| (of(pool).to_string(), of(instance).to_string());
+    let fields = [
+        (
+            "model hash",
+            if pool.model_hash == instance.model_hash { Default::default() } else { (hash(pool), hash(instance)) },
+        ),
+        ("layers", number(|s| s.layers)),
+        ("heads", number(|s| s.heads)),
+        ("kv_heads", number(|s| s.kv_heads)),
+        ("head_dim", number(|s| s.head_dim)),
+        ("KV element type", (dtype(pool), dtype(instance))),
+        ("block_tokens", number(|s| s.block_tokens)),
+        ("window", number(|s| s.window)),
+    ];
+    for (name, (ours, theirs)) in fields {
+        if ours != theirs {
+            return reject(format!("the instance's {name} is {theirs}, the pool's is {ours}"));
+        }
+    }
+    if pool == instance {
+        Ok(())
+    } else {
+        reject(format!("the instance's shape is {instance:?}, the pool's is {pool:?}"))
+    }
+}
+
+/// Bytes of one rBlock's KV, all layers; 0 for a shape that no pool has.
+pub(super) fn block_bytes(shape: &PoolShape) -> u64 {
+    u64::from(shape.block_tokens) * token_bytes(shape)
+}
+
+fn token_bytes(shape: &PoolShape) -> u64 {
+    let width = u64::from(shape.kv_heads) * u64::from(shape.head_dim);
+    u64::from(shape.layers) * 2 * width * element_bytes(shape)
+}
+
+fn element_bytes(shape: &PoolShape) -> u64 {
+    u8::try_from(shape.kv_dtype).ok().and_then(DType::from_code).map_or(0, |d| d.size() as u64)
+}
+
+/// For the planner. Shipped queries and outputs count in the KV's element type, which is what instances ship by default.
+pub(super) fn model_shape(shape: &PoolShape) -> ModelShape {
+    let q_dim = u64::from(shape.heads) * u64::from(shape.head_dim);
+    ModelShape {
+        layers: shape.layers,
+        block_tokens: shape.block_tokens,
+        token_bytes: token_bytes(shape),
+        row_bytes: 2 * q_dim * element_bytes(shape) + u64::from(shape.heads) * 4 + 4,
+    }
+}
