@@ -88,6 +88,8 @@ pub enum Effect {
         seq: SeqId,
         event: TokenEvent,
     },
+    /// A drain that shall stop this instance is done: nothing is left here, and nothing more is accepted.
+    Drained,
     /// The gManager refused this instance: it cannot serve in this pool.
     Rejected {
         reason: String,

@@ -4,6 +4,7 @@ use crate::config::InstanceConfig;
 use crate::event::{Effect, Event, PeerKey};
 use crate::freeze::FrozenDebt;
 use crate::guests::Guests;
+use crate::membership::Membership;
 use crate::peers::Peers;
 use crate::sequence::Sequence;
 use crate::steps::InFlight;
@@ -45,8 +46,8 @@ pub struct Instance {
     pub(crate) preempted_tokens: u64,
     /// Since when no gManager was there to ask, if it was before.
     pub(crate) away_since_ms: Option<u64>,
-    heartbeat_at_ms: u64,
     pub(crate) frozen: Option<FrozenDebt>,
+    pub(crate) membership: Membership,
 }
 
 impl Instance {
@@ -84,8 +85,8 @@ impl Instance {
             recomputed_tokens: 0,
             preempted_tokens: 0,
             away_since_ms: None,
-            heartbeat_at_ms: 0,
             frozen: None,
+            membership: Membership::new(config.incarnation),
             config,
         })
     }
@@ -119,7 +120,10 @@ impl Instance {
         // What runs grows before anything new comes in: what a preempted sequence gave up must not go back to it.
         self.grow();
         self.admit();
-        Lane::ALL.into_iter().for_each(|lane| self.start_lane(lane));
+        for lane in Lane::ALL {
+            self.start_lane(lane);
+            self.note_step(lane);
+        }
         self.drain_rmanager();
     }
 
@@ -138,6 +142,9 @@ impl Instance {
     fn accept(&mut self, seq: SeqId, mut request: GenerateRequest) -> Result<(), RequestError> {
         if self.config.role == Role::Kv {
             return Err(RequestError::Invalid("this node lends memory only (--role kv)".to_owned()));
+        }
+        if self.membership.drained {
+            return Err(RequestError::Unavailable("this instance was drained and stops".to_owned()));
         }
         if request.prompt.is_empty() || request.max_tokens == 0 {
             return Err(RequestError::Invalid(
@@ -216,46 +223,13 @@ impl Instance {
         self.seqs.remove(&seq);
     }
 
-    fn on_gmanager_up(&mut self) {
-        let config = &self.config;
-        self.effects.push(Effect::ToGManager(ControlBody::Register(Register {
-            version_min: VERSION_MIN,
-            version_max: VERSION_MAX,
-            name: config.name.clone(),
-            quic_addr: config.quic_addr.clone(),
-            http_addr: config.http_addr.clone(),
-            role: config.role.into(),
-            incarnation: config.incarnation,
-            shape: Some(config.pool_shape()),
-            blocks_total: config.blocks_total,
-            backend: config.backend.clone(),
-            instance: self.id.map_or(0, |id| id.0),
-            calibration: config.calibration.clone(),
-            tier: config.tier.into(),
-            lend_blocks_max: Some(
-                config.lend_blocks_max.min(config.blocks_total.saturating_sub(config.lend_reserve_blocks)),
-            ),
-        })));
-    }
-
     fn on_gmanager(&mut self, body: ControlBody) {
         match body {
-            ControlBody::Registered(registered) => {
-                self.id = Some(InstanceId(registered.instance));
-                self.rm.set_instance(InstanceId(registered.instance));
-                self.registered = true;
-                self.greet();
-                self.heartbeat();
-            }
+            ControlBody::Registered(registered) => self.on_registered(&registered),
             ControlBody::Rejected(rejected) => self.effects.push(Effect::Rejected { reason: rejected.reason }),
-            ControlBody::HeartbeatAck(ack) => {
-                if ack.known {
-                    self.pool_blocks_total = ack.pool_blocks_total;
-                } else {
-                    self.registered = false;
-                    self.on_gmanager_up();
-                }
-            }
+            ControlBody::HeartbeatAck(ack) => self.on_heartbeat_ack(&ack),
+            ControlBody::Fenced(fenced) => self.on_peer_fenced(&fenced),
+            ControlBody::DrainOrder(order) => self.on_drain_order(order),
             ControlBody::BorrowAdvice(advice) => {
                 self.pool_blocks_total = advice.pool_blocks_total;
                 self.rm.on_advice(&advice, self.now_ms);
@@ -264,17 +238,6 @@ impl Instance {
             ControlBody::Thaw(thaw) => self.on_thaw(thaw.cycle),
             _ => {}
         }
-    }
-
-    fn heartbeat(&mut self) {
-        self.heartbeat_at_ms = self.now_ms + HEARTBEAT_MS;
-        let links = self.peers.iter().filter(|k| k.rtt_us > 0);
-        let links = links.map(|k| Link { peer: k.instance.0, rtt_us: k.rtt_us, bytes_per_s: k.bytes_per_s }).collect();
-        let as_u32 = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
-        let (running, waiting) = (as_u32(self.sched.running_len()), as_u32(self.sched.waiting().len()));
-        let mut heartbeat = self.rm.heartbeat(running, waiting, links);
-        heartbeat.frozen = self.frozen.map_or(0, |f| f.cycle);
-        self.effects.push(Effect::ToGManager(ControlBody::Heartbeat(heartbeat)));
     }
 
     fn on_control(&mut self, peer: PeerKey, body: ControlBody) {
@@ -342,7 +305,10 @@ impl Instance {
         match report {
             Report::Queries { step, layer, frames } => self.on_queries(step, layer, frames),
             Report::Written { step, layer, kv } => self.on_written(step, layer, kv),
-            Report::Done { step, lane, samples } => self.on_done(step, lane, samples),
+            Report::Done { step, lane, samples } => {
+                self.note_step_done(step, lane);
+                self.on_done(step, lane, samples);
+            }
             Report::Failed { step, lane, error } => self.on_step_failed(step, lane, &error),
             Report::GuestPartial { tag, out, lse, count } => self.on_guest_partial(tag, out, lse, count),
             Report::GuestWritten { bytes } => self.on_guest_written(bytes),
@@ -361,9 +327,7 @@ impl Instance {
         self.expire_freeze();
         self.expire_steps();
         self.expire_waiting();
-        if self.registered && now >= self.heartbeat_at_ms {
-            self.heartbeat();
-        }
+        self.tick_membership();
     }
 
     /// Leases that are not lent any more: steps of peers that attend to them end, and the peers are told.

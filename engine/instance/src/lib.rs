@@ -19,6 +19,7 @@ mod event;
 mod freeze;
 mod guests;
 mod instance;
+mod membership;
 mod peers;
 mod recovery;
 mod sequence;

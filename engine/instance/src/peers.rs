@@ -54,7 +54,7 @@ impl Instance {
             version_min: VERSION_MIN,
             version_max: VERSION_MAX,
             instance: instance.0,
-            incarnation: self.config.incarnation,
+            incarnation: self.membership.incarnation,
             shape: Some(self.config.pool_shape()),
         }))
     }
@@ -92,6 +92,11 @@ impl Instance {
         for peer in std::mem::take(&mut self.peers.ungreeted) {
             self.on_peer_up(peer);
         }
+    }
+
+    /// This instance begins another life: every peer is to hear of it, once it has a number again.
+    pub(crate) fn greet_again(&mut self) {
+        self.peers.ungreeted.extend(self.peers.known.keys());
     }
 
     pub(crate) fn on_hello(&mut self, peer: PeerKey, hello: &Hello) {

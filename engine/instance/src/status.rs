@@ -12,6 +12,10 @@ use std::collections::BTreeMap;
 pub struct InstanceStatus {
     pub instance: Option<InstanceId>,
     pub registered: bool,
+    /// It lends nothing more and finishes what it has.
+    pub draining: bool,
+    /// Times that the gManager took it for dead.
+    pub fences: u64,
     /// rBlocks of the whole pool, as the gManager last said.
     pub pool_blocks_total: u64,
     pub blocks_total: u32,
@@ -99,6 +103,8 @@ impl Instance {
         InstanceStatus {
             instance: self.id,
             registered: self.registered,
+            draining: self.membership.is_draining(),
+            fences: self.membership.fences,
             pool_blocks_total: self.pool_blocks_total,
             blocks_total: self.config.blocks_total,
             blocks_free: counts.free,

@@ -30,6 +30,13 @@ pub(crate) struct InFlight {
     deadline_ms: Option<u64>,
 }
 
+impl InFlight {
+    /// Every sequence of it generates a token.
+    pub(crate) fn decodes(&self) -> bool {
+        self.chunks.iter().all(|c| c.len == 1 && c.last)
+    }
+}
+
 impl Instance {
     /// What shipping and fetching cost towards a creditor, by what was measured.
     fn cost_model(&self, creditor: InstanceId) -> CostModel {

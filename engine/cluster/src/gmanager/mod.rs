@@ -24,11 +24,13 @@ mod placements;
 mod register;
 mod rounds;
 mod shape;
+mod swaps;
 #[cfg(test)]
 mod tests;
 
 pub use advise::serve_query;
 
+use crate::dgfm::{Dgfm, DgfmConfig, DgfmStats};
 use crate::planner::{Planner, PlannerConfig, PoolView};
 use advise::Sorted;
 use fence::Fences;
@@ -61,12 +63,14 @@ pub struct GManagerConfig {
     pub planner: Option<PlannerConfig>,
     /// Time between planning rounds.
     pub plan_ms: u64,
+    /// Without one, debts that became circular stay until their requests end.
+    pub dgfm: Option<DgfmConfig>,
 }
 
 impl Default for GManagerConfig {
     fn default() -> Self {
         let instances_max = limits::INSTANCES_MAX;
-        Self { first_instance: 1, term: 0, instances_max, planner: None, plan_ms: limits::PLAN_MS }
+        Self { first_instance: 1, term: 0, instances_max, planner: None, plan_ms: limits::PLAN_MS, dgfm: None }
     }
 }
 
@@ -113,6 +117,7 @@ pub struct GManager {
     rounds: Rounds,
     orders: Orders,
     fences: Fences,
+    dgfm: Option<Dgfm>,
     drain_at_ms: u64,
     outputs: VecDeque<GManagerOutput>,
     stats: GManagerStats,
@@ -132,7 +137,7 @@ fn reject<T>(reason: String) -> Result<T, Rejected> {
 }
 
 impl GManager {
-    /// An empty pool without a planner. Numbers are given from `first_instance` (not 0) on.
+    /// An empty pool without a planner and without DGFM. Numbers are given from `first_instance` (not 0) on.
     #[must_use]
     pub fn new(first_instance: u32) -> Self {
         Self::with_config(GManagerConfig { first_instance, ..GManagerConfig::default() })
@@ -161,6 +166,7 @@ impl GManager {
             rounds: Rounds::new(planner, config.plan_ms),
             orders: Orders::new(config.term),
             fences: Fences::default(),
+            dgfm: config.dgfm.clone().map(|dgfm| Dgfm::new(dgfm, config.term)),
             drain_at_ms: 0,
             outputs: VecDeque::new(),
             stats: GManagerStats::default(),
@@ -193,6 +199,10 @@ impl GManager {
                 from.into_iter().for_each(|from| self.on_move_outcome(from, m, now_ms));
                 None
             }
+            ControlBody::Frozen(m) => {
+                from.into_iter().for_each(|from| self.on_frozen(from, m, now_ms));
+                None
+            }
             ControlBody::Deregister(m) if is_from(m.instance) => {
                 self.on_deregister(InstanceId(m.instance));
                 None
@@ -215,6 +225,7 @@ impl GManager {
         self.repeat_fences();
         self.expire_orders();
         self.drain_members();
+        self.swap();
         self.plan_round();
         self.refresh_view();
         forgotten
@@ -226,7 +237,8 @@ impl GManager {
         let check = self.checks.first().map(|c| c.0);
         let drains = self.members.values().any(|m| m.drain.is_some()).then_some(self.drain_at_ms);
         let view = self.sorted.next_wake_ms();
-        let wakes = [check, drains, view, self.fences.next_wake_ms(), self.orders.next_wake_ms()];
+        let swaps = self.dgfm.as_ref().map(Dgfm::next_wake_ms);
+        let wakes = [check, drains, view, swaps, self.fences.next_wake_ms(), self.orders.next_wake_ms()];
         wakes.into_iter().flatten().chain(self.rounds.next_wake_ms()).min()
     }
 
@@ -275,6 +287,12 @@ impl GManager {
     #[must_use]
     pub fn stats(&self) -> GManagerStats {
         self.stats
+    }
+
+    /// What became of circular debts; `None` without DGFM.
+    #[must_use]
+    pub fn dgfm_stats(&self) -> Option<DgfmStats> {
+        self.dgfm.as_ref().map(Dgfm::stats)
     }
 
     /// What the planner sees.

@@ -171,6 +171,10 @@ impl GManager {
         if order.target != order.debtor && target.is_draining() {
             return Err(format!("the target {} is being drained", order.target));
         }
+        let swaps = |id: InstanceId| self.dgfm.as_ref().is_some_and(|d| d.is_member(id));
+        if let Some(id) = [order.debtor, order.source, order.target].into_iter().find(|id| swaps(*id)) {
+            return Err(format!("{id} is swapping circular debts"));
+        }
         if self.orders.rests(order.debtor, order.seq) {
             return Err(format!("{}'s {} is moving, or was until just now", order.debtor, order.seq));
         }
@@ -183,7 +187,7 @@ impl GManager {
     /// An order has ended on its debtor.
     pub fn on_move_outcome(&mut self, from: InstanceId, m: &MoveOutcome, now_ms: u64) {
         self.on_time(now_ms);
-        if self.orders.open.get(&m.order).is_none_or(|o| o.order.debtor != from) {
+        if self.on_swap_outcome(from, m) || self.orders.open.get(&m.order).is_none_or(|o| o.order.debtor != from) {
             return;
         }
         let Some(order) = self.orders.end(m.order) else { return };
@@ -234,6 +238,7 @@ impl GManager {
 
     /// An instance is gone: nobody will answer for it, and nothing can move from or to it.
     pub(super) fn drop_orders_of(&mut self, id: InstanceId) {
+        self.drop_swaps_of(id);
         let touches = |o: &Open| [o.order.debtor, o.order.source, o.order.target].contains(&id);
         let gone: Vec<u64> = self.orders.open.iter().filter(|(_, o)| touches(o)).map(|(n, _)| *n).collect();
         for number in gone {

@@ -1,0 +1,281 @@
+//! This instance in its pool: registration, heartbeats with its rows of the request placement map, fences and drains.
+//!
+//! * A fence is a new life under the same roof: everything lent and borrowed is forgotten, a new incarnation is drawn
+//!   from the old one, the gManager and the peers hear of it; running requests lose their remote KV and go on.
+//! * A draining instance lends nothing more and finishes what it has. If it shall stop, it says so when nothing is left
+//!   and nothing came for a while.
+
+use crate::event::Effect;
+use crate::instance::Instance;
+use crate::sequence::Sequence;
+use lagoon_cluster::PlacementReport;
+use lagoon_kv::Placement;
+use lagoon_protocol::{
+    ControlBody, Deregister, DrainOrder, Fenced, HeartbeatAck, Link, Load, PlacementEntry, Register, Registered, Role,
+    VERSION_MAX, VERSION_MIN,
+};
+use lagoon_types::limits::{DRAIN_QUIET_MS, HEARTBEAT_LINKS_MAX, HEARTBEAT_MS, LOAD_QUEUE_MAX};
+use lagoon_types::{InstanceId, Lane, StepId};
+
+/// A drain under way.
+#[derive(Clone, Copy, Debug)]
+struct Drain {
+    stop: bool,
+    /// Since when nothing is left here.
+    quiet_since_ms: Option<u64>,
+}
+
+/// What the instance knows of its membership.
+#[derive(Debug)]
+pub(crate) struct Membership {
+    /// Random per life: drawn by the shell, then one from the other.
+    pub(crate) incarnation: u64,
+    /// Of the gManager that it is registered with.
+    term: u64,
+    heartbeat_at_ms: u64,
+    report: PlacementReport,
+    drain: Option<Drain>,
+    /// It said that it is drained: it takes nothing more.
+    pub(crate) drained: bool,
+    /// Times that it was fenced.
+    pub(crate) fences: u64,
+    steps: StepTimes,
+}
+
+/// How long decode steps take, per lane, by the clock of the events.
+#[derive(Debug, Default)]
+struct StepTimes {
+    started: [Option<(StepId, u64)>; 2],
+    /// A moving average, in microseconds; 0 before the first.
+    mean_us: u64,
+}
+
+impl Membership {
+    pub(crate) fn new(incarnation: u64) -> Self {
+        Self {
+            incarnation,
+            term: 0,
+            heartbeat_at_ms: 0,
+            report: PlacementReport::default(),
+            drain: None,
+            drained: false,
+            fences: 0,
+            steps: StepTimes::default(),
+        }
+    }
+
+    pub(crate) fn is_draining(&self) -> bool {
+        self.drain.is_some()
+    }
+}
+
+/// The incarnation of the next life: SplitMix64, so that one random number seeds as many as are needed.
+fn next_incarnation(incarnation: u64) -> u64 {
+    let a = incarnation.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let a = (a ^ (a >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let b = (a ^ (a >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    b ^ (b >> 31)
+}
+
+fn as_u32(n: usize) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
+}
+
+impl Instance {
+    pub(crate) fn on_gmanager_up(&mut self) {
+        let config = &self.config;
+        let lend_blocks_max =
+            config.lend_blocks_max.min(config.blocks_total.saturating_sub(config.lend_reserve_blocks));
+        self.effects.push(Effect::ToGManager(ControlBody::Register(Register {
+            version_min: VERSION_MIN,
+            version_max: VERSION_MAX,
+            name: config.name.clone(),
+            quic_addr: config.quic_addr.clone(),
+            http_addr: config.http_addr.clone(),
+            role: config.role.into(),
+            incarnation: self.membership.incarnation,
+            shape: Some(config.pool_shape()),
+            blocks_total: config.blocks_total,
+            backend: config.backend.clone(),
+            instance: self.id.map_or(0, |id| id.0),
+            calibration: config.calibration.clone(),
+            tier: config.tier.into(),
+            lend_blocks_max: Some(lend_blocks_max),
+        })));
+    }
+
+    pub(crate) fn on_registered(&mut self, registered: &Registered) {
+        self.id = Some(InstanceId(registered.instance));
+        self.rm.set_instance(InstanceId(registered.instance));
+        self.registered = true;
+        self.membership.term = registered.term;
+        // Whatever another gManager, or this one, knew: it starts anew with a registration.
+        self.membership.report.restart();
+        self.greet();
+        self.heartbeat();
+    }
+
+    pub(crate) fn on_heartbeat_ack(&mut self, ack: &HeartbeatAck) {
+        if !ack.known {
+            self.registered = false;
+            self.on_gmanager_up();
+        } else if ack.fenced {
+            self.on_own_fence();
+        } else {
+            self.pool_blocks_total = ack.pool_blocks_total;
+            if ack.term == self.membership.term {
+                self.membership.report.on_ack(ack);
+            } else {
+                self.membership.term = ack.term;
+                self.membership.report.restart();
+            }
+        }
+    }
+
+    /// The gManager took this instance for dead.
+    fn on_own_fence(&mut self) {
+        if !self.registered {
+            // The next life has begun, and its registration is on the way.
+            return;
+        }
+        self.membership.fences += 1;
+        self.membership.incarnation = next_incarnation(self.membership.incarnation);
+        self.registered = false;
+        let ended = self.rm.forget_all(self.membership.incarnation, self.now_ms);
+        self.forget_ended(&ended);
+        // Peers free what they lent to the old incarnation when they hear of the new one.
+        self.greet_again();
+        self.on_gmanager_up();
+    }
+
+    /// Another instance was declared dead.
+    pub(crate) fn on_peer_fenced(&mut self, m: &Fenced) {
+        let ended = self.rm.on_peer_fenced(InstanceId(m.instance), m.incarnation, self.now_ms);
+        self.forget_ended(&ended);
+    }
+
+    pub(crate) fn on_drain_order(&mut self, m: DrainOrder) {
+        let old = self.membership.drain;
+        self.membership.drain =
+            m.on.then(|| Drain { stop: m.stop, quiet_since_ms: old.and_then(|d| d.quiet_since_ms) });
+        self.rm.set_draining(m.on);
+        if old.is_some() != m.on {
+            // Others shall hear at once.
+            self.membership.heartbeat_at_ms = self.now_ms;
+        }
+    }
+
+    /// Heartbeats that are due, and the end of a drain.
+    pub(crate) fn tick_membership(&mut self) {
+        if self.registered && self.now_ms >= self.membership.heartbeat_at_ms {
+            self.heartbeat();
+        }
+        self.tick_drain();
+    }
+
+    fn tick_drain(&mut self) {
+        let empty = self.seqs.is_empty()
+            && self.rm.lent().next().is_none()
+            && self.rm.borrowed() == 0
+            && self.rm.releasing() == 0;
+        let Some(drain) = &mut self.membership.drain else { return };
+        if !empty {
+            drain.quiet_since_ms = None;
+            return;
+        }
+        let since_ms = *drain.quiet_since_ms.get_or_insert(self.now_ms);
+        if drain.stop && !self.membership.drained && self.now_ms >= since_ms + DRAIN_QUIET_MS {
+            self.membership.drained = true;
+            if let Some(id) = self.id {
+                self.effects.push(Effect::ToGManager(ControlBody::Deregister(Deregister { instance: id.0 })));
+            }
+            self.effects.push(Effect::Drained);
+        }
+    }
+
+    fn heartbeat(&mut self) {
+        self.membership.heartbeat_at_ms = self.now_ms + HEARTBEAT_MS;
+        let links = self.peers.iter().filter(|k| k.rtt_us > 0);
+        let links = links.map(|k| Link { peer: k.instance.0, rtt_us: k.rtt_us, bytes_per_s: k.bytes_per_s });
+        let (running, waiting) = (as_u32(self.sched.running_len()), as_u32(self.sched.waiting().len()));
+        let mut heartbeat = self.rm.heartbeat(running, waiting, links.take(HEARTBEAT_LINKS_MAX).collect());
+        heartbeat.draining = self.membership.is_draining();
+        heartbeat.frozen = self.frozen.map_or(0, |f| f.cycle);
+        heartbeat.load = (self.config.role == Role::Instance).then(|| self.load());
+        let guests = self.rm.guest_rows();
+        let me = heartbeat.instance;
+        let own = self.seqs.values().map(|s| own_row(me, s));
+        self.membership.report.fill(&mut heartbeat, own.chain(guests));
+        self.effects.push(Effect::ToGManager(ControlBody::Heartbeat(heartbeat)));
+    }
+
+    /// What the planner's model needs to know of the batch and the queue.
+    fn load(&self) -> Load {
+        let block_tokens = self.config.block_tokens;
+        let decodes = |s: &&Sequence| self.sched.is_running(s.id) && s.blocks.written() + 1 >= s.len();
+        let decoding = || self.seqs.values().filter(decodes);
+        let remote = |s: &Sequence| u64::from((s.blocks.remote_blocks() * block_tokens).min(s.len()));
+        let guests: u32 = self.rm.guest_rows().iter().map(|r| r.blocks).sum();
+        let queue = self.sched.waiting().take(LOAD_QUEUE_MAX);
+        Load {
+            batch: as_u32(decoding().count()),
+            context_tokens: decoding().map(|s| u64::from(s.len())).sum(),
+            remote_tokens: decoding().map(remote).sum(),
+            guest_tokens: u64::from(guests) * u64::from(block_tokens),
+            queue_blocks: queue.map(|w| (w.tokens + 1).div_ceil(block_tokens)).collect(),
+            batch_max: as_u32(self.config.sched.running),
+            step_us: u32::try_from(self.membership.steps.mean_us).unwrap_or(u32::MAX),
+        }
+    }
+
+    /// A lane has started a step, if it has.
+    pub(crate) fn note_step(&mut self, lane: Lane) {
+        let now_ms = self.now_ms;
+        let started = &mut self.membership.steps.started[lane.index()];
+        match &self.lanes[lane.index()] {
+            Some(flight) if started.is_none_or(|(step, _)| step != flight.step) => {
+                *started = flight.decodes().then_some((flight.step, now_ms));
+            }
+            _ => {}
+        }
+    }
+
+    /// A step has ended well.
+    pub(crate) fn note_step_done(&mut self, step: StepId, lane: Lane) {
+        let steps = &mut self.membership.steps;
+        if let Some((_, at_ms)) = steps.started[lane.index()].take_if(|(s, _)| *s == step) {
+            let took_us = self.now_ms.saturating_sub(at_ms) * 1000;
+            // The clock ticks in milliseconds: only the mean of many steps means something.
+            steps.mean_us = if steps.mean_us == 0 { took_us } else { (steps.mean_us * 15 + took_us) / 16 };
+        }
+    }
+}
+
+/// A sequence's rBlocks here. Those that are written in every layer could move.
+fn own_row(me: u32, seq: &Sequence) -> PlacementEntry {
+    let full = (seq.blocks.written() / seq.blocks.block_tokens()) as usize;
+    let local =
+        |placements: &[Placement]| as_u32(placements.iter().filter(|p| matches!(p, Placement::Local(_))).count());
+    PlacementEntry {
+        debtor: me,
+        seq: seq.id.0,
+        blocks: seq.blocks.local_blocks() + as_u32(seq.aside.len()),
+        blocks_sealed: local(seq.blocks.placements().get(..full).unwrap_or(&[])),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn lives_differ() {
+        let mut lives = BTreeSet::new();
+        let mut incarnation = 7;
+        for _ in 0..10_000 {
+            assert!(lives.insert(incarnation));
+            incarnation = next_incarnation(incarnation);
+        }
+    }
+}
