@@ -6,13 +6,12 @@
 use crate::args::TlsArgs;
 use crate::election::{Election, ElectionArgs, Standing};
 use anyhow::Context;
-use lagoon_cluster::GManager;
+use crate::registry::Registry;
+use lagoon_cluster::{DgfmConfig, GManager, GManagerConfig, PlannerConfig};
 use lagoon_protocol::{ControlBody, NotLeader};
 use lagoon_transport::{Bound, Event, Frame, Node, PeerId, TransportConfig};
-use lagoon_types::InstanceId;
-use std::collections::HashMap;
 use std::net::SocketAddr;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// `lagoon gmanager`.
 #[derive(Clone, Debug, clap::Args)]
@@ -62,16 +61,17 @@ pub(crate) async fn run(args: GManagerArgs) -> anyhow::Result<()> {
     }
     let election = Election::start(&args.election, addr, stop.clone())?;
     let mut shell = Shell { node: node.clone(), election, first_instance: args.first_instance, leading: None };
-    let mut tick = tokio::time::interval(Duration::from_secs(1));
     loop {
+        let sleep = tokio::time::sleep(shell.sleep());
         tokio::select! {
             () = stop.cancelled() => break,
             Some(event) = events.recv() => shell.on_event(event),
             // Nobody has a reason to send KV or partials here: they are dropped.
             Some(_) = partials.recv() => {}
             Some(_) = bulk.recv() => {}
-            _ = tick.tick() => shell.on_tick(),
+            () = sleep => shell.on_tick(),
         }
+        shell.send_orders();
     }
     shell.election.ended().await;
     node.close(Duration::from_millis(500)).await;
@@ -88,34 +88,11 @@ struct Shell {
 /// The pool as it is known in one term.
 struct Leading {
     term: u64,
-    gmanager: GManager,
-    /// Who registered on which connection.
-    registered: HashMap<PeerId, InstanceId>,
-    started: Instant,
+    registry: Registry,
 }
 
-impl Leading {
-    fn now_ms(&self) -> u64 {
-        u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX)
-    }
-
-    fn on_control(&mut self, peer: PeerId, body: &ControlBody) -> Option<ControlBody> {
-        let now = self.now_ms();
-        let mut answer = self.gmanager.on_control(self.registered.get(&peer).copied(), body, now)?;
-        match &mut answer {
-            ControlBody::HeartbeatAck(ack) => ack.term = self.term,
-            ControlBody::StatusReply(reply) => reply.term = self.term,
-            ControlBody::Registered(r) => {
-                r.term = self.term;
-                tracing::info!(instance = r.instance, "registered");
-                self.registered.insert(peer, InstanceId(r.instance));
-            }
-            ControlBody::Rejected(r) => tracing::warn!(reason = r.reason, "refused a registration"),
-            _ => {}
-        }
-        Some(answer)
-    }
-}
+/// How often a standby looks whether it leads.
+const STANDBY_TICK: Duration = Duration::from_secs(1);
 
 impl Shell {
     /// The pool, if this process leads now; else the address of who does. What was known in another term is forgotten:
@@ -123,20 +100,36 @@ impl Shell {
     fn leading(&mut self) -> Result<&mut Leading, String> {
         match self.election.standing() {
             Standing::Follows { leader } => {
-                self.leading = None;
+                if self.leading.take().is_some() {
+                    self.node.answer_control(None);
+                }
                 Err(leader)
             }
             Standing::Leads { term } => {
                 let current = self.leading.take().filter(|leading| leading.term == term);
-                let first = || self.first_instance.unwrap_or_else(|| first_instance_by_clock(SystemTime::now()));
-                Ok(self.leading.insert(current.unwrap_or_else(|| Leading {
-                    term,
-                    gmanager: GManager::new(first()),
-                    registered: HashMap::new(),
-                    started: Instant::now(),
-                })))
+                let leading = current.unwrap_or_else(|| self.lead(term));
+                Ok(self.leading.insert(leading))
             }
         }
+    }
+
+    /// Begins a term with an empty pool.
+    fn lead(&self, term: u64) -> Leading {
+        let gmanager = GManager::with_config(GManagerConfig {
+            first_instance: self.first_instance.unwrap_or_else(|| first_instance_by_clock(SystemTime::now())),
+            term,
+            planner: Some(PlannerConfig::default()),
+            dgfm: Some(DgfmConfig::default()),
+            ..GManagerConfig::default()
+        });
+        let registry = Registry::new(gmanager);
+        registry.serve_queries(&self.node);
+        Leading { term, registry }
+    }
+
+    /// How long until something is to be done if nothing happens.
+    fn sleep(&self) -> Duration {
+        self.leading.as_ref().map_or(STANDBY_TICK, |leading| leading.registry.sleep())
     }
 
     fn on_event(&mut self, event: Event) {
@@ -144,7 +137,7 @@ impl Shell {
             Event::Control { peer, message, .. } => {
                 let Some(body) = message.body else { return };
                 let answer = match self.leading() {
-                    Ok(leading) => leading.on_control(peer, &body),
+                    Ok(leading) => leading.registry.on_control(peer, &body),
                     Err(leader_addr) => Some(ControlBody::NotLeader(NotLeader { leader_addr })),
                 };
                 if let Some(answer) = answer {
@@ -153,7 +146,7 @@ impl Shell {
             }
             Event::Down { peer, .. } => {
                 if let Some(leading) = &mut self.leading {
-                    leading.registered.remove(&peer);
+                    leading.registry.on_down(peer);
                 }
             }
             // The transport has logged what it refused.
@@ -168,10 +161,15 @@ impl Shell {
     }
 
     fn on_tick(&mut self) {
-        let Ok(leading) = self.leading() else { return };
-        let now = leading.now_ms();
-        for instance in leading.gmanager.tick(now) {
-            tracing::warn!(%instance, "forgotten after a long silence");
+        if let Ok(leading) = self.leading() {
+            leading.registry.on_tick();
+        }
+    }
+
+    /// Sends what the gManager wants sent to others than an asker.
+    fn send_orders(&mut self) {
+        while let Some((peer, body)) = self.leading.as_mut().and_then(|leading| leading.registry.poll()) {
+            self.send(peer, body);
         }
     }
 }

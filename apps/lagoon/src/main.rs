@@ -32,6 +32,7 @@ mod node;
 mod node_metrics;
 mod pool_client;
 mod quiet;
+mod registry;
 mod serve;
 mod shutdown;
 mod sim;

@@ -471,6 +471,11 @@ impl NodeLoop {
                 None
             }
             Effect::Emit { seq, event } => self.emit(seq, event),
+            Effect::Drained => {
+                tracing::info!("drained: nothing is left here");
+                self.drain.done = true;
+                None
+            }
             Effect::Rejected { reason } => {
                 self.fatal = Some(format!(
                     "the gManager refused this instance: {reason}\n\

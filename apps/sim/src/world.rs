@@ -12,7 +12,7 @@ use crate::rng::Rng;
 use crate::runner::SimRunner;
 use bytes::Bytes;
 use lagoon_backend::DeviceError;
-use lagoon_cluster::GManager;
+use lagoon_cluster::{GManager, GManagerOutput};
 use lagoon_instance::{Effect, Event, InstanceConfig, PeerKey, TICK_MS};
 use lagoon_protocol::{Control, ControlBody};
 use lagoon_runner::Report;
@@ -339,6 +339,7 @@ impl<R: SimRunner> World<R> {
         self.agenda.after(coordinator.clock.true_us(GMANAGER_TICK_US), again);
         coordinator.gmanager.tick(coordinator.clock.now_ms(now));
         self.events += 1;
+        self.drain_gmanager();
     }
 
     fn on_net(&mut self, net: Net) {
@@ -390,17 +391,31 @@ impl<R: SimRunner> World<R> {
         self.events += 1;
         let sender = coordinator.registered.get(&from).copied();
         let now_ms = coordinator.clock.now_ms(now);
-        let Some(mut reply) = coordinator.gmanager.on_control(sender, &body, now_ms) else { return };
+        let mut reply = coordinator.gmanager.on_control(sender, &body, now_ms);
         // As the shell does.
         match &mut reply {
-            ControlBody::HeartbeatAck(ack) => ack.term = coordinator.life + 1,
-            ControlBody::Registered(registered) => {
+            Some(ControlBody::HeartbeatAck(ack)) => ack.term = coordinator.life + 1,
+            Some(ControlBody::Registered(registered)) => {
                 registered.term = coordinator.life + 1;
                 coordinator.registered.insert(from, InstanceId(registered.instance));
             }
             _ => {}
         }
-        self.send(GMANAGER, from, reply.into());
+        if let Some(reply) = reply {
+            self.send(GMANAGER, from, reply.into());
+        }
+        self.drain_gmanager();
+    }
+
+    /// Sends what the gManager wants sent to instances that are connected.
+    fn drain_gmanager(&mut self) {
+        while let Some(coordinator) = &mut self.coordinator {
+            let Some(GManagerOutput::Send { to, body }) = coordinator.gmanager.poll() else { return };
+            let place = coordinator.registered.iter().find(|(_, id)| **id == to).map(|(place, _)| *place);
+            if let Some(place) = place {
+                self.send(GMANAGER, place, body.into());
+            }
+        }
     }
 
     /// A device is done with its piece of work: its instance hears of it, and it goes on.
@@ -499,6 +514,8 @@ impl<R: SimRunner> World<R> {
                 self.emitted.push(Emission { place, seq, event });
                 None
             }
+            // Its process would stop by itself; the scenario decides when.
+            Effect::Drained => None,
             Effect::Rejected { reason } => {
                 self.processes[place].as_mut()?.rejected = Some(reason);
                 None

@@ -244,7 +244,7 @@ impl Side {
             Effect::Emit { event: TokenEvent::Finished { .. }, .. } => {
                 self.failed = Some("it ended before enough steps were measured".to_owned());
             }
-            Effect::Emit { .. } => {}
+            Effect::Emit { .. } | Effect::Drained => {}
         }
         None
     }

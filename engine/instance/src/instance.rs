@@ -9,12 +9,10 @@ use crate::peers::Peers;
 use crate::sequence::Sequence;
 use crate::steps::InFlight;
 use lagoon_cluster::{ConfigError, LeaseEnded, RManager, RManagerConfig};
-use lagoon_protocol::{
-    BulkFrame, ControlBody, Link, PartialsFrame, RefuseCode, Register, Role, StepTicket, VERSION_MAX, VERSION_MIN,
-};
+use lagoon_protocol::{BulkFrame, ControlBody, PartialsFrame, RefuseCode, Role, StepTicket};
 use lagoon_runner::Report;
 use lagoon_sched::Scheduler;
-use lagoon_types::limits::{ADMISSION_DEADLINE_MS, HEARTBEAT_MS, LEASE_TTL_MS, QUEUE_DEFAULT};
+use lagoon_types::limits::{ADMISSION_DEADLINE_MS, LEASE_TTL_MS, QUEUE_DEFAULT};
 use lagoon_types::{FinishReason, GenerateRequest, InstanceId, Lane, LeaseId, RequestError, SeqId, StepId, TokenEvent};
 use std::collections::BTreeMap;
 

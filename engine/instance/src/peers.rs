@@ -107,6 +107,10 @@ impl Instance {
             return;
         }
         let instance = InstanceId(hello.instance);
+        // It was fenced and has another number now.
+        if self.peers.known(peer).is_some_and(|known| known.instance != instance) {
+            self.forget_peer(peer);
+        }
         if let Some(old) = self.peers.keys.insert(instance, peer)
             && old != peer
         {

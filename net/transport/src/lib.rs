@@ -20,6 +20,7 @@
 )]
 
 mod accept;
+mod answer;
 mod ca;
 mod config;
 mod dial;
@@ -33,6 +34,7 @@ mod session;
 mod socket;
 mod stats;
 
+pub use answer::AnswerControl;
 pub use ca::{CertInfo, ClusterCa, Issued, describe};
 pub use config::TransportConfig;
 pub use error::{BindError, IdentityError, SendError};

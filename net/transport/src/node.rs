@@ -1,7 +1,8 @@
 //! The node: one endpoint, its peers, and the handle with which its owner sends.
 
 use crate::{
-    BindError, ClassStats, Event, Identity, Inbound, Inbox, PeerId, SendError, TransportConfig,
+    AnswerControl, BindError, ClassStats, Event, Identity, Inbound, Inbox, PeerId, SendError, TransportConfig,
+    answer::Answers,
     event::{Outlet, inbox},
     link::Queued,
     peer::Peer,
@@ -54,6 +55,7 @@ pub(crate) struct Shared {
     peers: RwLock<Peers>,
     numbers: AtomicU64,
     closed: AtomicBool,
+    pub(crate) answers: Answers,
 }
 
 /// A node and what it receives.
@@ -119,6 +121,7 @@ impl Node {
             peers: RwLock::default(),
             numbers: AtomicU64::new(1),
             closed: AtomicBool::new(false),
+            answers: Answers::default(),
             endpoint,
             config,
         });
@@ -152,6 +155,11 @@ impl Node {
         }
         self.shared().ensure_dials(&peer);
         Some(peer.id)
+    }
+
+    /// From now on `answer` is asked about every control message before it goes to the inbox; `None` ends that.
+    pub fn answer_control(&self, answer: Option<AnswerControl>) {
+        self.shared().answers.set(answer);
     }
 
     /// Stops keeping a peer connected. A session that exists goes on until it ends.

@@ -4,13 +4,15 @@
 //! simultaneous dials stays loses nothing: the dial of the process with the smaller incarnation wins.
 
 use crate::{
-    Event, Inbound,
+    Event, Inbound, SendError,
+    answer::Cached,
     event::{Alive, Ended},
+    link::Link,
     node::Shared,
     peer::{Peer, Remote, Session, Slot},
 };
 use bytes::Bytes;
-use lagoon_wire::{Class, Frame, FrameReader};
+use lagoon_wire::{Class, Frame, FrameReader, encode};
 use quinn::{Connection, RecvStream, SendStream, VarInt};
 use std::{
     future::poll_fn,
@@ -113,7 +115,14 @@ impl Shared {
         drop(source);
         peer.link(class).attach(key, wires.send);
         self.spawn_writer(peer, class, key, wires.connection.clone());
-        let reader = Reader { class, session: session.number, alive, recv: wires.recv, rest: wires.rest };
+        let reader = Reader {
+            class,
+            session: session.number,
+            alive,
+            recv: wires.recv,
+            rest: wires.rest,
+            cached: Cached::default(),
+        };
         self.spawn_reader(peer, key, wires.connection, reader);
     }
 
@@ -212,6 +221,12 @@ struct Reader {
     alive: Arc<Alive>,
     recv: RecvStream,
     rest: Bytes,
+    cached: Cached,
+}
+
+/// Sends an answer on the connection on which its question came.
+fn reply(shared: &Shared, link: &Link, frame: &Frame) -> Result<(), SendError> {
+    link.push(encode(frame)?, &shared.config).map(drop)
 }
 
 /// Bytes taken from QUIC at once.
@@ -247,12 +262,19 @@ impl Reader {
         }
     }
 
-    async fn deliver(&self, shared: &Shared, peer: &Peer, frame: Frame, bytes: usize) -> Result<(), Ended> {
-        let (peer, session) = (peer.id, self.session);
+    async fn deliver(&mut self, shared: &Shared, peer: &Peer, frame: Frame, bytes: usize) -> Result<(), Ended> {
+        let (link, peer, session) = (peer.link(Class::Control), peer.id, self.session);
         match frame {
             Frame::Control(message) => {
                 if message.body.is_none() {
                     tracing::debug!(%peer, "a control message of a newer version was skipped");
+                }
+                if let Some(answer) = self.cached.answer(&shared.answers, peer, &message) {
+                    // A full queue is the asker's loss: it repeats what matters.
+                    if let Err(error) = reply(shared, link, &Frame::Control(answer)) {
+                        tracing::debug!(%peer, %error, "an answer was not sent");
+                    }
+                    return Ok(());
                 }
                 shared.events.deliver(Event::Control { peer, session, message }, bytes, &self.alive).await
             }

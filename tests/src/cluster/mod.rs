@@ -13,7 +13,7 @@ pub use net::GMANAGER;
 pub use node::{Backend, Coordinator, Node, PoolSpec, Spec};
 
 use lagoon_backend::DeviceError;
-use lagoon_cluster::GManager;
+use lagoon_cluster::{GManager, GManagerOutput};
 use lagoon_instance::{Effect, Event, PeerKey, TICK_MS};
 use lagoon_protocol::{Control, ControlBody};
 use lagoon_runner::Report;
@@ -412,12 +412,27 @@ impl World {
         let Some(coordinator) = &mut self.coordinator else { return };
         let Frame::Control(Control { body: Some(body) }) = frame else { panic!("a known message") };
         let sender = coordinator.registered.get(&from).copied();
-        let Some(reply) = coordinator.gmanager.on_control(sender, &body, self.now_ms) else { return };
-        if let ControlBody::Registered(registered) = &reply {
+        let reply = coordinator.gmanager.on_control(sender, &body, self.now_ms);
+        if let Some(ControlBody::Registered(registered)) = &reply {
             coordinator.registered.insert(from, lagoon_types::InstanceId(registered.instance));
         }
-        let ready_ms = self.now_ms + self.delay();
-        self.net.send(GMANAGER, from, reply.into(), ready_ms, 0);
+        if let Some(reply) = reply {
+            let ready_ms = self.now_ms + self.delay();
+            self.net.send(GMANAGER, from, reply.into(), ready_ms, 0);
+        }
+        self.drain_gmanager();
+    }
+
+    /// Sends what the gManager wants sent to instances that are connected.
+    fn drain_gmanager(&mut self) {
+        while let Some(coordinator) = &mut self.coordinator {
+            let Some(GManagerOutput::Send { to, body }) = coordinator.gmanager.poll() else { return };
+            let node = coordinator.registered.iter().find(|(_, id)| **id == to).map(|(node, _)| *node);
+            if let Some(node) = node {
+                let ready_ms = self.now_ms + self.delay();
+                self.net.send(GMANAGER, node, body.into(), ready_ms, 0);
+            }
+        }
     }
 
     /// Lets an executor do one piece of work.
@@ -472,6 +487,7 @@ impl World {
         if let Some(coordinator) = &mut self.coordinator {
             coordinator.gmanager.tick(now_ms);
         }
+        self.drain_gmanager();
         for node in 0..self.nodes.len() {
             if self.nodes[node].instance.is_some() && self.nodes[node].next_tick_ms <= now_ms {
                 self.nodes[node].next_tick_ms = now_ms + TICK_MS;
@@ -522,6 +538,7 @@ impl World {
                 self.nodes[node].busy = true;
             }
             Effect::Emit { seq, event } => self.emitted(node, seq, event),
+            Effect::Drained => self.nodes[node].drained = true,
             Effect::Rejected { reason } => self.nodes[node].rejected = Some(reason),
         }
     }

@@ -111,6 +111,8 @@ pub struct Node {
     pub(super) next_tick_ms: u64,
     /// Why the gManager refused it.
     pub rejected: Option<String>,
+    /// It said that its drain is done.
+    pub drained: bool,
     /// Why it closed connections.
     pub closed: Vec<String>,
 }
@@ -186,6 +188,7 @@ impl Node {
             refused_sends: Vec::new(),
             next_tick_ms: 0,
             rejected: None,
+            drained: false,
             closed: Vec::new(),
         }
     }

@@ -380,6 +380,7 @@ impl World {
             }
             Effect::Runner(command) => self.nodes[at].device.push(command, now),
             Effect::Emit { seq, event } => self.emit(at, seq.0 as usize, &event),
+            Effect::Drained => {}
             Effect::Rejected { reason } => panic!("the gManager refused a simulated instance: {reason}"),
         }
     }

@@ -2,14 +2,19 @@
 
 use super::{LeaseEnded, RManager};
 use lagoon_protocol::LeaseRefuse;
-use lagoon_types::InstanceId;
+use lagoon_types::{InstanceId, limits};
 
 impl RManager {
     /// The gManager declared a process dead: what it borrowed is freed, what was borrowed from it is lost, and it gets
-    /// nothing more until it comes back as another process.
+    /// nothing more until it comes back as another process, or (the gManager may have been replaced since) until no lease
+    /// from before can be left.
     pub fn on_peer_fenced(&mut self, peer: InstanceId, incarnation: u64, now_ms: u64) -> Vec<LeaseEnded> {
-        let is_that = self.peers.get(&peer) == Some(&incarnation);
-        if !is_that || self.fenced_peers.insert(peer, incarnation) == Some(incarnation) {
+        if self.peers.get(&peer) != Some(&incarnation) {
+            return Vec::new();
+        }
+        // It is told again and again: what the process holds since the first time was not lent to a dead one.
+        let until_ms = now_ms + limits::LEASE_TTL_MS;
+        if self.fenced_peers.insert(peer, (incarnation, until_ms)).is_some_and(|(_, until)| now_ms < until) {
             return Vec::new();
         }
         self.debtor.on_peer_restarted(peer, now_ms);
@@ -39,12 +44,12 @@ impl RManager {
     }
 
     /// Why this instance lends nothing to `from` now, whatever is free.
-    pub(super) fn refuses(&self, from: InstanceId, request: u64) -> Option<LeaseRefuse> {
+    pub(super) fn refuses(&self, from: InstanceId, request: u64, now_ms: u64) -> Option<LeaseRefuse> {
         let reason = if self.is_draining {
             "this instance is being drained"
         } else if self.is_fenced {
             "this instance is not registered"
-        } else if self.fenced_peers.contains_key(&from) {
+        } else if self.fenced_peers.get(&from).is_some_and(|(_, until)| now_ms < *until) {
             "the gManager declared the asker dead"
         } else {
             return None;

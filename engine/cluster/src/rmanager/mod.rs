@@ -73,8 +73,8 @@ pub struct RManager {
     debtor: Debtor,
     /// The incarnation that each peer showed last.
     peers: BTreeMap<InstanceId, u64>,
-    /// Peers that were declared dead, by the incarnation that was.
-    fenced_peers: BTreeMap<InstanceId, u64>,
+    /// Peers that were declared dead: the incarnation that was, and until when it gets nothing.
+    fenced_peers: BTreeMap<InstanceId, (u64, u64)>,
     /// This instance was, and is not registered again yet.
     is_fenced: bool,
     is_draining: bool,
@@ -193,7 +193,7 @@ impl RManager {
             self.peers.retain(|p, _| creditor.lends_to(*p) || debtor.held.has_from(*p));
             self.fenced_peers.retain(|p, _| self.peers.contains_key(p));
         }
-        if self.fenced_peers.get(&peer).is_some_and(|fenced| *fenced != incarnation) {
+        if self.fenced_peers.get(&peer).is_some_and(|(fenced, _)| *fenced != incarnation) {
             self.fenced_peers.remove(&peer);
         }
         match self.peers.insert(peer, incarnation) {
@@ -322,7 +322,7 @@ impl RManager {
             let reason = "an instance does not lend to itself".to_owned();
             return Err(LeaseRefuse { request: request.request, blocks_lendable: 0, reason });
         }
-        if let Some(refuse) = self.refuses(from, request.request) {
+        if let Some(refuse) = self.refuses(from, request.request, now_ms) {
             return Err(refuse);
         }
         self.creditor.on_request(from, request, now_ms, &mut self.pool)

@@ -146,7 +146,7 @@ mod tests {
     #[test]
     fn a_settled_row_is_not_sent_again() {
         let mut report = PlacementReport::default();
-        let mut send = |report: &mut PlacementReport, seq, rows: &[PlacementEntry]| {
+        let send = |report: &mut PlacementReport, seq, rows: &[PlacementEntry]| {
             let mut h = Heartbeat { seq, ..Heartbeat::default() };
             report.fill(&mut h, rows.iter().cloned());
             h

@@ -68,7 +68,17 @@ fn nothing_leaks_between_slow_peers() {
 #[test]
 fn nothing_leaks_through_broken_connections_and_restarts() {
     let seen = runs(100..106, 5, true);
-    for what in ["borrowed", "refused", "deadline", "lease lost", "lease expired", "debtor restarted", "data refused"] {
+    for what in [
+        "borrowed",
+        "refused",
+        "deadline",
+        "lease lost",
+        "lease expired",
+        "debtor restarted",
+        "data refused",
+        "fenced",
+        "debtor fenced",
+    ] {
         assert!(seen.get(what).is_some_and(|n| *n > 0), "no run saw {what:?}: {seen:?}");
     }
 }

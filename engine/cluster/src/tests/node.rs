@@ -1,9 +1,9 @@
 //! One simulated instance: an rManager, the sequences that use it, and a store in which every slot knows whose token
 //! it holds, so that a read of anybody else's is seen.
 
-use crate::{BorrowId, Output, RManager, RManagerConfig};
+use crate::{BorrowId, Output, PlacementReport, RManager, RManagerConfig};
 use lagoon_kv::{Freed, LeaseHasher, Segment, SeqBlocks};
-use lagoon_protocol::RefuseCode;
+use lagoon_protocol::{Heartbeat, PlacementEntry, RefuseCode};
 use lagoon_types::{DType, Epoch, InstanceId, KvRun, KvShape, LeaseId, LeaseRun, SeqId};
 use std::collections::BTreeMap;
 
@@ -73,6 +73,7 @@ impl Seq {
 #[derive(Debug)]
 pub(super) struct Node {
     pub(super) rm: RManager,
+    pub(super) report: PlacementReport,
     pub(super) incarnation: u64,
     pub(super) instance: Option<InstanceId>,
     /// The number to ask for at registration.
@@ -98,6 +99,7 @@ impl Node {
         };
         Self {
             rm: RManager::new(config).unwrap(),
+            report: PlacementReport::default(),
             incarnation,
             instance: None,
             remembers: None,
@@ -108,6 +110,23 @@ impl Node {
             next_register_ms: 0,
             issued: 0,
         }
+    }
+
+    /// Its rows of the request placement map, as an instance makes them.
+    pub(super) fn rows(&self) -> Vec<PlacementEntry> {
+        let debtor = self.instance.map_or(0, |i| i.0);
+        let own = self.seqs.iter().map(|(seq, s)| {
+            let blocks = s.table.local_blocks();
+            PlacementEntry { debtor, seq: seq.0, blocks, blocks_sealed: 0 }
+        });
+        own.filter(|r| r.blocks > 0).chain(self.rm.guest_rows()).collect()
+    }
+
+    pub(super) fn heartbeat(&mut self) -> Heartbeat {
+        let mut heartbeat = self.rm.heartbeat(0, 0, Vec::new());
+        let rows = self.rows();
+        self.report.fill(&mut heartbeat, rows.into_iter());
+        heartbeat
     }
 
     /// Starts a sequence of `blocks` blocks: `local` of them here (fewer if there are fewer), the rest borrowed.

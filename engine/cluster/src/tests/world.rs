@@ -7,7 +7,7 @@
 //! the gManager are delayed without order and, with faults, lost.
 
 use super::node::{BLOCK_TOKENS, BLOCKS, Data, Node, SHAPE, TTL_MS};
-use crate::{GManager, Output};
+use crate::{GManager, GManagerConfig, GManagerOutput, Output};
 use lagoon_protocol::{ControlBody, PoolShape, Register, Role, VERSION_MAX, VERSION_MIN};
 use lagoon_types::{InstanceId, LeaseId, limits};
 use rand::{Rng, SeedableRng};
@@ -74,6 +74,10 @@ pub(super) struct World {
     pub(super) gmanager: GManager,
     gmanagers: u32,
     gmanager_back_ms: u64,
+    /// Until when each node and the gManager do not reach each other.
+    gmanager_cut_ms: Vec<u64>,
+    /// What some gManager declared dead: instance and incarnation.
+    pub(super) fenced: BTreeSet<(InstanceId, u64)>,
     faults: bool,
     events: BTreeMap<(u64, u64), Event>,
     scheduled: u64,
@@ -91,8 +95,10 @@ fn address(node: usize) -> String {
 impl World {
     pub(super) fn new(seed: u64, nodes: usize, faults: bool) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let nodes = (0..nodes).map(|_| Node::new(rng.random())).collect();
+        let nodes: Vec<Node> = (0..nodes).map(|_| Node::new(rng.random())).collect();
         Self {
+            gmanager_cut_ms: vec![0; nodes.len()],
+            fenced: BTreeSet::new(),
             now_ms: 1,
             rng,
             nodes,
@@ -161,7 +167,7 @@ impl World {
     }
 
     fn send_gmanager(&mut self, node: usize, body: ControlBody) {
-        if self.faults && self.rng.random_ratio(1, 40) {
+        if self.gmanager_cut_ms[node] > self.now_ms || self.faults && self.rng.random_ratio(1, 40) {
             return;
         }
         let (life, at_ms) = (self.nodes[node].incarnation, self.now_ms + self.delay_ms());
@@ -218,7 +224,9 @@ impl World {
     pub(super) fn restart_gmanager(&mut self) {
         self.gmanager_back_ms = self.now_ms + self.rng.random_range(0..2 * limits::BORROW_DEADLINE_MS);
         self.gmanagers += 1;
-        self.gmanager = GManager::new(self.gmanagers * 1000);
+        let (first_instance, term) = (self.gmanagers * 1000, u64::from(self.gmanagers));
+        let config = GManagerConfig { first_instance, term, instances_max: 64, ..GManagerConfig::default() };
+        self.gmanager = GManager::with_config(config);
     }
 
     /// Lets `for_ms` pass: everything due is delivered, everybody ticks and sends heartbeats, everything is checked.
@@ -232,7 +240,10 @@ impl World {
         for node in 0..self.nodes.len() {
             self.upkeep(node);
         }
-        self.gmanager.tick(self.now_ms);
+        if self.now_ms >= self.gmanager_back_ms {
+            self.gmanager.tick(self.now_ms);
+            self.drain_gmanager();
+        }
         self.check();
         let lends = |a: &Node, b: &Node| a.rm.held().any(|h| Some(h.0) == b.instance);
         let pairs = || self.nodes.iter().flat_map(|a| self.nodes.iter().map(move |b| (a, b)));
@@ -253,7 +264,7 @@ impl World {
         }
         if now_ms >= self.nodes[node].next_heartbeat_ms {
             self.nodes[node].next_heartbeat_ms = now_ms + limits::HEARTBEAT_MS;
-            let heartbeat = self.nodes[node].rm.heartbeat(0, 0, Vec::new());
+            let heartbeat = self.nodes[node].heartbeat();
             self.send_gmanager(node, ControlBody::Heartbeat(heartbeat));
         }
         self.drain(node);
@@ -290,12 +301,10 @@ impl World {
             Event::ToGManager { node, life, body } if self.now_ms >= self.gmanager_back_ms => {
                 // A connection belongs to the instance that registered on it.
                 let from = self.nodes[node].instance;
-                if let Some(body) = self.gmanager.on_control(from, &body, self.now_ms)
-                    && !(self.faults && self.rng.random_ratio(1, 40))
-                {
-                    let at_ms = self.now_ms + self.delay_ms();
-                    self.schedule(at_ms, Event::FromGManager { node, life, body });
+                if let Some(body) = self.gmanager.on_control(from, &body, self.now_ms) {
+                    self.answer(node, life, body);
                 }
+                self.drain_gmanager();
             }
             Event::FromGManager { node, life, body } if self.is_alive(node, life) => {
                 self.deliver_gmanager(node, &body);
@@ -305,16 +314,66 @@ impl World {
         }
     }
 
+    /// What the gManager says to a node is delayed, and lost at times.
+    fn answer(&mut self, node: usize, life: u64, body: ControlBody) {
+        let cut = self.gmanager_cut_ms[node] > self.now_ms;
+        if !cut && !(self.faults && self.rng.random_ratio(1, 40)) {
+            let at_ms = self.now_ms + self.delay_ms();
+            self.schedule(at_ms, Event::FromGManager { node, life, body });
+        }
+    }
+
+    fn drain_gmanager(&mut self) {
+        while let Some(GManagerOutput::Send { to, body }) = self.gmanager.poll() {
+            if let ControlBody::Fenced(m) = &body {
+                self.fenced.insert((InstanceId(m.instance), m.incarnation));
+            }
+            if let Some(node) = self.node_of(to) {
+                let life = self.nodes[node].incarnation;
+                self.answer(node, life, body);
+            }
+        }
+    }
+
+    /// A node hears that it was taken for dead: it begins another life, and its peers hear of it.
+    fn begin_anew(&mut self, node: usize) {
+        self.count("fenced");
+        self.dead_leases.extend(self.nodes[node].rm.lent().map(|l| l.1));
+        let incarnation = self.rng.random();
+        let old = self.nodes[node].instance.take();
+        self.nodes[node].remembers = old;
+        self.nodes[node].incarnation = incarnation;
+        self.nodes[node].rm.forget_all(incarnation, self.now_ms);
+        self.drain(node);
+        // Connections stand; the peers are greeted again by the next message on them.
+        for peer in (0..self.nodes.len()).filter(|p| *p != node) {
+            let end = usize::from(peer > node);
+            self.link(node, peer).greeted[end] = 0;
+        }
+        self.register(node);
+    }
+
     fn deliver_gmanager(&mut self, node: usize, body: &ControlBody) {
         match body {
+            ControlBody::Fenced(m) => {
+                let ended = self.nodes[node].rm.on_peer_fenced(InstanceId(m.instance), m.incarnation, self.now_ms);
+                ended.iter().for_each(|_| self.count("debtor fenced"));
+            }
+            ControlBody::HeartbeatAck(m) if m.fenced => {
+                if self.nodes[node].instance.is_some() {
+                    self.begin_anew(node);
+                }
+            }
             ControlBody::Registered(m) => {
                 let number = InstanceId(m.instance);
                 assert!(self.node_of(number).is_none_or(|n| n == node), "{number} was given twice");
                 (self.nodes[node].instance, self.nodes[node].remembers) = (Some(number), Some(number));
                 self.nodes[node].rm.set_instance(number);
+                self.nodes[node].report.restart();
             }
             ControlBody::Rejected(m) => panic!("{}", m.reason),
             ControlBody::HeartbeatAck(m) if !m.known => self.register(node),
+            ControlBody::HeartbeatAck(m) => self.nodes[node].report.on_ack(m),
             ControlBody::BorrowAdvice(m) => self.nodes[node].rm.on_advice(m, self.now_ms),
             _ => {}
         }
@@ -426,6 +485,10 @@ impl World {
         match self.rng.random_range(0..20) {
             0 => self.restart(node),
             1 => self.restart_gmanager(),
+            2 => {
+                let for_ms = self.rng.random_range(0..2 * limits::FENCE_MS);
+                self.gmanager_cut_ms[node] = self.now_ms + for_ms;
+            }
             _ => {
                 let other = self.rng.random_range(0..self.nodes.len());
                 // At times for so long that leases end.
