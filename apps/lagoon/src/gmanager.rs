@@ -5,8 +5,8 @@
 
 use crate::args::TlsArgs;
 use crate::election::{Election, ElectionArgs, Standing};
-use anyhow::Context;
 use crate::registry::Registry;
+use anyhow::Context;
 use lagoon_cluster::{DgfmConfig, GManager, GManagerConfig, PlannerConfig};
 use lagoon_protocol::{ControlBody, NotLeader};
 use lagoon_transport::{Bound, Event, Frame, Node, PeerId, TransportConfig};
