@@ -16,3 +16,4 @@ mod process_standby;
 mod process_up;
 mod random;
 mod recovery;
+mod threshold;

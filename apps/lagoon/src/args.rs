@@ -115,6 +115,10 @@ pub(crate) struct EngineArgs {
     /// Share of the KV capacity that may be lent, in percent.
     #[arg(long, value_name = "PERCENT", default_value_t = 100, value_parser = clap::value_parser!(u32).range(0..=100))]
     pub(crate) lend_percent: u32,
+    /// Milliseconds that a decode step of an instance may take with other instances' work on its device; it lends no
+    /// more than leaves room for that [default: no limit].
+    #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u32).range(1..=60_000))]
+    pub(crate) target_tbt_ms: Option<u32>,
     /// Threads of the CPU backend [default: all cores].
     #[arg(long, value_name = "N")]
     pub(crate) threads: Option<usize>,
@@ -167,6 +171,7 @@ impl EngineArgs {
         flags.extend(self.kv_tokens.map(|n| format!("--kv-tokens={n}")));
         flags.extend(self.pace.iter().map(|p| format!("--pace={}", p.display())));
         flags.extend(self.host_kv_tokens.map(|n| format!("--host-kv-tokens={n}")));
+        flags.extend(self.target_tbt_ms.map(|ms| format!("--target-tbt-ms={ms}")));
         flags.extend(self.threads.map(|n| format!("--threads={n}")));
         flags
     }

@@ -187,6 +187,7 @@ fn engine_args(args: &DemoArgs, backend: &str) -> EngineArgs {
         max_running: 8,
         max_queue: 8,
         lend_percent: 100,
+        target_tbt_ms: None,
         threads: None,
         poll_us: 0,
         pace: None,

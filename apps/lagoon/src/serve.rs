@@ -322,6 +322,7 @@ fn instance_config(
         fetch_tokens: FETCH_TOKENS,
         link_bytes_per_s: LINK_BYTES_PER_S,
         attention_flops: ATTENTION_FLOPS,
+        target_step_ms: engine.target_tbt_ms,
     }
 }
 

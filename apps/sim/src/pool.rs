@@ -90,6 +90,7 @@ impl NodeSpec {
             fetch_tokens: self.fetch_tokens,
             link_bytes_per_s: 1e9,
             attention_flops: 1e12,
+            target_step_ms: None,
         }
     }
 }

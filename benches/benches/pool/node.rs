@@ -77,6 +77,7 @@ fn instance_config(scenario: &Scenario, blocks: u32, quic: Option<SocketAddr>) -
         fetch_tokens: 0,
         link_bytes_per_s: 1e9,
         attention_flops: 5e10,
+        target_step_ms: None,
     }
 }
 

@@ -49,6 +49,8 @@ pub struct InstanceConfig {
     pub link_bytes_per_s: f64,
     /// Attention operations per second that the cost model assumes of this instance if it has no calibration.
     pub attention_flops: f64,
+    /// Latency that its own decode steps shall have, in milliseconds: peers' micro attention must not break it.
+    pub target_step_ms: Option<u32>,
 }
 
 impl InstanceConfig {

@@ -71,6 +71,14 @@ impl OwnCost {
     }
 }
 
+impl OwnCost {
+    /// Seconds of attention for one row and one key in one layer.
+    #[must_use]
+    pub fn row_key_s(&self, geometry: &AttentionGeometry) -> f64 {
+        row_key_operations(geometry) / self.attention_rate
+    }
+}
+
 /// Operations of attention for one row and one key in one layer: two products of `q_dim`, each a multiplication and an
 /// addition.
 fn row_key_operations(geometry: &AttentionGeometry) -> f64 {

@@ -26,6 +26,8 @@ struct Ticket {
     /// In this instance's slots.
     runs: Vec<KvRun>,
     needs: Vec<Need>,
+    /// Pairs of a query row and a key.
+    row_keys: u64,
     deadline_ms: u32,
     /// Dropped when nothing came for so long.
     expires_ms: u64,
@@ -165,7 +167,7 @@ impl Instance {
             return refuse(RefuseCode::Malformed, format!("a step has {rows} rows, not 1 to {STEP_ROWS_MAX}"));
         }
         let (mut seqs, mut runs, mut needs) = (Vec::new(), Vec::new(), Vec::<Need>::new());
-        let mut row0 = 0;
+        let (mut row0, mut row_keys) = (0, 0);
         for seq in &ticket.seqs {
             let run0 = runs.len();
             let mut end_pos = 0;
@@ -188,13 +190,18 @@ impl Instance {
                 run0: as_u32(run0),
                 runs: as_u32(runs.len() - run0),
             });
+            row_keys += u64::from(seq.rows) * seq.runs.iter().map(|run| u64::from(run.len)).sum::<u64>();
             row0 += seq.rows;
+        }
+        if let Some(why) = self.shed(from) {
+            return refuse(RefuseCode::Overloaded, why);
         }
         let entry = Ticket {
             dtype: ticket.dtype,
             rows: row0,
             seqs,
             runs,
+            row_keys,
             needs,
             deadline_ms: ticket.deadline_ms.min(u32::try_from(STEP_DEADLINE_MS).unwrap_or(u32::MAX)),
             expires_ms: self.now_ms + 2 * STEP_DEADLINE_MS,
@@ -250,6 +257,9 @@ impl Instance {
                 }
                 ticket.expires_ms = self.now_ms + 2 * STEP_DEADLINE_MS;
                 let (dtype, rows) = (ticket.dtype, ticket.rows);
+                if let Some(threshold) = &mut self.threshold {
+                    threshold.on_guest(from, ticket.row_keys);
+                }
                 let last = *layer + 1 == self.config.kv.layers;
                 let (seqs, runs) = if last {
                     (std::mem::take(&mut ticket.seqs), std::mem::take(&mut ticket.runs))

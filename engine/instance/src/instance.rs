@@ -8,6 +8,7 @@ use crate::membership::Membership;
 use crate::peers::Peers;
 use crate::sequence::Sequence;
 use crate::steps::InFlight;
+use crate::threshold::Threshold;
 use lagoon_cluster::{ConfigError, LeaseEnded, RManager, RManagerConfig};
 use lagoon_protocol::{BulkFrame, ControlBody, PartialsFrame, RefuseCode, Role, StepTicket};
 use lagoon_runner::Report;
@@ -32,6 +33,7 @@ pub struct Instance {
     pub(crate) seqs: BTreeMap<SeqId, Sequence>,
     pub(crate) peers: Peers,
     pub(crate) guests: Guests,
+    pub(crate) threshold: Option<Threshold>,
     pub(crate) lanes: [Option<InFlight>; 2],
     /// Reads under way: step, layer and index of the fetch.
     pub(crate) reads: BTreeMap<u64, (StepId, u32, usize)>,
@@ -73,6 +75,7 @@ impl Instance {
             seqs: BTreeMap::new(),
             peers: Peers::default(),
             guests: Guests::default(),
+            threshold: Threshold::of(&config),
             lanes: [None, None],
             reads: BTreeMap::new(),
             next_step: 0,
@@ -320,6 +323,7 @@ impl Instance {
         let ended = self.rm.tick(now);
         self.forget_ended(&ended);
         self.greet();
+        self.expire_threshold();
         self.expire_guests();
         self.expire_dialling();
         self.expire_freeze();

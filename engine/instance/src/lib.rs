@@ -25,6 +25,7 @@ mod recovery;
 mod sequence;
 mod status;
 mod steps;
+mod threshold;
 
 pub use config::InstanceConfig;
 pub use cost::{CostModel, LinkCost, OwnCost, RemotePolicy};

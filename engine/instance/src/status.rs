@@ -34,6 +34,8 @@ pub struct InstanceStatus {
     pub recoveries: u64,
     /// Tokens that were computed again because their KV was lost.
     pub recomputed_tokens: u64,
+    /// Peers' steps that were refused because own steps were far over their latency target.
+    pub steps_shed: u64,
     pub sequences: Vec<SequencePlacement>,
 }
 
@@ -117,6 +119,7 @@ impl Instance {
             preempted_tokens: self.preempted_tokens,
             recoveries: self.recoveries,
             recomputed_tokens: self.recomputed_tokens,
+            steps_shed: self.threshold.as_ref().map_or(0, crate::threshold::Threshold::shed),
             sequences: self.seqs.values().map(placement).collect(),
         }
     }

@@ -3,6 +3,7 @@
 use crate::cost::{CostModel, LinkCost, OwnCost, RemotePolicy};
 use crate::event::Effect;
 use crate::instance::Instance;
+use crate::threshold::Threshold;
 use bytes::Bytes;
 use lagoon_kv::Segment;
 use lagoon_protocol::{BulkFrame, PartialsFrame, RefuseCode, StepTicket, TicketSeq};
@@ -28,6 +29,9 @@ pub(crate) struct InFlight {
     writes: Vec<(SeqId, WriteSegment)>,
     /// Without progress until then, the step fails. Only steps with creditors have one.
     deadline_ms: Option<u64>,
+    started_ms: u64,
+    /// Estimated time of guests until it started.
+    guests_us: f64,
 }
 
 impl InFlight {
@@ -92,6 +96,8 @@ impl Instance {
             unanswered: BTreeSet::new(),
             writes,
             deadline_ms: remote.then_some(self.now_ms + STEP_DEADLINE_MS),
+            started_ms: self.now_ms,
+            guests_us: self.threshold.as_ref().map_or(0.0, Threshold::guests_us),
         });
         self.effects.push(Effect::Runner(Command::Step(Box::new(work))));
         self.request_fetches(step, 0);
@@ -251,6 +257,9 @@ impl Instance {
     /// The runner is done with a step.
     pub(crate) fn on_done(&mut self, step: StepId, lane: Lane, samples: Vec<SampleOut>) {
         let Some(flight) = self.lanes[lane.index()].take_if(|f| f.step == step) else { return };
+        if lane == Lane::Local && flight.chunks.iter().all(|chunk| chunk.len == 1) {
+            self.own_step_took(self.now_ms - flight.started_ms, flight.guests_us);
+        }
         let mut samples = samples.into_iter();
         for chunk in &flight.chunks {
             let Some(seq) = self.seqs.get_mut(&chunk.seq) else { continue };

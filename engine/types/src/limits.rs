@@ -124,6 +124,12 @@ pub const RECOVERIES_MAX: usize = 8;
 pub const RECOVERIES_WINDOW_MS: u64 = 60_000;
 /// Time that a sequence that lost KV keeps the rest while it looks for memory for what was lost.
 pub const RESTORE_DEADLINE_MS: u64 = 10_000;
+/// An instance without own decode steps for so long has no latency target to protect from its guests.
+pub const THRESHOLD_IDLE_MS: u64 = 2_000;
+/// Own steps are far over their latency target for so long before a guest is refused.
+pub const THRESHOLD_OVER_MS: u64 = 1_000;
+/// Time between two such refusals.
+pub const THRESHOLD_SHED_PAUSE_MS: u64 = 10_000;
 /// Time that borrowing waits for a gManager that is away.
 pub const GMANAGER_WAIT_MS: u64 = 30_000;
 /// Pause before a sequence that found no memory is tried again.
@@ -150,6 +156,7 @@ const _: () = assert!(LEASE_ANSWER_MS * (CANDIDATES as u64) < BORROW_DEADLINE_MS
 const _: () = assert!(CONTROL_REPEAT_MS < BORROW_DEADLINE_MS && CONTROL_REPEAT_MS < LEASE_TTL_MS);
 const _: () = assert!(LEASE_TTL_MS <= INSTANCE_FORGET_MS && HEARTBEAT_STALE_MS < INSTANCE_FORGET_MS);
 const _: () = assert!(BORROW_DEADLINE_MS < RESTORE_DEADLINE_MS && GMANAGER_WAIT_MS < ADMISSION_DEADLINE_MS);
+const _: () = assert!(RECOVERIES_WINDOW_MS / THRESHOLD_SHED_PAUSE_MS < RECOVERIES_MAX as u64, "guests survive shedding");
 const _: () = assert!(STEP_ROWS_DEFAULT <= STEP_ROWS_MAX);
 const _: () = assert!(BLOCK_TOKENS_DEFAULT <= BLOCK_TOKENS_MAX);
 const _: () = assert!(CONTROL_FRAME_BYTES_MAX <= DATA_FRAME_BYTES_MAX && DATA_FRAME_BYTES_MAX <= PEER_QUEUE_BYTES_MAX);

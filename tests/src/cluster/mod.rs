@@ -321,7 +321,8 @@ impl World {
         self.steps += 1;
         let ready = self.ready();
         let busy: Vec<usize> = (0..self.nodes.len()).filter(|n| self.nodes[*n].busy).collect();
-        let reporting: Vec<usize> = (0..self.nodes.len()).filter(|n| !self.nodes[*n].reports.is_empty()).collect();
+        let reports = |n: &usize| self.nodes[*n].reports.front().is_some_and(|(at, _)| *at <= self.now_ms);
+        let reporting: Vec<usize> = (0..self.nodes.len()).filter(reports).collect();
         let choices = ready.len() + busy.len() + reporting.len();
         if choices == 0 {
             self.pass_time();
@@ -332,8 +333,8 @@ impl World {
                 for key in ready {
                     self.deliver(key);
                 }
-                for node in busy {
-                    self.turn(node);
+                busy.into_iter().for_each(|node| self.turn(node));
+                for node in 0..self.nodes.len() {
                     while self.report(node) {}
                 }
             }
@@ -446,12 +447,22 @@ impl World {
         commands.drain(..).for_each(|command| engine.push(command));
         let busy = engine.turn(&mut |report| reports.push(report));
         self.nodes[node].busy = busy;
-        self.nodes[node].reports.extend(reports);
+        let Node { spec, reports: queue, device_free_ms, .. } = &mut self.nodes[node];
+        for report in reports {
+            let takes_ms = match report {
+                Report::Done { .. } => spec.step_ms,
+                Report::GuestPartial { .. } => spec.guest_ms,
+                _ => 0,
+            };
+            *device_free_ms = (*device_free_ms).max(self.now_ms) + takes_ms;
+            queue.push_back((*device_free_ms, report));
+        }
     }
 
     /// Lets an instance hear the next report of its executor; false if there is none.
     fn report(&mut self, node: usize) -> bool {
-        let Some(report) = self.nodes[node].reports.pop_front() else { return false };
+        let now_ms = self.now_ms;
+        let Some((_, report)) = self.nodes[node].reports.pop_front_if(|(at, _)| *at <= now_ms) else { return false };
         let report = self.maybe_fail(node, report);
         self.handle(node, Event::Runner(report));
         true
@@ -477,7 +488,8 @@ impl World {
         let ready = self.net.queues.values().filter_map(|q| q.front()).map(|item| item.ready_ms);
         let ticks = self.nodes.iter().filter(|n| n.instance.is_some()).map(|n| n.next_tick_ms);
         let stalls = self.stalled.iter().map(|s| s.2);
-        let next = ready.chain(ticks).chain(stalls).filter(|at| *at > self.now_ms).min();
+        let devices = self.nodes.iter().filter_map(|n| n.reports.front()).map(|(at, _)| *at);
+        let next = ready.chain(ticks).chain(stalls).chain(devices).filter(|at| *at > self.now_ms).min();
         self.set_time(next.unwrap_or(self.now_ms + TICK_MS));
     }
 

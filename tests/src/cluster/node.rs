@@ -68,6 +68,12 @@ pub struct Spec {
     pub fetch_tokens: u32,
     /// Changes the model hash that the instance claims.
     pub other_model: bool,
+    /// What its cost model and its threshold assume.
+    pub attention_flops: f64,
+    pub target_step_ms: Option<u32>,
+    /// Virtual time that the device takes for a step of the instance, and for one layer of a peer's step.
+    pub step_ms: u64,
+    pub guest_ms: u64,
 }
 
 impl Spec {
@@ -87,6 +93,10 @@ impl Spec {
             wire: DType::F32,
             fetch_tokens: 24,
             other_model: false,
+            attention_flops: 1e12,
+            target_step_ms: None,
+            step_ms: 0,
+            guest_ms: 0,
         }
     }
 }
@@ -101,7 +111,10 @@ pub struct Node {
     pub(super) engine: Option<Box<dyn Engine>>,
     /// Commands on their way to the engine's thread, and its reports on their way back.
     pub(super) commands: VecDeque<Command>,
-    pub(super) reports: VecDeque<Report>,
+    /// Each comes when the device's virtual time has passed.
+    pub(super) reports: VecDeque<(u64, Report)>,
+    /// When the device has done what it was told so far.
+    pub(super) device_free_ms: u64,
     /// Commands were pushed since the engine last had nothing to do.
     pub(super) busy: bool,
     /// The generation of the connection to each node that this one knows to stand.
@@ -164,7 +177,8 @@ impl Node {
             wire: spec.wire,
             fetch_tokens: spec.fetch_tokens,
             link_bytes_per_s: 1e9,
-            attention_flops: 1e12,
+            attention_flops: spec.attention_flops,
+            target_step_ms: spec.target_step_ms,
         };
         let shape = instance_config.pool_shape();
         let instance = Instance::new(instance_config).unwrap();
@@ -183,6 +197,7 @@ impl Node {
             engine: Some(engine),
             commands: VecDeque::new(),
             reports: VecDeque::new(),
+            device_free_ms: 0,
             busy: false,
             view: BTreeMap::new(),
             refused_sends: Vec::new(),

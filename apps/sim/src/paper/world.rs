@@ -175,6 +175,7 @@ fn config(setting: &Setting, index: usize) -> InstanceConfig {
         fetch_tokens: 0,
         link_bytes_per_s: 1e9,
         attention_flops: 1e15,
+        target_step_ms: None,
     }
 }
 

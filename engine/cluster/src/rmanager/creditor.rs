@@ -93,6 +93,8 @@ pub(super) struct Creditor {
     layer_token_bytes: usize,
     lend_blocks_max: u32,
     lend_reserve_blocks: u32,
+    /// No more may be lent than so many blocks for now, and why.
+    pub(super) bound: Option<(u32, String)>,
     ttl_ms: u64,
     lease_base: u64,
     epoch_base: u64,
@@ -116,6 +118,7 @@ impl Creditor {
             layer_token_bytes: config.shape.layer_token_bytes(),
             lend_blocks_max: config.lend_blocks_max,
             lend_reserve_blocks: config.lend_reserve_blocks,
+            bound: None,
             ttl_ms: config.lease_ttl_ms,
             lease_base: 0,
             epoch_base: 0,
@@ -136,7 +139,8 @@ impl Creditor {
 
     pub(super) fn lendable(&self, pool: &BlockPool) -> u32 {
         let counts = pool.counts();
-        let under_cap = self.lend_blocks_max.saturating_sub(counts.lent);
+        let most = self.bound.as_ref().map_or(u32::MAX, |(blocks, _)| *blocks).min(self.lend_blocks_max);
+        let under_cap = most.saturating_sub(counts.lent);
         under_cap.min(counts.free.saturating_sub(self.lend_reserve_blocks))
     }
 
@@ -161,7 +165,9 @@ impl Creditor {
         }
         let blocks = request.blocks.min(lendable);
         if blocks < request.blocks_min.max(1) {
-            return Err(refuse(format!("{lendable} blocks are lendable, at least {} wanted", request.blocks_min)));
+            let why = self.bound.as_ref().map_or(String::new(), |(_, why)| format!(": {why}"));
+            let wanted = request.blocks_min;
+            return Err(refuse(format!("{lendable} blocks are lendable, at least {wanted} wanted{why}")));
         }
         self.issued += 1;
         let lease = LeaseId(self.lease_base + self.issued);

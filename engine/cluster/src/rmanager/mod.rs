@@ -311,6 +311,11 @@ impl RManager {
 
     // The creditor.
 
+    /// Bounds what is lent from now on, below the configured bounds, and says why. What is lent already stays.
+    pub fn set_lend_bound(&mut self, bound: Option<(u32, String)>) {
+        self.creditor.bound = bound;
+    }
+
     /// A debtor asks for blocks. First come, first served; a repeated request gets the same grant again.
     pub fn on_lease_request(
         &mut self,

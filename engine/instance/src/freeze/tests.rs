@@ -43,6 +43,7 @@ fn config() -> InstanceConfig {
         fetch_tokens: 0,
         link_bytes_per_s: 1e9,
         attention_flops: 1e9,
+        target_step_ms: None,
     }
 }
 

@@ -1,0 +1,290 @@
+//! The threshold on lending compute (Infinite-LLM v1 §4.6): peers' micro attention must not break this instance's own
+//! latency target.
+//!
+//! Every lent token may be attended to once in each of this instance's own decode steps. So the memory that it lends is
+//! bounded by the time that its own part of a step leaves under the target; where that is nothing, it lends nothing.
+//! Guests that are here already are refused only when steps are far over the target for a while and guests are to blame
+//! for a good part of it: then the one that brings most work loses one step's blocks here, and after that nobody loses
+//! anything until the effect was measured. Lending begins again well under the target only. So a debtor that was sent
+//! away cannot come back at once, and cannot be sent away again and again.
+//!
+//! Time of guests is estimated, not measured: query rows times keys, at the rate of the calibration (or of the cost
+//! model's, without one). Only steps of the local lane that decode and nothing else count as own steps: what creditors
+//! and prompts add is not the guests' doing.
+
+use crate::config::InstanceConfig;
+use crate::cost::OwnCost;
+use crate::instance::Instance;
+use lagoon_types::InstanceId;
+use lagoon_types::limits::{THRESHOLD_IDLE_MS, THRESHOLD_OVER_MS, THRESHOLD_SHED_PAUSE_MS};
+use std::collections::BTreeMap;
+
+/// Weight of the newest step in the mean.
+const NEWEST: f64 = 1.0 / 16.0;
+/// Steps before the mean says anything.
+const STEPS_MIN: u32 = 8;
+/// Far over the target: guests are sent away.
+const FAR: f64 = 1.5;
+/// Well under the target: lending begins again.
+const WELL_UNDER: f64 = 0.8;
+/// Part of a step that must be the guests' before they are sent away.
+const SHARE_MIN: f64 = 0.2;
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(crate) struct Threshold {
+    target_us: f64,
+    /// Estimated time of one query row over one key in one layer.
+    row_key_us: f64,
+    /// The same over one rBlock in all layers.
+    block_us: f64,
+    /// Means of steps, and of the part of them that guests did not take.
+    step_us: f64,
+    own_us: f64,
+    steps: u32,
+    last_step_ms: u64,
+    /// Estimated time of guests since the start, and since the last shedding by debtor.
+    guests_us: f64,
+    by_debtor: BTreeMap<InstanceId, f64>,
+    /// Over the target; until it is well under.
+    closed: bool,
+    far_since_ms: Option<u64>,
+    /// Nobody is sent away before.
+    shed_after_ms: u64,
+    shed: u64,
+}
+
+impl Threshold {
+    /// That of an instance, if it has a target.
+    pub(crate) fn of(config: &InstanceConfig) -> Option<Self> {
+        let InstanceConfig { geometry, kv, .. } = config;
+        let own = OwnCost::measured(config.calibration.as_ref(), geometry, kv, config.attention_flops);
+        let key_us = f64::from(kv.layers) * own.row_key_s(geometry) * 1e6;
+        config.target_step_ms.map(|target_ms| Self::new(target_ms, key_us, kv.layers, config.block_tokens))
+    }
+
+    /// `key_us`: decode attention over one token in all `layers` layers.
+    pub(crate) fn new(target_ms: u32, key_us: f64, layers: u32, block_tokens: u32) -> Self {
+        Self {
+            target_us: f64::from(target_ms) * 1000.0,
+            row_key_us: key_us / f64::from(layers.max(1)),
+            block_us: key_us * f64::from(block_tokens),
+            step_us: 0.0,
+            own_us: 0.0,
+            steps: 0,
+            last_step_ms: 0,
+            guests_us: 0.0,
+            by_debtor: BTreeMap::new(),
+            closed: false,
+            far_since_ms: None,
+            shed_after_ms: 0,
+            shed: 0,
+        }
+    }
+
+    /// Steps that were refused so far.
+    pub(crate) fn shed(&self) -> u64 {
+        self.shed
+    }
+
+    /// Estimated time of guests since the start.
+    pub(crate) fn guests_us(&self) -> f64 {
+        self.guests_us
+    }
+
+    /// One layer of a peer's step goes to the device: `row_keys` pairs of a query row and a key.
+    pub(crate) fn on_guest(&mut self, debtor: InstanceId, row_keys: u64) {
+        // Exact up to 2^53, and an estimate anyway.
+        #[allow(clippy::cast_precision_loss, reason = "an estimate")]
+        let us = row_keys as f64 * self.row_key_us;
+        self.guests_us += us;
+        *self.by_debtor.entry(debtor).or_default() += us;
+    }
+
+    /// An own step that only decoded took `ms`, of which guests took an estimated `guests_us`.
+    pub(crate) fn on_step(&mut self, ms: u64, guests_us: f64, now_ms: u64) {
+        let step_us = f64::from(u32::try_from(ms).unwrap_or(u32::MAX)) * 1000.0;
+        let own_us = (step_us - guests_us).max(0.0);
+        self.steps = self.steps.saturating_add(1);
+        // The first steps count alike.
+        let weight = NEWEST.max(1.0 / f64::from(self.steps));
+        self.step_us += (step_us - self.step_us) * weight;
+        self.own_us += (own_us - self.own_us) * weight;
+        self.last_step_ms = now_ms;
+        if self.steps < STEPS_MIN {
+            return;
+        }
+        let limit = if self.closed { WELL_UNDER } else { 1.0 } * self.target_us;
+        self.closed = self.step_us > limit;
+        let blamed = self.step_us - self.own_us > SHARE_MIN * self.step_us;
+        if self.step_us > FAR * self.target_us && blamed {
+            self.far_since_ms.get_or_insert(now_ms);
+        } else {
+            self.far_since_ms = None;
+        }
+    }
+
+    /// Time passes: an instance that does not decode has no target to miss.
+    pub(crate) fn tick(&mut self, now_ms: u64) {
+        if self.steps > 0 && now_ms >= self.last_step_ms + THRESHOLD_IDLE_MS {
+            (self.steps, self.closed, self.far_since_ms) = (0, false, None);
+        }
+    }
+
+    /// rBlocks that may be lent in all; `None` without a bound.
+    pub(crate) fn lend_blocks_max(&self) -> Option<u32> {
+        if self.steps < STEPS_MIN {
+            return None;
+        }
+        if self.closed {
+            return Some(0);
+        }
+        let blocks = ((self.target_us - self.own_us) / self.block_us).floor();
+        #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "in range; a cast saturates")]
+        let blocks = blocks.max(0.0) as u32;
+        Some(blocks)
+    }
+
+    /// Whether a step of this debtor is refused now. It is asked once per ticket, and remembers its yes.
+    pub(crate) fn sheds(&mut self, debtor: InstanceId, now_ms: u64) -> bool {
+        let far = self.far_since_ms.is_some_and(|since| now_ms >= since + THRESHOLD_OVER_MS);
+        if !far || now_ms < self.shed_after_ms {
+            return false;
+        }
+        let most = self.by_debtor.iter().max_by(|a, b| a.1.total_cmp(b.1)).map(|(debtor, _)| *debtor);
+        if most != Some(debtor) {
+            return false;
+        }
+        self.shed += 1;
+        self.shed_after_ms = now_ms + THRESHOLD_SHED_PAUSE_MS;
+        self.by_debtor.clear();
+        self.far_since_ms = None;
+        true
+    }
+
+    /// For the refusal: the mean step and the target, in milliseconds.
+    pub(crate) fn describe(&self) -> String {
+        let (step_ms, target_ms) = (self.step_us / 1000.0, self.target_us / 1000.0);
+        format!("own steps take {step_ms:.1} ms and their target is {target_ms:.1} ms")
+    }
+}
+
+impl Instance {
+    /// An own step of the local lane that only decoded is done.
+    pub(crate) fn own_step_took(&mut self, ms: u64, guests_us_before: f64) {
+        if let Some(threshold) = &mut self.threshold {
+            threshold.on_step(ms, threshold.guests_us - guests_us_before, self.now_ms);
+            self.bound_lending();
+        }
+    }
+
+    pub(crate) fn expire_threshold(&mut self) {
+        if let Some(threshold) = &mut self.threshold {
+            threshold.tick(self.now_ms);
+            self.bound_lending();
+        }
+    }
+
+    fn bound_lending(&mut self) {
+        let Some(threshold) = &self.threshold else { return };
+        self.rm.set_lend_bound(threshold.lend_blocks_max().map(|blocks| (blocks, threshold.describe())));
+    }
+
+    /// Why a step of a peer is refused, if it is.
+    pub(crate) fn shed(&mut self, debtor: InstanceId) -> Option<String> {
+        let threshold = self.threshold.as_mut()?;
+        threshold.sheds(debtor, self.now_ms).then(|| threshold.describe())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: InstanceId = InstanceId(1);
+    const B: InstanceId = InstanceId(2);
+
+    /// A target of 20 ms; a key costs 1 us in 4 layers, a block of 32 tokens 32 us.
+    fn threshold() -> Threshold {
+        Threshold::new(20, 1.0, 4, 32)
+    }
+
+    /// Runs `steps` steps of `own_ms` and of what the guests bring: keys of A and B in each step.
+    fn run(t: &mut Threshold, now_ms: &mut u64, steps: u32, own_ms: u64, keys: [u64; 2]) {
+        for _ in 0..steps {
+            let before = t.guests_us();
+            for (debtor, keys) in [A, B].into_iter().zip(keys) {
+                (0..4).for_each(|_| t.on_guest(debtor, keys));
+            }
+            let guests = t.guests_us() - before;
+            let ms = own_ms + (keys[0] + keys[1]) / 1000;
+            *now_ms += ms;
+            t.on_step(ms, guests, *now_ms);
+            t.tick(*now_ms);
+        }
+    }
+
+    #[test]
+    fn lending_is_bounded_by_what_the_own_step_leaves() {
+        let (mut t, mut now) = (threshold(), 0);
+        assert_eq!(t.lend_blocks_max(), None, "nothing was measured");
+        run(&mut t, &mut now, 50, 12, [0, 0]);
+        // 8 ms are left, which are 250 blocks of 32 us; guests that use them change nothing.
+        assert_eq!(t.lend_blocks_max(), Some(250));
+        run(&mut t, &mut now, 50, 12, [4_000, 3_000]);
+        assert_eq!(t.lend_blocks_max(), Some(250));
+        run(&mut t, &mut now, 100, 30, [0, 0]);
+        assert_eq!(t.lend_blocks_max(), Some(0));
+        // Without an own step for a while there is nothing to protect.
+        t.tick(now + THRESHOLD_IDLE_MS);
+        assert_eq!(t.lend_blocks_max(), None);
+    }
+
+    #[test]
+    fn lending_begins_again_well_under_the_target_only() {
+        let (mut t, mut now) = (threshold(), 0);
+        run(&mut t, &mut now, 100, 14, [7_000, 0]);
+        assert_eq!(t.lend_blocks_max(), Some(0), "21 ms");
+        run(&mut t, &mut now, 100, 14, [4_000, 0]);
+        assert_eq!(t.lend_blocks_max(), Some(0), "18 ms are under the target, but not well");
+        run(&mut t, &mut now, 100, 14, [1_000, 0]);
+        assert!(t.lend_blocks_max() > Some(0));
+        run(&mut t, &mut now, 100, 14, [4_000, 0]);
+        assert!(t.lend_blocks_max() > Some(0), "18 ms do not end lending either");
+    }
+
+    /// How many tickets of each debtor are refused in so many steps.
+    fn refused(t: &mut Threshold, now: &mut u64, steps: u32, own_ms: u64, keys: [u64; 2]) -> [u32; 2] {
+        let mut refused = [0, 0];
+        for _ in 0..steps {
+            run(t, now, 1, own_ms, keys);
+            for (count, debtor) in refused.iter_mut().zip([A, B]) {
+                *count += u32::from(t.sheds(debtor, *now));
+            }
+        }
+        refused
+    }
+
+    #[test]
+    fn only_guests_that_are_to_blame_are_sent_away_and_one_at_a_time() {
+        let (mut t, mut now) = (threshold(), 0);
+        // Over, but not far over: whoever is here stays.
+        assert_eq!(refused(&mut t, &mut now, 500, 14, [8_000, 6_000]), [0, 0], "28 ms");
+        // Far over, by its own doing: nobody is sent away.
+        assert_eq!(refused(&mut t, &mut now, 500, 60, [1_000, 1_000]), [0, 0]);
+        t.tick(now + THRESHOLD_IDLE_MS);
+        // Far over, for a moment only.
+        let (mut t, mut now) = (threshold(), 0);
+        run(&mut t, &mut now, 100, 10, [0, 0]);
+        assert_eq!(refused(&mut t, &mut now, 10, 10, [50_000, 10_000]), [0, 0]);
+        // And for long: the one that brings most, once in a pause, however many tickets come.
+        let start = now;
+        let counts = refused(&mut t, &mut now, 400, 10, [50_000, 10_000]);
+        let pauses = u32::try_from((now - start) / THRESHOLD_SHED_PAUSE_MS).unwrap();
+        assert_eq!(counts[1], 0, "{counts:?}");
+        assert!(counts[0] >= 2 && counts[0] <= pauses + 1, "{counts:?} in {pauses} pauses");
+        assert_eq!(t.shed(), u64::from(counts[0]));
+        // It has left: nobody else goes.
+        assert_eq!(refused(&mut t, &mut now, 400, 10, [0, 8_000]), [0, 0]);
+    }
+}
