@@ -15,7 +15,7 @@ mod pair;
 mod rates;
 
 pub use crossover::{Crossover, crossover};
-pub use pair::{BestMove, CreditorState, DebtorState, Pair, Prediction};
+pub use pair::{Best, BestMove, CreditorState, DebtorState, Pair, Prediction};
 pub use rates::Rates;
 
 pub(crate) use crossover::as_f64;

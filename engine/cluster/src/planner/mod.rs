@@ -20,10 +20,11 @@
 //! * an instance that has lent is no debtor and one that has borrowed no creditor, also within a round; nobody is paired
 //!   with itself; frozen instances are left alone; a draining or paused one takes nothing;
 //! * what was moved is not moved back within [`PlannerConfig::hold_ms`] except by reclaims and drains, and a move must gain
-//!   [`PlannerConfig::gain_min`]: as the model values a state and not the way to it, no plan undoes the one before it.
+//!   [`PlannerConfig::gain_min`]. The model values states, not the way to them, so that a move and its reverse cannot both
+//!   gain; a test lets pools in which nothing else changes settle.
 //!
-//! Cost: an instance is looked at once, and a request only on debtors; tests hold a round over 10,000 instances and a
-//! million requests within its time.
+//! Cost: an instance is looked at once, a request only on debtors, and the searches of a round are bounded; the example
+//! `planning_round` measures it for up to 10,000 instances and a million requests.
 
 mod offload;
 mod reclaim;
@@ -105,7 +106,7 @@ pub struct PlannerConfig {
     pub move_ms_max: u64,
     /// Gain below which nothing moves, as a share of what the two instances do now.
     pub gain_min: f64,
-    /// Tokens that a request is expected to generate yet: over a slow link KV comes home if the copy pays within these.
+    /// Tokens that a request is expected to generate yet: KV comes home if the copy has paid for itself within these.
     pub tokens_expected: f64,
     /// What was moved is not moved back for so long (reclaims and drains may).
     pub hold_ms: u64,
@@ -113,6 +114,8 @@ pub struct PlannerConfig {
     pub requests_max: usize,
     /// Creditors that are compared for one move.
     pub creditors_max: usize,
+    /// Pairs of a debtor and a creditor that are searched for offloads in one round: what bounds its time.
+    pub pairs_max: usize,
     /// Orders to one debtor in a round.
     pub debtor_orders_max: usize,
     /// Blocks of one order; the rest of a larger move follows in later rounds.
@@ -145,6 +148,7 @@ impl Default for PlannerConfig {
             hold_ms: 10_000,
             requests_max: 4,
             creditors_max: 4,
+            pairs_max: 40_000,
             debtor_orders_max: 4,
             order_blocks_max: 1_024,
             orders_max: 4_096,

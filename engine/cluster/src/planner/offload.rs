@@ -15,15 +15,17 @@ struct Choice {
     movable: i64,
 }
 
-/// Offloads, small batches first.
+/// Offloads: instances that miss memory first, and small batches first. Of equals every round begins with another one, so
+/// that a bounded round comes around to all.
 pub(super) fn plan(round: &mut Round<'_>, held: &dyn Fn(usize, SeqId) -> bool) {
-    let mut debtors: Vec<(u32, usize)> = (0..round.nodes.len())
-        .filter(|at| is_debtor(round, *at))
-        .map(|at| (round.nodes[at].view.load.batch, at))
-        .collect();
+    let count = round.nodes.len();
+    let turn = usize::try_from(round.view.now_ms % count.max(1) as u64).unwrap_or(0);
+    let rank =
+        |at: usize| (round.nodes[at].deficit() <= 0, round.nodes[at].view.load.batch, (at + count - turn) % count);
+    let mut debtors: Vec<_> = (0..count).filter(|at| is_debtor(round, *at)).map(|at| (rank(at), at)).collect();
     debtors.sort_unstable();
     for (_, debtor) in debtors {
-        if round.is_full() {
+        if round.is_full() || round.pairs_left == 0 {
             return;
         }
         offload(round, debtor, held);
@@ -35,8 +37,10 @@ pub(super) fn plan(round: &mut Round<'_>, held: &dyn Fn(usize, SeqId) -> bool) {
 fn is_debtor(round: &Round<'_>, at: usize) -> bool {
     let node = &round.nodes[at];
     let runs = node.view.role == Role::Instance && node.view.load.batch > 0;
-    let small = node.view.load.batch <= round.config.batch_small;
-    runs && !node.view.draining && !node.is_left_alone() && !node.lends() && (small || node.deficit() > 0)
+    if !runs || node.view.draining || node.is_left_alone() || node.lends() {
+        return false;
+    }
+    node.deficit() > 0 || (node.view.load.batch <= round.config.batch_small && node.attends(round.config.gain_min))
 }
 
 fn offload(round: &mut Round<'_>, debtor: usize, held: &dyn Fn(usize, SeqId) -> bool) {
@@ -50,7 +54,9 @@ fn offload(round: &mut Round<'_>, debtor: usize, held: &dyn Fn(usize, SeqId) -> 
             return;
         }
         // The longest first (fewest sequences depend on others); the next one when that one has nothing left to give.
-        let found = (0..choices.len()).find_map(|at| best_creditor(round, debtor, choices[at]).map(|b| (at, b)));
+        let creditors = round.creditors_for(debtor);
+        let best = |round: &mut Round<'_>, at: usize| best_creditor(round, debtor, choices[at], &creditors);
+        let found = (0..choices.len()).find_map(|at| best(round, at).map(|b| (at, b)));
         let Some((at, (creditor, best))) = found else { return };
         let choice = choices[at];
         let ordered = round.order((debtor, choice.seq), (debtor, creditor), best.blocks, Why::Offload, best.gain);
@@ -80,9 +86,14 @@ fn longest(round: &Round<'_>, debtor: usize, held: &dyn Fn(usize, SeqId) -> bool
 }
 
 /// The creditor, of those worth comparing, at which the best number of blocks gains most.
-fn best_creditor(round: &mut Round<'_>, debtor: usize, choice: Choice) -> Option<(usize, BestMove)> {
+fn best_creditor(
+    round: &mut Round<'_>,
+    debtor: usize,
+    choice: Choice,
+    creditors: &[usize],
+) -> Option<(usize, BestMove)> {
     let mut best: Option<(usize, BestMove)> = None;
-    for creditor in round.creditors_for(debtor) {
+    for creditor in creditors.iter().copied() {
         let Some(found) = best_blocks(round, debtor, creditor, choice) else { continue };
         if best.as_ref().is_none_or(|(_, b)| found.gain > b.gain) {
             best = Some((creditor, found));
@@ -94,6 +105,7 @@ fn best_creditor(round: &mut Round<'_>, debtor: usize, choice: Choice) -> Option
 /// The best number of blocks between two, within what the creditor can spare, what its own step bears and what its link
 /// carries in time; if possible, within what the debtor's local work covers.
 fn best_blocks(round: &mut Round<'_>, debtor: usize, creditor: usize, choice: Choice) -> Option<BestMove> {
+    round.pairs_left = round.pairs_left.checked_sub(1)?;
     let pair = round.pair(debtor, choice.seq, creditor);
     let own_tokens = round.nodes[creditor].local_tokens;
     let limits = [
@@ -105,7 +117,8 @@ fn best_blocks(round: &mut Round<'_>, debtor: usize, creditor: usize, choice: Ch
     let most = limits.into_iter().min().unwrap_or(0);
     let worth = |b: &BestMove| b.gain >= threshold(round.config, &b.prediction, b.gain);
     // Nothing that is covered helps: a remote part that the debtor waits for may still be worth the memory.
-    pair.best(1, most, true).filter(worth).or_else(|| pair.best(1, most, false).filter(worth))
+    let best = pair.best(1, most);
+    best.covered.filter(worth).or(best.any.filter(worth))
 }
 
 /// Gain below which nothing moves: a share of what the two do without it.

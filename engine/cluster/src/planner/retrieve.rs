@@ -1,7 +1,8 @@
 //! A debtor that has room again takes blocks home, where the model expects throughput of it.
 //!
 //! What the debtor's local work covers may stay where it is: it costs the debtor nothing. Over a slow link nothing is
-//! covered, and the crossover says how soon the copy has paid for itself; then any gain is enough.
+//! covered: each token pays a round trip and a row per layer, and the KV comes home instead, provided that the crossover
+//! says that the copy has paid for itself before a request of usual length ends.
 
 use super::Why;
 use super::offload::threshold;
@@ -35,10 +36,9 @@ fn retrieve(round: &mut Round<'_>, debtor: usize, held: &dyn Fn(usize, SeqId) ->
             continue;
         }
         let pair = round.pair(debtor, seq, from);
-        let Some(best) = pair.best(-most, -1, false) else { continue };
-        let pays =
-            best.gain >= threshold(round.config, &best.prediction, best.gain) || copy_pays(round, debtor, from, most);
-        if pays {
+        let Some(best) = pair.best(-most, -1).any else { continue };
+        let worth = best.gain >= threshold(round.config, &best.prediction, best.gain);
+        if worth && copy_pays(round, debtor, from, -best.blocks) {
             round.order((debtor, seq), (from, debtor), -best.blocks, Why::Retrieve, best.gain);
             orders += 1;
         }

@@ -1,7 +1,7 @@
 //! The working state of one round: every instance in a few numbers, changed by each order of the round as the order will
 //! change the pool, so that later decisions see earlier ones.
 
-use super::view::{InstanceView, PoolView, RequestView};
+use super::view::{InstanceView, PoolView, RequestView, link_between};
 use super::{Order, Plan, PlannerConfig, Why};
 use crate::perf::{CreditorState, DebtorState, LinkView, Pair, Rates};
 use lagoon_protocol::Role;
@@ -70,6 +70,14 @@ impl Node<'_> {
         self.growth + if full { 0 } else { head } - self.free - leaving
     }
 
+    /// Whether its own attention is more than a share of the rest of its step. If not, and if it has room, nothing that it
+    /// could give away gains as much as that share.
+    pub(super) fn attends(&self, share: f64) -> bool {
+        let blocked = self.view.load.queue_blocks.first().is_some_and(|b| i64::from(*b) > self.free);
+        let rest_us = self.rates.other_us(self.view.load.batch);
+        blocked || self.borrowed > 0 || self.local_tokens * self.rates.attention_us >= share * rest_us
+    }
+
     fn sequence_blocks(&self) -> i64 {
         let used = i64::from(self.view.blocks_total) - i64::from(self.view.blocks_free) - self.lent;
         (used / i64::from(self.view.load.batch.max(1))).max(1)
@@ -88,6 +96,8 @@ pub(super) struct Round<'a> {
     listed: Vec<i64>,
     /// Requests that have an order in this round, with their blocks elsewhere after it: in all, and by creditor.
     ordered: BTreeMap<(usize, SeqId), Vec<(InstanceId, i64)>>,
+    /// Pairs that may still be searched.
+    pub(super) pairs_left: usize,
     pub(super) plan: Plan,
 }
 
@@ -104,6 +114,7 @@ impl<'a> Round<'a> {
             creditors: BTreeSet::new(),
             listed: Vec::new(),
             ordered: BTreeMap::new(),
+            pairs_left: config.pairs_max,
             plan,
         };
         round.listed = (0..round.nodes.len()).map(|at| round.spare_to_lend(at)).collect();
@@ -173,7 +184,8 @@ impl<'a> Round<'a> {
     }
 
     pub(super) fn link(&self, a: usize, b: usize) -> LinkView {
-        let measured = self.view.link(self.nodes[a].id, self.nodes[b].id);
+        let (a, b) = (&self.nodes[a], &self.nodes[b]);
+        let measured = link_between((a.id, a.view), (b.id, b.view));
         measured.map_or(self.config.assumed_link, |l| l.or(self.config.assumed_link))
     }
 
@@ -216,6 +228,8 @@ impl<'a> Round<'a> {
         let elsewhere_us = elsewhere.map(|(at, owed)| self.remote_us(debtor, at, owed)).fold(0.0, f64::max);
         let (d, c) = (&self.nodes[debtor], &self.nodes[creditor]);
         let (blocks_there, rows_there) = owes.creditors.get(&creditor_id).copied().unwrap_or_default();
+        let theirs = as_f64(blocks_there.unsigned_abs()) * f64::from(self.view.shape.block_tokens);
+        let others = (c.guest_tokens - theirs).max(0.0);
         let parts = self.remote_of(debtor, seq);
         Pair {
             shape: self.view.shape,
@@ -232,11 +246,7 @@ impl<'a> Round<'a> {
                 queue: &d.view.load.queue_blocks,
                 elsewhere_us,
             },
-            creditor: CreditorState {
-                rates: c.rates,
-                batch: c.view.load.batch,
-                tokens: c.local_tokens + c.guest_tokens,
-            },
+            creditor: CreditorState { rates: c.rates, batch: c.view.load.batch, tokens: c.local_tokens + others },
             link: self.link(debtor, creditor),
             blocks_there,
             rows_there,

@@ -112,15 +112,18 @@ impl PoolView {
     /// The link between two instances: as either end measured it, the more favourable one; `None` if neither did.
     #[must_use]
     pub fn link(&self, a: InstanceId, b: InstanceId) -> Option<LinkView> {
-        let one = |from: InstanceId, to: InstanceId| {
-            let links = &self.instances.get(&from)?.links;
-            links.binary_search_by_key(&to, |l| l.0).ok().map(|at| links[at].1)
-        };
-        match (one(a, b), one(b, a)) {
-            (Some(x), Some(y)) => {
-                Some(LinkView { rtt_us: x.rtt_us.min(y.rtt_us), bytes_per_s: x.bytes_per_s.max(y.bytes_per_s) })
-            }
-            (x, y) => x.or(y),
+        link_between((a, self.instances.get(&a)?), (b, self.instances.get(&b)?))
+    }
+}
+
+pub(super) fn link_between(a: (InstanceId, &InstanceView), b: (InstanceId, &InstanceView)) -> Option<LinkView> {
+    let one = |from: &InstanceView, to: InstanceId| {
+        from.links.binary_search_by_key(&to, |l| l.0).ok().map(|at| from.links[at].1)
+    };
+    match (one(a.1, b.0), one(b.1, a.0)) {
+        (Some(x), Some(y)) => {
+            Some(LinkView { rtt_us: x.rtt_us.min(y.rtt_us), bytes_per_s: x.bytes_per_s.max(y.bytes_per_s) })
         }
+        (x, y) => x.or(y),
     }
 }
