@@ -9,7 +9,8 @@
 
 use crate::etcd::{Claim, Etcd, EtcdError, EtcdLease, Held};
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -42,28 +43,88 @@ pub(crate) enum Standing {
     },
 }
 
-#[derive(Debug, Default)]
+/// The lease that is held, as threads that answer read it, without a lock.
+#[derive(Debug)]
+struct Lease {
+    origin: Instant,
+    term: AtomicU64,
+    /// Until when this process may act on it, in microseconds since `origin`; 0 if none is held.
+    until_us: AtomicU64,
+}
+
+impl Lease {
+    fn new() -> Self {
+        Self { origin: Instant::now(), term: AtomicU64::new(0), until_us: AtomicU64::new(0) }
+    }
+
+    fn hold(&self, term: u64, until: Instant) {
+        self.term.store(term, SeqCst);
+        self.until_us.store(self.us(until), SeqCst);
+    }
+
+    fn end(&self) {
+        self.until_us.store(0, SeqCst);
+    }
+
+    fn us(&self, at: Instant) -> u64 {
+        u64::try_from(at.saturating_duration_since(self.origin).as_micros()).unwrap_or(u64::MAX)
+    }
+
+    /// The term in which this process leads now. Terms of one process grow and a term is set before its time, so the term
+    /// is the one that the time belongs to, or a later one.
+    fn leads(&self) -> Option<u64> {
+        let term = self.term.load(SeqCst);
+        let holds = self.us(Instant::now()) < self.until_us.load(SeqCst);
+        (holds && term == self.term.load(SeqCst)).then_some(term)
+    }
+}
+
+/// Tells threads whether this process leads in a term; see [`Election::standing`].
+#[derive(Clone, Debug)]
+pub(crate) struct Mandate {
+    lease: Arc<Lease>,
+    term: u64,
+}
+
+impl Mandate {
+    /// Whether the term goes on. To be asked before every answer.
+    pub(crate) fn holds(&self) -> bool {
+        self.lease.leads() == Some(self.term)
+    }
+}
+
+#[derive(Debug)]
 struct State {
-    /// Of the lease that is held: its term, and until when this one may act on it.
-    leads: Option<(u64, Instant)>,
-    leader: String,
+    lease: Arc<Lease>,
+    /// Who leads, as far as it is known.
+    leader: Mutex<String>,
+}
+
+impl State {
+    fn new() -> Self {
+        Self { lease: Arc::new(Lease::new()), leader: Mutex::default() }
+    }
+
+    fn leader(&self) -> MutexGuard<'_, String> {
+        self.leader.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// Takes part in the election, or leads alone without one.
 #[derive(Debug)]
 pub(crate) struct Election {
-    state: Arc<Mutex<State>>,
-    /// `None` without etcd: then `state.leads` never ends.
+    state: Arc<State>,
+    /// `None` without etcd: then the lease never ends.
     task: Option<JoinHandle<()>>,
 }
 
 impl Election {
     /// Starts to campaign as `own`, until `stop`; without etcd this gManager leads from now on.
     pub(crate) fn start(args: &ElectionArgs, own: SocketAddr, stop: CancellationToken) -> anyhow::Result<Self> {
-        let state = Arc::new(Mutex::new(State::default()));
+        let state = Arc::new(State::new());
         if args.etcd.is_empty() {
             let ages = Duration::from_secs(100 * 365 * 24 * 3600);
-            lock(&state).leads = Some((term_by_clock(SystemTime::now()), Instant::now() + ages));
+            state.lease.hold(term_by_clock(SystemTime::now()), Instant::now() + ages);
             return Ok(Self { state, task: None });
         }
         // Several attempts fit in what is left of a lease.
@@ -81,11 +142,15 @@ impl Election {
 
     /// What this gManager is now. To be asked before every answer.
     pub(crate) fn standing(&self) -> Standing {
-        let state = lock(&self.state);
-        match state.leads {
-            Some((term, until)) if Instant::now() < until => Standing::Leads { term },
-            _ => Standing::Follows { leader: state.leader.clone() },
+        match self.state.lease.leads() {
+            Some(term) => Standing::Leads { term },
+            None => Standing::Follows { leader: self.state.leader().clone() },
         }
+    }
+
+    /// For threads that answer in `term`.
+    pub(crate) fn mandate(&self, term: u64) -> Mandate {
+        Mandate { lease: self.state.lease.clone(), term }
     }
 
     /// After `stop`: waits until the lease was given back, so that another leads at once.
@@ -105,10 +170,6 @@ fn term_by_clock(now: SystemTime) -> u64 {
     u64::try_from(age.as_millis()).unwrap_or(u64::MAX).max(1)
 }
 
-fn lock(state: &Mutex<State>) -> std::sync::MutexGuard<'_, State> {
-    state.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Until when a leader may act that asked at `asked` for a lease of `ttl`. A tenth is for clocks that run apart.
 fn act_until(asked: Instant, ttl: Duration) -> Instant {
     asked + ttl - ttl / 10
@@ -120,7 +181,7 @@ struct Campaign {
     own: String,
     ttl_s: u64,
     poll: Duration,
-    state: Arc<Mutex<State>>,
+    state: Arc<State>,
 }
 
 impl Campaign {
@@ -131,7 +192,7 @@ impl Campaign {
                 Ok(Some((lease, term))) => {
                     tracing::warn!(term, "this gManager leads");
                     self.lead(lease, term, &stop).await;
-                    lock(&self.state).leads = None;
+                    self.state.lease.end();
                     // Whatever ended it, nobody has to wait for the lease's end; if etcd is away, it ends by itself.
                     if let Err(error) = self.etcd.revoke(lease).await {
                         tracing::debug!(%error, "the lease was not given back");
@@ -144,7 +205,7 @@ impl Campaign {
                     if !std::mem::replace(&mut silent, true) {
                         tracing::warn!(%error, "no election; trying again");
                     }
-                    lock(&self.state).leader.clear();
+                    self.state.leader().clear();
                 }
             }
             tokio::select! {
@@ -164,9 +225,8 @@ impl Campaign {
         let (lease, ttl) = self.etcd.grant(self.ttl_s).await?;
         match self.etcd.claim(&self.key, &self.own, lease).await {
             Ok(Claim::Ours(term)) => {
-                let mut state = lock(&self.state);
-                state.leads = Some((term, act_until(asked, ttl)));
-                state.leader = self.own.clone();
+                self.state.lease.hold(term, act_until(asked, ttl));
+                self.state.leader().clone_from(&self.own);
                 Ok(Some((lease, term)))
             }
             Ok(Claim::Theirs(other)) => {
@@ -180,7 +240,7 @@ impl Campaign {
 
     /// A predecessor at this very address is not a leader to send anybody to.
     fn follow(&self, leader: String) {
-        lock(&self.state).leader = if leader == self.own { String::new() } else { leader };
+        *self.state.leader() = if leader == self.own { String::new() } else { leader };
     }
 
     /// Renews until that fails for good, or `stop`.
@@ -192,11 +252,9 @@ impl Campaign {
                 () = tokio::time::sleep(self.poll) => {}
             }
             let asked = Instant::now();
-            let renewed = self.renew(lease, term).await;
-            let mut state = lock(&self.state);
-            match renewed {
+            match self.renew(lease, term).await {
                 Ok(Some(ttl)) => {
-                    state.leads = Some((term, act_until(asked, ttl)));
+                    self.state.lease.hold(term, act_until(asked, ttl));
                     failing = false;
                 }
                 Ok(None) => return,
@@ -204,8 +262,8 @@ impl Campaign {
                     if !std::mem::replace(&mut failing, true) {
                         tracing::warn!(%error, "the lease was not renewed; trying again");
                     }
-                    if state.leads.is_none_or(|(_, until)| Instant::now() >= until) {
-                        state.leader.clear();
+                    if self.state.lease.leads().is_none() {
+                        self.state.leader().clear();
                         return;
                     }
                 }
@@ -244,8 +302,17 @@ mod tests {
     fn a_leader_ends_before_its_lease_without_being_told() {
         let asked = Instant::now();
         assert_eq!(act_until(asked, Duration::from_secs(10)), asked + Duration::from_secs(9));
-        let state = State { leads: Some((7, asked)), leader: "a:1".to_owned() };
-        let election = Election { state: Arc::new(Mutex::new(state)), task: None };
-        assert_eq!(election.standing(), Standing::Follows { leader: "a:1".to_owned() });
+        let election = Election { state: Arc::new(State::new()), task: None };
+        election.state.leader().push_str("a:1");
+        let follows = Standing::Follows { leader: "a:1".to_owned() };
+        assert_eq!(election.standing(), follows);
+        let soon = Instant::now() + Duration::from_millis(50);
+        election.state.lease.hold(7, soon);
+        let mandate = election.mandate(7);
+        assert!(election.standing() == Standing::Leads { term: 7 } && mandate.holds());
+        std::thread::sleep(Duration::from_millis(60));
+        assert!(election.standing() == follows && !mandate.holds());
+        election.state.lease.hold(9, Instant::now() + Duration::from_secs(60));
+        assert!(!mandate.holds() && election.mandate(9).holds(), "a term does not come back");
     }
 }
