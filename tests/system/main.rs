@@ -9,6 +9,7 @@ mod hostile;
 mod pooled;
 mod process_cli;
 mod process_cluster;
+mod process_drain;
 mod process_host_tier;
 mod process_http;
 mod process_operate;

@@ -1,0 +1,153 @@
+//! Draining instances, by an operator and by SIGTERM, and moving KV by hand: no request is lost.
+
+use crate::process_cluster::{Cluster, certificates, wait_for_pool};
+use crate::process_up::{golden_prompt, single};
+use lagoon_tests::process::{Client, Ended, Events, Server, completion, run, signal, token_ids};
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+/// Asks the cluster's gManager.
+fn ask(cluster: &Cluster, tls: &[String; 3], command: &[&str]) -> Ended {
+    let [a, b, c] = tls;
+    run(&[command, &["--gmanager", &cluster.gmanager.said("quic"), a, b, c]].concat())
+}
+
+fn ask_json(cluster: &Cluster, tls: &[String; 3], command: &[&str]) -> Value {
+    let ended = ask(cluster, tls, &[command, &["--json"]].concat());
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    serde_json::from_str(&ended.stdout).unwrap()
+}
+
+/// A stream of a prompt that no instance holds alone, its first token, and all the rest's.
+struct Stream<'a> {
+    events: Events<'a>,
+    tokens: Vec<u32>,
+}
+
+impl<'a> Stream<'a> {
+    fn start(client: &'a Client, prompt: &[u32], max_tokens: u32) -> Self {
+        let mut events = client.stream("/v1/completions", &completion(prompt, max_tokens, &json!({"stream": true})));
+        let tokens = token_ids(&serde_json::from_str(&events.next_data().unwrap()).unwrap());
+        Self { events, tokens }
+    }
+
+    /// To its end; it is whole, and what one large instance generates.
+    fn finish(mut self, model: &str, prompt: &[u32], max_tokens: u32) {
+        let (rest, done) = self.events.rest();
+        assert!(done, "{rest:?}");
+        self.tokens.extend(rest.iter().flat_map(token_ids));
+        let reference = single(model, "512");
+        let expected = reference.client().complete(prompt, max_tokens, &json!({})).json();
+        assert_eq!(self.tokens, token_ids(&expected));
+    }
+}
+
+#[test]
+fn a_drained_creditor_stops_without_losing_a_request() {
+    let cluster = Cluster::new();
+    let (model, prompt) = golden_prompt();
+    let tls = certificates(&cluster.ca, "operator");
+    let [one, mut two, _three] = ["one", "two", "three"]
+        .map(|name| cluster.serve(name, &model, &["--backend=cpu", "--kv-tokens=64", "--calibrate=off"]));
+    let client = one.client();
+    wait_for_pool(&client, 24);
+    let stream = Stream::start(&client, &prompt[..90], 60);
+    let rows = ask_json(&cluster, &tls, &["kv", "ls"])["placements"].clone();
+    let request = rows[0]["request"].as_str().unwrap_or_else(|| panic!("{rows}")).to_owned();
+    assert!(rows.as_array().unwrap().iter().all(|row| row["request"] == *request), "{rows}");
+
+    let drained = ask_json(&cluster, &tls, &["drain", "two", "--wait", "--stop"]);
+    assert_eq!((&drained["name"], &drained["drained"]), (&json!("two"), &json!(true)), "{drained}");
+    let ended = two.ended();
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    stream.finish(&model, &prompt[..90], 60);
+    // What is left serves on.
+    wait_for_pool(&client, 16);
+    client.wait_until("/lagoon/status", "empty", |s| s["blocks_free"] == 8);
+    Stream::start(&client, &prompt[..90], 8).finish(&model, &prompt[..90], 8);
+}
+
+#[test]
+fn a_drain_is_seen_and_taken_back() {
+    let cluster = Cluster::new();
+    let (model, prompt) = golden_prompt();
+    let tls = certificates(&cluster.ca, "operator");
+    let flags = ["--backend=cpu", "--kv-tokens=64", "--calibrate=off"];
+    let instances = ["one", "two"].map(|name| cluster.serve(name, &model, &flags));
+    let client = instances[1].client();
+    wait_for_pool(&client, 16);
+    let waited = ask(&cluster, &tls, &["drain", "two", "--wait"]);
+    assert!(waited.code == Some(0) && waited.stdout.contains("is draining"), "{waited:?}");
+    assert!(waited.stdout.ends_with("drained\n"), "{waited:?}");
+    client.wait_until("/lagoon/status", "draining", |s| s["draining"] == true);
+    assert_eq!(client.get("/health").status, 503);
+    let status = ask(&cluster, &tls, &["status"]);
+    assert!(status.stdout.lines().any(|line| line.contains("two") && line.contains("draining")), "{status:?}");
+    let back = ask(&cluster, &tls, &["drain", "two", "--cancel"]);
+    assert!(back.code == Some(0) && back.stdout.contains("serves again"), "{back:?}");
+    client.wait_until("/lagoon/status", "serving", |s| s["draining"] == false);
+    wait_for_pool(&instances[0].client(), 16);
+    Stream::start(&instances[0].client(), &prompt[..90], 8).finish(&model, &prompt[..90], 8);
+}
+
+#[test]
+fn moves_by_hand_are_planned_dry_and_unknown_requests_refused() {
+    let cluster = Cluster::new();
+    let (model, prompt) = golden_prompt();
+    let tls = certificates(&cluster.ca, "operator");
+    let flags = ["--backend=cpu", "--kv-tokens=64", "--calibrate=off"];
+    let instances = ["one", "two", "three"].map(|name| cluster.serve(name, &model, &flags));
+    let client = instances[0].client();
+    wait_for_pool(&client, 24);
+    let stream = Stream::start(&client, &prompt[..90], 80);
+    let rows = ask_json(&cluster, &tls, &["kv", "ls"])["placements"].as_array().unwrap().clone();
+    let request = rows[0]["request"].as_str().unwrap().to_owned();
+    let debtor: u64 = request.split('/').next().unwrap().parse().unwrap();
+    let lent = rows.iter().find(|row| row["instance"].as_u64() != Some(debtor)).unwrap_or_else(|| panic!("{rows:?}"));
+    let source = lent["instance"].to_string();
+    let recalled = ask_json(&cluster, &tls, &["kv", "recall", &request, "--blocks=1", "--dry-run"]);
+    assert_eq!(recalled["dry_run"], true, "{recalled}");
+    assert_eq!(recalled["moves"][0]["request"], *request, "{recalled}");
+    assert_eq!(recalled["moves"][0]["source"].to_string(), source, "{recalled}");
+    for (command, words) in [
+        (vec!["kv", "recall", "1/999999"], vec!["1"]),
+        (vec!["kv", "move", &request, "--from=nobody", "--to=one"], vec!["nobody", "hint:"]),
+        (vec!["drain", "nobody"], vec!["nobody", "hint:"]),
+    ] {
+        let refused = ask(&cluster, &tls, &command);
+        assert_eq!(refused.code, Some(1), "{refused:?}");
+        for word in words {
+            assert!(refused.stderr.contains(word), "{word} in {refused:?}");
+        }
+    }
+    // A plan is an answer, be it empty.
+    assert!(ask_json(&cluster, &tls, &["kv", "plan"])["moves"].is_array());
+    stream.finish(&model, &prompt[..90], 80);
+}
+
+#[test]
+fn sigterm_lets_requests_finish_and_a_second_one_does_not_wait() {
+    let (model, prompt) = golden_prompt();
+    let mut server = single(&model, "512");
+    let client = server.client();
+    let stream = Stream::start(&client, &prompt[..40], 200);
+    signal(server.pid(), "TERM");
+    stream.finish(&model, &prompt[..40], 200);
+    let ended = server.ended();
+    assert!(ended.code == Some(0) && ended.stderr.contains("drained"), "{ended:?}");
+
+    // A paced device would be slow for sure; a long answer is slow enough to be caught in the middle of.
+    let flags = ["--backend=cpu", "--threads=1", "--http=127.0.0.1:0", "--kv-tokens=20000"];
+    let passkey = lagoon_tests::root().join("models/passkey");
+    let mut server = Server::start(&[&["serve", &passkey.to_string_lossy()], &flags[..]].concat());
+    let client = server.client();
+    let stream = Stream::start(&client, &[7; 40], 15_000);
+    signal(server.pid(), "TERM");
+    client.wait_until("/lagoon/status", "draining", |s| s["draining"] == true);
+    let asked = Instant::now();
+    signal(server.pid(), "TERM");
+    let ended = server.ended();
+    assert!(asked.elapsed() < Duration::from_secs(10), "{:?}", asked.elapsed());
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    drop(stream);
+}
