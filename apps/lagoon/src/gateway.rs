@@ -4,6 +4,9 @@
 //! instance closes with it, which cancels the request there. A request is tried on another instance only while
 //! nothing of it was sent; once an instance has begun to answer, its failure is the client's to see, as an error.
 
+use crate::args::TlsArgs;
+use crate::pool_client::PoolClient;
+use crate::pool_watch::PoolWatch;
 use anyhow::Context;
 use axum::{
     Json, Router,
@@ -318,33 +321,70 @@ pub(crate) struct GatewayArgs {
     #[arg(long, default_value = "127.0.0.1:8000")]
     listen: SocketAddr,
     /// A server to dispatch to; repeat it. Their load is unknown here, so requests go round.
-    #[arg(long = "backend", required = true)]
+    #[arg(long = "backend", value_name = "ADDR", required_unless_present = "gmanager", conflicts_with = "gmanager")]
     backends: Vec<SocketAddr>,
+    /// Dispatch to this pool's instances by their free memory (ip:port of the gManager's QUIC endpoint; of several,
+    /// comma-separated, the one that leads).
+    #[arg(long, value_name = "ADDR", value_delimiter = ',')]
+    gmanager: Vec<SocketAddr>,
+    /// Tokens in an rBlock of the pool.
+    #[arg(long, value_name = "N", default_value_t = lagoon_types::limits::BLOCK_TOKENS_DEFAULT, requires = "gmanager")]
+    block_tokens: u32,
+    #[command(flatten)]
+    tls: TlsArgs,
     /// The key that guards the gateway's own /metrics. Instances check the clients' keys.
     #[arg(long, env = "LAGOON_API_KEY", hide_env_values = true)]
     api_key: Option<String>,
+    /// Print one JSON object when ready.
+    #[arg(long)]
+    json: bool,
+    /// Stop when standard input ends.
+    #[arg(long, hide = true)]
+    exit_with_stdin: bool,
 }
 
-/// Runs a gateway over a fixed list of servers until Ctrl-C.
+/// Runs a gateway over a fixed list of servers, or the instances of a pool, until Ctrl-C.
 ///
 /// # Errors
-/// When the address cannot be listened on.
+/// When the address cannot be listened on, or the pool's gManager does not answer.
 pub(crate) async fn run(args: GatewayArgs) -> anyhow::Result<()> {
+    let stop = crate::shutdown::token(args.exit_with_stdin);
     let metrics = lagoon_http::metrics::install().context("install the metrics recorder")?;
-    let backend = |addr: &SocketAddr| Backend {
-        name: addr.to_string(),
-        http_addr: *addr,
-        free_tokens: 0,
-        running: 0,
-        waiting: 0,
+    let router = if args.gmanager.is_empty() {
+        let backend = |addr: &SocketAddr| Backend {
+            name: addr.to_string(),
+            http_addr: *addr,
+            free_tokens: 0,
+            running: 0,
+            waiting: 0,
+        };
+        let backends: Vec<_> = args.backends.iter().map(backend).collect();
+        Gateway::new(Arc::new(move || backends.clone()), metrics, args.api_key)?.router()
+    } else {
+        let identity = args.tls.identity()?;
+        let mut client = PoolClient::new(&args.gmanager, &identity)?;
+        let state = client.state().await?;
+        let watch = PoolWatch::start(client, state, args.block_tokens, stop.clone());
+        let operator = watch.router(PoolClient::new(&args.gmanager, &identity)?, args.api_key.as_ref());
+        let gateway = Gateway::new(Arc::new(move || watch.backends()), metrics, args.api_key)?;
+        operator.fallback_service(gateway.router())
     };
-    let backends: Vec<_> = args.backends.iter().map(backend).collect();
-    let gateway = Gateway::new(Arc::new(move || backends.clone()), metrics, args.api_key)?;
     let listener = TcpListener::bind(args.listen).await.with_context(|| {
         format!("listen on {}\nhint: another program may use the port; `--listen` names another", args.listen)
     })?;
-    let interrupted = async { drop(tokio::signal::ctrl_c().await) };
-    lagoon_http::serve(listener, gateway.router(), interrupted).await.context("serve the gateway")
+    announce(&listener, args.json)?;
+    lagoon_http::serve(listener, router, stop.cancelled_owned()).await.context("serve the gateway")
+}
+
+#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
+fn announce(listener: &TcpListener, as_json: bool) -> anyhow::Result<()> {
+    let http = listener.local_addr()?.to_string();
+    if as_json {
+        println!("{}", json!({ "ready": true, "http": http }));
+    } else {
+        println!("OpenAI endpoint http://{http}/v1");
+    }
+    Ok(())
 }
 
 #[cfg(test)]

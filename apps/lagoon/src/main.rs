@@ -31,6 +31,7 @@ mod model;
 mod node;
 mod node_metrics;
 mod pool_client;
+mod pool_watch;
 mod quiet;
 mod registry;
 mod serve;

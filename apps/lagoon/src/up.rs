@@ -1,25 +1,18 @@
 //! `lagoon up`: a whole pool on this machine behind one OpenAI endpoint.
 
-use crate::admin::{self, state_json};
 use crate::api_client::ApiClient;
 use crate::args::EngineArgs;
-use crate::gateway::{Backend, Gateway};
+use crate::gateway::Gateway;
 use crate::local::{EphemeralCa, LocalPool, start_pool};
 use crate::pool_client::{PoolClient, PoolRow, PoolState};
-use crate::serve::guarded;
+use crate::pool_watch::PoolWatch;
 use crate::{bundled, device, model};
 use anyhow::Context;
-use axum::Json;
-use axum::routing::get;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::net::SocketAddr;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::Mutex;
-use tokio_util::sync::CancellationToken;
 
-/// How often the gateway learns the instances' loads.
-const WATCH_EVERY: Duration = Duration::from_millis(250);
 /// Time that the instances get to register once they are ready.
 const REGISTER_DEADLINE: Duration = Duration::from_secs(10);
 
@@ -99,22 +92,12 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     let mut client = PoolClient::new(&[pool.gmanager], &ca.identity()?)?;
     let state = wait_registered(&mut client, count).await?;
     wait_acquainted(&pool, &state.instances, args.api_key.as_ref()).await?;
-    let state = Arc::new(RwLock::new(state));
-    tokio::spawn(watch(client, state.clone(), stop.clone()));
-
-    let (source, block_tokens) = (state.clone(), u64::from(args.engine.block_tokens));
-    let backends = Arc::new(move || backends(&source, block_tokens));
+    let watch = PoolWatch::start(client, state, args.engine.block_tokens, stop.clone());
+    let source = watch.clone();
+    let backends = Arc::new(move || source.backends());
     let gateway = Gateway::new(backends, lagoon_http::metrics::install()?, args.api_key.clone())?;
-    let status = get(move || async move {
-        let state = state.read().unwrap_or_else(PoisonError::into_inner).clone();
-        Json(state_json(&state))
-    });
-    let operator = Arc::new(Mutex::new(PoolClient::new(&[pool.gmanager], &ca.identity()?)?));
-    let orders = axum::routing::post(admin::serve).with_state(operator);
-    let router = axum::Router::new()
-        .route("/lagoon/status", guarded(status, args.api_key.clone()))
-        .route("/lagoon/admin", guarded(orders, args.api_key.clone()))
-        .fallback_service(gateway.router());
+    let operator = PoolClient::new(&[pool.gmanager], &ca.identity()?)?;
+    let router = watch.router(operator, args.api_key.as_ref()).fallback_service(gateway.router());
     announce(&args, &name, listener.local_addr()?, &pool)?;
     lagoon_http::serve(listener, router, stop.cancelled_owned()).await.context("serve HTTP")
 }
@@ -172,30 +155,4 @@ async fn wait_acquainted(pool: &LocalPool, rows: &[PoolRow], key: Option<&String
         }
     }
     Ok(())
-}
-
-/// Keeps the state fresh; when the gManager is silent the last one stands.
-async fn watch(mut client: PoolClient, state: Arc<RwLock<PoolState>>, stop: CancellationToken) {
-    while !stop.is_cancelled() {
-        match client.state().await {
-            Ok(now) => *state.write().unwrap_or_else(PoisonError::into_inner) = now,
-            Err(error) => tracing::warn!(%error, "the pool's state is unknown"),
-        }
-        tokio::time::sleep(WATCH_EVERY).await;
-    }
-}
-
-fn backends(state: &RwLock<PoolState>, block_tokens: u64) -> Vec<Backend> {
-    let state = state.read().unwrap_or_else(PoisonError::into_inner);
-    let backend = |row: &PoolRow| {
-        Some(Backend {
-            name: row.name.clone(),
-            http_addr: row.http_addr.parse().ok()?,
-            free_tokens: u64::from(row.blocks_free) * block_tokens,
-            running: u64::from(row.requests_running),
-            waiting: u64::from(row.requests_waiting),
-        })
-    };
-    let serves = |r: &&PoolRow| r.alive && !r.draining && r.role == "instance";
-    state.instances.iter().filter(serves).filter_map(backend).collect()
 }
