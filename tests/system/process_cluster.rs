@@ -34,7 +34,7 @@ impl Cluster {
         let ca = new_ca();
         let tls = certificates(&ca, "gm");
         let [a, b, c] = &tls;
-        let gmanager = Server::start(&["gmanager", "--listen=127.0.0.1:0", a, b, c]);
+        let gmanager = Server::start(&["gmanager", "--listen=127.0.0.1:0", "--metrics-port=0", a, b, c]);
         Self { ca, gmanager }
     }
 

@@ -1,9 +1,10 @@
 //! What operators see and order: status, calibration, capacity, drains, moves by hand.
 
-use crate::process_cluster::{Cluster, equals_single, wait_for_pool};
+use crate::process_cluster::{Cluster, certificates, equals_single, wait_for_pool};
 use crate::process_up::golden_prompt;
-use lagoon_tests::process::{Server, completion, run};
+use lagoon_tests::process::{Client, Server, completion, run};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 
 #[test]
 fn a_single_instance_says_what_it_is_and_what_it_measured_once() {
@@ -42,6 +43,47 @@ fn what_is_never_lent_is_no_capacity_of_others() {
     assert_eq!(refused.status, 400, "{}", refused.text);
     assert!(refused.text.contains("80"), "{}", refused.text);
     equals_single(&client, &model, &prompt[..66]);
+}
+
+#[test]
+fn a_gateway_follows_the_pool_and_the_gmanager_counts() {
+    let cluster = Cluster::new();
+    let (model, prompt) = golden_prompt();
+    let flags = ["--backend=cpu", "--kv-tokens=64", "--calibrate=off"];
+    let instances = ["one", "two"].map(|name| cluster.serve(name, &model, &flags));
+    wait_for_pool(&instances[0].client(), 16);
+    wait_for_pool(&instances[1].client(), 16);
+    let [a, b, c] = certificates(&cluster.ca, "gateway");
+    let gmanager = cluster.gmanager.said("quic");
+    let flags = ["--listen=127.0.0.1:0", "--block-tokens=8", "--gmanager", &gmanager, &a, &b, &c];
+    let gateway = Server::start(&[&["gateway"], &flags[..]].concat());
+    let client = gateway.client();
+    let mut served = BTreeSet::new();
+    for _ in 0..6 {
+        let answer = client.complete(&prompt[..40], 4, &json!({}));
+        served.insert(answer.instance().unwrap().to_owned());
+    }
+    assert_eq!(served, BTreeSet::from(["one".to_owned(), "two".to_owned()]));
+    // Orders go through it too; an instance that is drained gets nothing more.
+    let url = format!("--url=http://{}", gateway.said("http"));
+    let drained = run(&["drain", "two", "--wait", &url]);
+    assert_eq!(drained.code, Some(0), "{drained:?}");
+    client.wait_until("/lagoon/status", "seen", |s| {
+        s["instances"].as_array().unwrap().iter().any(|row| row["name"] == "two" && row["draining"] == true)
+    });
+    for _ in 0..4 {
+        assert_eq!(client.complete(&prompt[..40], 4, &json!({})).instance(), Some("one"));
+    }
+    let metrics = Client::new(cluster.gmanager.said("metrics").parse().unwrap());
+    for line in [
+        "lagoon_gmanager_leads 1",
+        "lagoon_gmanager_instances{state=\"alive\"} 1",
+        "lagoon_gmanager_instances{state=\"draining\"} 1",
+        "lagoon_gmanager_instances{state=\"silent\"} 0",
+        "lagoon_gmanager_fenced_total 0",
+    ] {
+        metrics.wait_for_text("/metrics", line);
+    }
 }
 
 #[test]

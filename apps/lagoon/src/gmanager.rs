@@ -5,13 +5,21 @@
 
 use crate::args::TlsArgs;
 use crate::election::{Election, ElectionArgs, Standing};
+use crate::gmanager_metrics;
 use crate::registry::Registry;
 use anyhow::Context;
+use axum::http::header;
 use lagoon_cluster::{DgfmConfig, GManager, GManagerConfig, PlannerConfig};
 use lagoon_protocol::{ControlBody, NotLeader};
 use lagoon_transport::{Bound, Event, Frame, Node, PeerId, TransportConfig};
 use std::net::SocketAddr;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use tokio_util::sync::CancellationToken;
+
+/// How often a standby looks whether it leads, unless somebody asks.
+const STANDING_MAX: Duration = Duration::from_millis(250);
+/// How often metrics are set.
+const RECORD_EVERY: Duration = Duration::from_millis(500);
 
 /// `lagoon gmanager`.
 #[derive(Clone, Debug, clap::Args)]
@@ -22,6 +30,9 @@ pub(crate) struct GManagerArgs {
     /// The address that instances are told, if it is not the one listened on.
     #[arg(long, value_name = "ADDR")]
     advertise: Option<SocketAddr>,
+    /// Serve Prometheus metrics on this TCP port of the same address.
+    #[arg(long, value_name = "PORT")]
+    metrics_port: Option<u16>,
     #[command(flatten)]
     election: ElectionArgs,
     #[command(flatten)]
@@ -54,13 +65,17 @@ pub(crate) async fn run(args: GManagerArgs) -> anyhow::Result<()> {
     let Bound { node, mut events, mut partials, mut bulk } = Node::bind(args.listen, &args.tls.identity()?, config)
         .with_context(|| format!("listen on {}\nhint: choose another address with --listen", args.listen))?;
     let addr = args.advertise.unwrap_or_else(|| node.local_addr());
+    let metrics = serve_metrics(&args, stop.clone()).await?;
     if args.json {
-        println!("{}", serde_json::json!({ "ready": true, "quic": addr.to_string() }));
+        let metrics = metrics.map(|addr| addr.to_string());
+        println!("{}", serde_json::json!({ "ready": true, "quic": addr.to_string(), "metrics": metrics }));
     } else {
         println!("gManager on {addr}");
+        metrics.iter().for_each(|addr| println!("metrics on http://{addr}/metrics"));
     }
     let election = Election::start(&args.election, addr, stop.clone())?;
     let mut shell = Shell { node: node.clone(), election, first_instance: args.first_instance, leading: None };
+    let mut record = tokio::time::interval(RECORD_EVERY);
     loop {
         let sleep = tokio::time::sleep(shell.sleep());
         tokio::select! {
@@ -70,34 +85,49 @@ pub(crate) async fn run(args: GManagerArgs) -> anyhow::Result<()> {
             Some(_) = partials.recv() => {}
             Some(_) = bulk.recv() => {}
             () = sleep => shell.on_tick(),
+            _ = record.tick(), if args.metrics_port.is_some() => shell.record(),
         }
-        shell.send_orders();
+        shell.flush();
     }
     shell.election.ended().await;
     node.close(Duration::from_millis(500)).await;
     Ok(())
 }
 
+/// Serves `/metrics`, if asked to, beside the address on which instances connect.
+async fn serve_metrics(args: &GManagerArgs, stop: CancellationToken) -> anyhow::Result<Option<SocketAddr>> {
+    let Some(port) = args.metrics_port else { return Ok(None) };
+    let handle = lagoon_http::metrics::install()?;
+    gmanager_metrics::describe();
+    let addr = SocketAddr::new(args.listen.ip(), port);
+    let listener = tokio::net::TcpListener::bind(addr)
+        .await
+        .with_context(|| format!("listen on {addr}\nhint: choose another port with --metrics-port"))?;
+    let served = listener.local_addr()?;
+    let text = axum::routing::get(move || async move {
+        ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], handle.render())
+    });
+    let router = axum::Router::new().route("/metrics", text);
+    tokio::spawn(async move {
+        if let Err(error) = lagoon_http::serve(listener, router, stop.cancelled_owned()).await {
+            tracing::error!(%error, "metrics are not served any more");
+        }
+    });
+    Ok(Some(served))
+}
+
 struct Shell {
     node: Node,
     election: Election,
     first_instance: Option<u32>,
-    leading: Option<Leading>,
+    /// The pool as it is known in the term that goes on.
+    leading: Option<Registry>,
 }
-
-/// The pool as it is known in one term.
-struct Leading {
-    term: u64,
-    registry: Registry,
-}
-
-/// How often a standby looks whether it leads.
-const STANDBY_TICK: Duration = Duration::from_secs(1);
 
 impl Shell {
     /// The pool, if this process leads now; else the address of who does. What was known in another term is forgotten:
     /// instances tell a new leader everything.
-    fn leading(&mut self) -> Result<&mut Leading, String> {
+    fn leading(&mut self) -> Result<&mut Registry, String> {
         match self.election.standing() {
             Standing::Follows { leader } => {
                 if self.leading.take().is_some() {
@@ -106,30 +136,24 @@ impl Shell {
                 Err(leader)
             }
             Standing::Leads { term } => {
-                let current = self.leading.take().filter(|leading| leading.term == term);
-                let leading = current.unwrap_or_else(|| self.lead(term));
-                Ok(self.leading.insert(leading))
+                let current = self.leading.take().filter(|registry| registry.term() == term);
+                let registry = current.unwrap_or_else(|| self.begin(term));
+                Ok(self.leading.insert(registry))
             }
         }
     }
 
-    /// Begins a term with an empty pool.
-    fn lead(&self, term: u64) -> Leading {
-        let gmanager = GManager::with_config(GManagerConfig {
-            first_instance: self.first_instance.unwrap_or_else(|| first_instance_by_clock(SystemTime::now())),
+    fn begin(&self, term: u64) -> Registry {
+        let first_instance = self.first_instance.unwrap_or_else(|| first_instance_by_clock(SystemTime::now()));
+        let registry = Registry::new(GManager::with_config(GManagerConfig {
+            first_instance,
             term,
             planner: Some(PlannerConfig::default()),
             dgfm: Some(DgfmConfig::default()),
             ..GManagerConfig::default()
-        });
-        let registry = Registry::new(gmanager);
-        registry.serve_queries(&self.node);
-        Leading { term, registry }
-    }
-
-    /// How long until something is to be done if nothing happens.
-    fn sleep(&self) -> Duration {
-        self.leading.as_ref().map_or(STANDBY_TICK, |leading| leading.registry.sleep())
+        }));
+        registry.serve_queries(&self.node, self.election.mandate(term));
+        registry
     }
 
     fn on_event(&mut self, event: Event) {
@@ -137,7 +161,7 @@ impl Shell {
             Event::Control { peer, message, .. } => {
                 let Some(body) = message.body else { return };
                 let answer = match self.leading() {
-                    Ok(leading) => leading.registry.on_control(peer, &body),
+                    Ok(registry) => registry.on_control(peer, &body),
                     Err(leader_addr) => Some(ControlBody::NotLeader(NotLeader { leader_addr })),
                 };
                 if let Some(answer) = answer {
@@ -145,8 +169,8 @@ impl Shell {
                 }
             }
             Event::Down { peer, .. } => {
-                if let Some(leading) = &mut self.leading {
-                    leading.registry.on_down(peer);
+                if let Some(registry) = &mut self.leading {
+                    registry.on_down(peer);
                 }
             }
             // The transport has logged what it refused.
@@ -160,17 +184,30 @@ impl Shell {
         }
     }
 
-    fn on_tick(&mut self) {
-        if let Ok(leading) = self.leading() {
-            leading.registry.on_tick();
+    /// Sends what the gManager wants sent, if it still leads.
+    fn flush(&mut self) {
+        while let Some((peer, body)) = self.leading().ok().and_then(Registry::poll) {
+            self.send(peer, body);
         }
     }
 
-    /// Sends what the gManager wants sent to others than an asker.
-    fn send_orders(&mut self) {
-        while let Some((peer, body)) = self.leading.as_mut().and_then(|leading| leading.registry.poll()) {
-            self.send(peer, body);
+    /// Until the next tick.
+    fn sleep(&self) -> Duration {
+        self.leading.as_ref().map_or(STANDING_MAX, Registry::sleep)
+    }
+
+    fn on_tick(&mut self) {
+        if let Ok(registry) = self.leading() {
+            registry.on_tick();
         }
+    }
+
+    fn record(&mut self) {
+        let term = self.leading().ok().map(|registry| {
+            registry.record();
+            registry.term()
+        });
+        gmanager_metrics::record_standing(term);
     }
 }
 

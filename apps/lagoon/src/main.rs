@@ -22,6 +22,7 @@ mod engine;
 mod etcd;
 mod gateway;
 mod gmanager;
+mod gmanager_metrics;
 mod host_tier;
 mod kv;
 mod leader;

@@ -428,6 +428,7 @@ impl NodeLoop {
         }
         *self.shared.pool_tokens.lock().unwrap_or_else(PoisonError::into_inner) = self.instance.pool_tokens();
         let status = self.status();
+        self.shared.draining.store(status.instance.draining, Relaxed);
         self.metrics.record(&status);
     }
 
@@ -472,7 +473,7 @@ impl NodeLoop {
             }
             Effect::Emit { seq, event } => self.emit(seq, event),
             Effect::Drained => {
-                tracing::info!("drained: nothing is left here");
+                tracing::warn!("drained: nothing is left here");
                 self.drain.done = true;
                 None
             }

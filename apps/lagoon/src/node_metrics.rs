@@ -32,7 +32,11 @@ impl NodeMetrics {
         gauge!("lagoon_requests_running").set(as_f64(of.running));
         gauge!("lagoon_requests_waiting").set(as_f64(of.waiting));
         counter!("lagoon_preemptions_total").absolute(of.preemptions);
+        counter!("lagoon_preempted_tokens_total").absolute(of.preempted_tokens);
         counter!("lagoon_recoveries_total").absolute(of.recoveries);
+        counter!("lagoon_recomputed_tokens_total").absolute(of.recomputed_tokens);
+        counter!("lagoon_fences_total").absolute(of.fences);
+        gauge!("lagoon_draining").set(if of.draining { 1.0 } else { 0.0 });
         counter!("lagoon_wire_bytes_sent_total", "class" => "control").absolute(status.control_bytes_sent);
         counter!("lagoon_wire_bytes_sent_total", "class" => "partials").absolute(status.partials_bytes_sent);
         counter!("lagoon_wire_bytes_sent_total", "class" => "bulk").absolute(status.bulk_bytes_sent);
@@ -55,6 +59,10 @@ pub(crate) fn describe() {
     describe_gauge!("lagoon_requests_running", "Sequences in the batch.");
     describe_gauge!("lagoon_requests_waiting", "Sequences that wait for memory.");
     describe_counter!("lagoon_preemptions_total", "Times that a running sequence gave its memory up.");
-    describe_counter!("lagoon_recoveries_total", "Times that a sequence lost KV and was computed again.");
+    describe_counter!("lagoon_preempted_tokens_total", "Tokens whose KV these had and must compute again.");
+    describe_counter!("lagoon_recoveries_total", "Times that a sequence lost KV with a creditor.");
+    describe_counter!("lagoon_recomputed_tokens_total", "Tokens computed again because their KV was lost.");
+    describe_counter!("lagoon_fences_total", "Times that the gManager took this instance for dead.");
+    describe_gauge!("lagoon_draining", "1 while this instance is being drained.");
     describe_counter!("lagoon_wire_bytes_sent_total", "Bytes of frames sent to peers and the gManager, by class.");
 }

@@ -25,12 +25,7 @@ pub(crate) struct PoolWatch {
 
 impl PoolWatch {
     /// Asks `client` until `stop`; `state` is what is known now.
-    pub(crate) fn start(
-        mut client: PoolClient,
-        state: PoolState,
-        block_tokens: u32,
-        stop: CancellationToken,
-    ) -> Self {
+    pub(crate) fn start(mut client: PoolClient, state: PoolState, block_tokens: u32, stop: CancellationToken) -> Self {
         let watch = Self { state: Arc::new(RwLock::new(state)), block_tokens: block_tokens.into() };
         let state = watch.state.clone();
         tokio::spawn(async move {

@@ -1,0 +1,75 @@
+//! What a gManager tells Prometheus: the pool as its term knows it, what it ordered, and whether it leads.
+
+use lagoon_cluster::{DgfmStats, GManager, GManagerStats};
+use lagoon_protocol::InstanceStatus;
+use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
+use std::time::Duration;
+
+/// Of one term: what was counted already, because counters go on over terms.
+#[derive(Debug, Default)]
+pub(crate) struct GManagerMetrics {
+    stats: GManagerStats,
+    dgfm: DgfmStats,
+}
+
+/// A planning round took so long, with all that its tick did besides.
+pub(crate) fn round(took: Duration) {
+    histogram!("lagoon_gmanager_round_seconds").record(took.as_secs_f64());
+}
+
+/// A debtor told of a creditor's refusal.
+pub(crate) fn refusal() {
+    counter!("lagoon_gmanager_refusals_total").increment(1);
+}
+
+impl GManagerMetrics {
+    /// Sets everything.
+    pub(crate) fn record(&mut self, gmanager: &GManager, now_ms: u64) {
+        let rows = gmanager.status(now_ms);
+        let count = |of: &dyn Fn(&InstanceStatus) -> bool| {
+            f64::from(u32::try_from(rows.iter().filter(|r| of(r)).count()).unwrap_or(u32::MAX))
+        };
+        let draining = |r: &InstanceStatus| r.heartbeat.as_ref().is_some_and(|h| h.draining);
+        gauge!("lagoon_gmanager_instances", "state" => "alive").set(count(&|r| r.alive && !draining(r)));
+        gauge!("lagoon_gmanager_instances", "state" => "draining").set(count(&|r| r.alive && draining(r)));
+        gauge!("lagoon_gmanager_instances", "state" => "silent").set(count(&|r| !r.alive));
+
+        let (old, new) = (self.stats, gmanager.stats());
+        counter!("lagoon_gmanager_rounds_total").increment(new.rounds - old.rounds);
+        counter!("lagoon_gmanager_moves_total", "state" => "given").increment(new.moves_given - old.moves_given);
+        counter!("lagoon_gmanager_moves_total", "state" => "done").increment(new.moves_done - old.moves_done);
+        counter!("lagoon_gmanager_moves_total", "state" => "failed").increment(new.moves_failed - old.moves_failed);
+        counter!("lagoon_gmanager_blocks_moved_total").increment(new.blocks_moved - old.blocks_moved);
+        counter!("lagoon_gmanager_fenced_total").increment(new.fenced - old.fenced);
+        self.stats = new;
+
+        let (old, new) = (self.dgfm, gmanager.dgfm_stats().unwrap_or_default());
+        counter!("lagoon_gmanager_cycles_total", "state" => "found").increment(new.cycles - old.cycles);
+        counter!("lagoon_gmanager_cycles_total", "state" => "completed").increment(new.completed - old.completed);
+        counter!("lagoon_gmanager_cycles_total", "state" => "given_up").increment(new.given_up - old.given_up);
+        counter!("lagoon_gmanager_cycle_blocks_total").increment(new.blocks - old.blocks);
+        self.dgfm = new;
+    }
+}
+
+/// Sets whether it leads, and in which term.
+pub(crate) fn record_standing(term: Option<u64>) {
+    gauge!("lagoon_gmanager_leads").set(if term.is_some() { 1.0 } else { 0.0 });
+    #[allow(clippy::cast_precision_loss, reason = "for comparing, and under 2^53 for millennia")]
+    gauge!("lagoon_gmanager_term").set(term.unwrap_or(0) as f64);
+}
+
+/// Says what the metrics mean. Call it once, after the recorder is installed.
+pub(crate) fn describe() {
+    describe_gauge!("lagoon_gmanager_leads", "1 while this gManager leads, 0 while it stands by.");
+    describe_gauge!("lagoon_gmanager_term", "The term that it leads in, 0 while it stands by.");
+    describe_gauge!("lagoon_gmanager_instances", "Instances of the pool: alive, draining or silent.");
+    describe_counter!("lagoon_gmanager_rounds_total", "Planning rounds.");
+    describe_histogram!("lagoon_gmanager_round_seconds", "Time of a planning round.");
+    describe_counter!("lagoon_gmanager_moves_total", "Orders to move KV: given, done, and failed in part or whole.");
+    describe_counter!("lagoon_gmanager_blocks_moved_total", "rBlocks that moved by order.");
+    describe_counter!("lagoon_gmanager_fenced_total", "Instances that were declared dead.");
+    describe_counter!("lagoon_gmanager_refusals_total", "Borrowings that creditors refused, as debtors told.");
+    describe_counter!("lagoon_gmanager_cycles_total", "Cycles of debts: found, completed, given up.");
+    describe_counter!("lagoon_gmanager_cycle_blocks_total", "rBlocks brought home out of cycles.");
+}
