@@ -2,7 +2,7 @@
 
 use crate::process_cluster::{Cluster, certificates, wait_for_pool};
 use crate::process_up::{golden_prompt, single};
-use lagoon_tests::process::{Client, Ended, Events, Server, completion, run, signal, token_ids};
+use lagoon_tests::process::{Client, Ended, Events, PATIENCE, Server, completion, run, signal, token_ids};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
@@ -16,6 +16,18 @@ fn ask_json(cluster: &Cluster, tls: &[String; 3], command: &[&str]) -> Value {
     let ended = ask(cluster, tls, &[command, &["--json"]].concat());
     assert_eq!(ended.code, Some(0), "{ended:?}");
     serde_json::from_str(&ended.stdout).unwrap()
+}
+
+/// The request placement map, once a request's blocks are on several instances: heartbeats tell it.
+fn placements(cluster: &Cluster, tls: &[String; 3]) -> Vec<Value> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let rows = ask_json(cluster, tls, &["kv", "ls"])["placements"].as_array().unwrap().clone();
+        if rows.len() > 1 {
+            return rows;
+        }
+        assert!(Instant::now() < deadline, "{rows:?}");
+    }
 }
 
 /// A stream of a prompt that no instance holds alone, its first token, and all the rest's.
@@ -36,35 +48,51 @@ impl<'a> Stream<'a> {
         let (rest, done) = self.events.rest();
         assert!(done, "{rest:?}");
         self.tokens.extend(rest.iter().flat_map(token_ids));
-        let reference = single(model, "512");
+        let reference = single(model, "4096");
         let expected = reference.client().complete(prompt, max_tokens, &json!({})).json();
         assert_eq!(self.tokens, token_ids(&expected));
     }
 }
 
+/// A model and a prompt for streams that go on for seconds: what is ordered meanwhile concerns them.
+fn long_prompt() -> (String, Vec<u32>) {
+    (lagoon_tests::root().join("models/passkey").to_string_lossy().into_owned(), vec![7; 1200])
+}
+
+/// Instances that hold 1,024 tokens each.
+fn three(cluster: &Cluster, model: &str) -> [Server; 3] {
+    let servers = ["one", "two", "three"]
+        .map(|name| cluster.serve(name, model, &["--backend=cpu", "--kv-tokens=1024", "--calibrate=off"]));
+    wait_for_pool(&servers[0].client(), 3 * 128);
+    servers
+}
+
 #[test]
 fn a_drained_creditor_stops_without_losing_a_request() {
     let cluster = Cluster::new();
-    let (model, prompt) = golden_prompt();
+    let (model, prompt) = long_prompt();
     let tls = certificates(&cluster.ca, "operator");
-    let [one, mut two, _three] = ["one", "two", "three"]
-        .map(|name| cluster.serve(name, &model, &["--backend=cpu", "--kv-tokens=64", "--calibrate=off"]));
-    let client = one.client();
-    wait_for_pool(&client, 24);
-    let stream = Stream::start(&client, &prompt[..90], 60);
-    let rows = ask_json(&cluster, &tls, &["kv", "ls"])["placements"].clone();
-    let request = rows[0]["request"].as_str().unwrap_or_else(|| panic!("{rows}")).to_owned();
-    assert!(rows.as_array().unwrap().iter().all(|row| row["request"] == *request), "{rows}");
+    let mut servers = three(&cluster, &model);
+    let client = servers[0].client();
+    let stream = Stream::start(&client, &prompt, 700);
+    let rows = placements(&cluster, &tls);
+    let request = rows[0]["request"].as_str().unwrap().to_owned();
+    assert!(rows.iter().all(|row| row["request"] == *request), "{rows:?}");
+    // Whichever lends to it.
+    let own = client.get("/lagoon/status").json()["instance"].clone();
+    let lender = rows.iter().map(|row| &row["instance"]).find(|instance| **instance != own).unwrap();
+    let lenders = servers.iter().position(|s| s.client().get("/lagoon/status").json()["instance"] == *lender).unwrap();
+    let name = ["one", "two", "three"][lenders];
 
-    let drained = ask_json(&cluster, &tls, &["drain", "two", "--wait", "--stop"]);
-    assert_eq!((&drained["name"], &drained["drained"]), (&json!("two"), &json!(true)), "{drained}");
-    let ended = two.ended();
+    let drained = ask_json(&cluster, &tls, &["drain", name, "--wait", "--stop"]);
+    assert_eq!((&drained["name"], &drained["drained"]), (&json!(name), &json!(true)), "{drained}");
+    let ended = servers[lenders].ended();
     assert_eq!(ended.code, Some(0), "{ended:?}");
-    stream.finish(&model, &prompt[..90], 60);
+    stream.finish(&model, &prompt, 700);
     // What is left serves on.
-    wait_for_pool(&client, 16);
-    client.wait_until("/lagoon/status", "empty", |s| s["blocks_free"] == 8);
-    Stream::start(&client, &prompt[..90], 8).finish(&model, &prompt[..90], 8);
+    wait_for_pool(&client, 2 * 128);
+    client.wait_until("/lagoon/status", "empty", |s| s["blocks_free"] == 128);
+    Stream::start(&client, &prompt, 8).finish(&model, &prompt, 8);
 }
 
 #[test]
@@ -80,6 +108,8 @@ fn a_drain_is_seen_and_taken_back() {
     assert!(waited.code == Some(0) && waited.stdout.contains("is draining"), "{waited:?}");
     assert!(waited.stdout.ends_with("drained\n"), "{waited:?}");
     client.wait_until("/lagoon/status", "draining", |s| s["draining"] == true);
+    // Whoever dispatches by /health looks elsewhere; it is told twice a second.
+    client.wait_for_text("/health", "not ready");
     assert_eq!(client.get("/health").status, 503);
     let status = ask(&cluster, &tls, &["status"]);
     assert!(status.stdout.lines().any(|line| line.contains("two") && line.contains("draining")), "{status:?}");
@@ -93,14 +123,12 @@ fn a_drain_is_seen_and_taken_back() {
 #[test]
 fn moves_by_hand_are_planned_dry_and_unknown_requests_refused() {
     let cluster = Cluster::new();
-    let (model, prompt) = golden_prompt();
+    let (model, prompt) = long_prompt();
     let tls = certificates(&cluster.ca, "operator");
-    let flags = ["--backend=cpu", "--kv-tokens=64", "--calibrate=off"];
-    let instances = ["one", "two", "three"].map(|name| cluster.serve(name, &model, &flags));
+    let instances = three(&cluster, &model);
     let client = instances[0].client();
-    wait_for_pool(&client, 24);
-    let stream = Stream::start(&client, &prompt[..90], 80);
-    let rows = ask_json(&cluster, &tls, &["kv", "ls"])["placements"].as_array().unwrap().clone();
+    let stream = Stream::start(&client, &prompt, 700);
+    let rows = placements(&cluster, &tls);
     let request = rows[0]["request"].as_str().unwrap().to_owned();
     let debtor: u64 = request.split('/').next().unwrap().parse().unwrap();
     let lent = rows.iter().find(|row| row["instance"].as_u64() != Some(debtor)).unwrap_or_else(|| panic!("{rows:?}"));
@@ -122,24 +150,22 @@ fn moves_by_hand_are_planned_dry_and_unknown_requests_refused() {
     }
     // A plan is an answer, be it empty.
     assert!(ask_json(&cluster, &tls, &["kv", "plan"])["moves"].is_array());
-    stream.finish(&model, &prompt[..90], 80);
+    stream.finish(&model, &prompt, 700);
 }
 
 #[test]
 fn sigterm_lets_requests_finish_and_a_second_one_does_not_wait() {
-    let (model, prompt) = golden_prompt();
-    let mut server = single(&model, "512");
+    let (model, prompt) = long_prompt();
+    let mut server = single(&model, "4096");
     let client = server.client();
-    let stream = Stream::start(&client, &prompt[..40], 200);
+    let stream = Stream::start(&client, &prompt, 400);
     signal(server.pid(), "TERM");
-    stream.finish(&model, &prompt[..40], 200);
+    stream.finish(&model, &prompt, 400);
     let ended = server.ended();
     assert!(ended.code == Some(0) && ended.stderr.contains("drained"), "{ended:?}");
 
-    // A paced device would be slow for sure; a long answer is slow enough to be caught in the middle of.
-    let flags = ["--backend=cpu", "--threads=1", "--http=127.0.0.1:0", "--kv-tokens=20000"];
-    let passkey = lagoon_tests::root().join("models/passkey");
-    let mut server = Server::start(&[&["serve", &passkey.to_string_lossy()], &flags[..]].concat());
+    // A long answer is caught in the middle of.
+    let mut server = single(&model, "20000");
     let client = server.client();
     let stream = Stream::start(&client, &[7; 40], 15_000);
     signal(server.pid(), "TERM");

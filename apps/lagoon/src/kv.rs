@@ -20,6 +20,7 @@ pub(crate) struct KvArgs {
 #[derive(Debug, clap::Subcommand)]
 enum KvCommand {
     /// The request placement map: rBlocks of every request, by instance.
+    #[command(visible_alias = "list")]
     Ls,
     /// Move rBlocks of one request from one instance to another.
     Move {

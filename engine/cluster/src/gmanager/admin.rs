@@ -19,7 +19,7 @@ fn refused<T>(error: impl Into<String>, hint: &'static str) -> Result<T, Refused
 }
 
 const SEE_STATUS: &str = "`lagoon status` lists the pool's instances";
-const SEE_REQUESTS: &str = "`lagoon kv list` shows requests with their blocks";
+const SEE_REQUESTS: &str = "`lagoon kv ls` shows requests with their blocks";
 
 impl GManager {
     /// Answers an operator.
