@@ -146,7 +146,7 @@ pub(crate) struct PoolClient {
 
 /// What came of asking one gManager.
 enum Outcome {
-    Answer(ControlBody),
+    Answer(Box<ControlBody>),
     NotLeader { leader_addr: String },
     Unreachable { reason: String },
     Silent,
@@ -211,7 +211,7 @@ impl PoolClient {
             match self.outcome(peer, until, &mine).await? {
                 Outcome::Answer(answer) => {
                     standbys.retain(|standby| *standby != peer);
-                    return Ok((answer, standbys));
+                    return Ok((*answer, standbys));
                 }
                 Outcome::NotLeader { leader_addr } => {
                     unreachable.clear();
@@ -277,7 +277,7 @@ impl PoolClient {
             };
             match event.context("the transport was closed")? {
                 Event::Control { peer, message, .. } => match message.body {
-                    Some(body) if mine(&body) => return Ok(Outcome::Answer(body)),
+                    Some(body) if mine(&body) => return Ok(Outcome::Answer(Box::new(body))),
                     Some(ControlBody::NotLeader(standby)) if peer == asked => {
                         return Ok(Outcome::NotLeader { leader_addr: standby.leader_addr });
                     }
