@@ -10,6 +10,7 @@
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "times are rounded up and not negative")]
 
 use super::hardware::{StepShape, Timing};
+use super::world::{Setting, Study};
 use bytes::Bytes;
 use lagoon_runner::{Command, GuestQuery, Report, SampleOut, StepWork};
 use lagoon_types::{InstanceId, Lane, SeqId, StepId};
@@ -63,6 +64,7 @@ struct Pass {
     local_us: f64,
     rest_us: f64,
     whole_us: f64,
+    shape: StepShape,
     missing: usize,
 }
 
@@ -79,6 +81,7 @@ struct Guest {
 pub(super) struct Device {
     timing: Timing,
     prefill: Prefill,
+    study: Study,
     q_bytes: usize,
     kv_bytes: usize,
     passes: [Option<Pass>; 2],
@@ -95,10 +98,11 @@ pub(super) struct Device {
 
 impl Device {
     /// `q_bytes` and `kv_bytes`: of one row and one token of the one-layer shape.
-    pub(super) fn new(timing: Timing, prefill: Prefill, q_bytes: usize, kv_bytes: usize) -> Self {
+    pub(super) fn new(setting: &Setting, q_bytes: usize, kv_bytes: usize) -> Self {
         Self {
-            timing,
-            prefill,
+            timing: setting.timing,
+            prefill: setting.prefill,
+            study: setting.study,
             q_bytes,
             kv_bytes,
             passes: [None, None],
@@ -172,7 +176,10 @@ impl Device {
                 shape.sampled += f64::from(u32::from(seq.sample.is_some()));
             }
         }
-        let time = self.timing.step(&shape);
+        let mut time = self.timing.step(&shape);
+        if self.study.one_batch {
+            time.linear_us = self.joined_us(&shape);
+        }
         let missing = work.remote.ships.len() + work.remote.fetches.len();
         let lane = work.lane;
         let project_us = if lane == Lane::Remote { time.linear_us * PROJECTION_SHARE } else { 0.0 };
@@ -184,7 +191,17 @@ impl Device {
         let rest_us = time.linear_us - project_us;
         assert!(self.passes[lane.index()].is_none(), "one step at a time in a lane");
         let local_us = time.attention_us;
-        self.passes[lane.index()] = Some(Pass { work, phase, left_us, local_us, rest_us, whole_us, missing });
+        self.passes[lane.index()] = Some(Pass { work, phase, left_us, local_us, rest_us, whole_us, shape, missing });
+    }
+
+    /// The linear work that a pass adds to what the other lane does anyway.
+    fn joined_us(&self, shape: &StepShape) -> f64 {
+        let beside = self.passes.iter().flatten().next().map(|p| p.shape).unwrap_or_default();
+        let linear = |rows: f64, sampled: f64, seqs: f64| {
+            self.timing.step(&StepShape { rows, sampled, seqs, ..StepShape::default() }).linear_us
+        };
+        let both = linear(shape.rows + beside.rows, shape.sampled + beside.sampled, shape.seqs + beside.seqs);
+        (both - linear(beside.rows, beside.sampled, beside.seqs)).max(0.0)
     }
 
     fn on_answer(&mut self, step: StepId) {
@@ -209,7 +226,7 @@ impl Device {
         let left_us = if billed == 0 { 0.0 } else { self.timing.guest_us(keys, pairs) };
         let computing = |p: &&Pass| p.phase != Phase::Await;
         let layer_wait = self.passes.iter().flatten().filter(computing).map(|p| p.whole_us / 2.0).fold(0.0, f64::max);
-        let wait = if billed == 0 { 0.0 } else { layer_wait };
+        let wait = if billed == 0 || self.study.eager_guests { 0.0 } else { layer_wait };
         self.guests.push_back(Guest { query, ready_us: now_us + wait, left_us, billed });
     }
 

@@ -28,6 +28,8 @@ enum Port {
 #[derive(Debug)]
 pub(super) struct Fabric {
     cluster: Cluster,
+    /// Nothing takes time.
+    free: bool,
     /// When a port is free again, by class.
     free_us: BTreeMap<(Port, bool), f64>,
     arrived_us: BTreeMap<(usize, usize, Class), u64>,
@@ -37,8 +39,15 @@ pub(super) struct Fabric {
 }
 
 impl Fabric {
-    pub(super) fn new(cluster: Cluster) -> Self {
-        Self { cluster, free_us: BTreeMap::new(), arrived_us: BTreeMap::new(), ethernet_bytes: 0.0, nvlink_bytes: 0.0 }
+    pub(super) fn new(cluster: Cluster, free: bool) -> Self {
+        Self {
+            cluster,
+            free,
+            free_us: BTreeMap::new(),
+            arrived_us: BTreeMap::new(),
+            ethernet_bytes: 0.0,
+            nvlink_bytes: 0.0,
+        }
     }
 
     fn near(&self, a: usize, b: usize) -> bool {
@@ -61,6 +70,9 @@ impl Fabric {
 
     /// When a frame arrives that costs `bytes` and `hops` latencies (one per layer that it stands for).
     pub(super) fn send(&mut self, from: usize, to: usize, class: Class, bytes: f64, hops: f64, now_us: u64) -> u64 {
+        if self.free {
+            return now_us;
+        }
         let near = self.near(from, to);
         let ports = if near {
             self.nvlink_bytes += bytes;

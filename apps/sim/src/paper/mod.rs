@@ -1,11 +1,14 @@
 //! The papers' tables and figures, in simulation.
 
 pub mod cluster;
+pub mod context;
 mod device;
 mod fabric;
 pub mod hardware;
 mod lengths;
 pub mod measure;
+pub mod migration;
+pub mod model;
 pub mod plot;
 pub mod serving;
 pub mod traces;

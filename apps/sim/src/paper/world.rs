@@ -27,6 +27,17 @@ const HEAD_DIM: u32 = 8;
 /// Sequences that run at once on one instance (vLLM's `max_num_seqs`).
 const RUNNING_MAX: usize = 256;
 
+/// Departures from the modelled system, to see what a part of it costs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Study {
+    /// Frames take no time.
+    pub free_network: bool,
+    /// The two lanes read the weights once: what one batch of all rows would cost.
+    pub one_batch: bool,
+    /// Peers' queries do not wait for the layer that is being computed.
+    pub eager_guests: bool,
+}
+
 /// How a system is simulated.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Setting {
@@ -39,6 +50,7 @@ pub struct Setting {
     pub prefill: Prefill,
     /// Simulated time after which the run is cut.
     pub limit_s: u64,
+    pub study: Study,
 }
 
 impl Setting {
@@ -52,6 +64,7 @@ impl Setting {
             step_rows: STEP_ROWS_MAX as u32,
             prefill: Prefill::Resident,
             limit_s: 20_000,
+            study: Study::default(),
         }
     }
 
@@ -198,14 +211,14 @@ impl World {
             let kv_bytes = config.kv.layer_token_bytes();
             Node {
                 instance: Instance::new(config).expect("the papers' clusters have room for their models"),
-                device: Device::new(setting.timing, setting.prefill, q_bytes, kv_bytes),
+                device: Device::new(&setting, q_bytes, kv_bytes),
                 unstarted_tokens: 0,
                 running: 0,
             }
         };
         let mut world = Self {
             agenda: Agenda::default(),
-            fabric: Fabric::new(setting.cluster),
+            fabric: Fabric::new(setting.cluster, setting.study.free_network),
             nodes: (0..count).map(node).collect(),
             gmanager: GManager::default(),
             sent_to: vec![None; requests.len()],
