@@ -74,10 +74,14 @@ pub struct Measured {
     pub batch: f64,
     pub borrowed_max: u32,
     pub ethernet_bytes: f64,
+    /// Time that frames of queries and partials were under way, in sum.
+    pub exchange_s: f64,
     pub events: u64,
     pub simulated_s: f64,
     /// (seconds, tokens per second) in steps of [`Measured::STEP_S`].
     pub over_time: Vec<(f64, f64)>,
+    /// (seconds, borrowed blocks), at the same times.
+    pub borrowed: Vec<(f64, f64)>,
     /// When each request ended, in seconds after its arrival; none if it did not.
     pub ended_s: Vec<Option<f64>>,
 }
@@ -109,9 +113,16 @@ impl Measured {
             batch: middle(seen.samples.iter().map(|s| s.running)),
             borrowed_max: seen.borrowed_max,
             ethernet_bytes: seen.ethernet_bytes,
+            exchange_s: seconds(seen.exchange_us),
             events: seen.events,
             simulated_s: seconds(seen.end_us),
             over_time: over_time(&seen.tokens),
+            borrowed: seen
+                .samples
+                .iter()
+                .step_by((Self::STEP_S / 0.1) as usize)
+                .map(|s| (seconds(s.at_us), f64::from(s.borrowed)))
+                .collect(),
             ended_s: seen.outcomes.iter().enumerate().map(|(at, o)| o.end_us.map(|end| since(at, end))).collect(),
         }
     }

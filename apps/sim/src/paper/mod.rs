@@ -3,6 +3,7 @@
 pub mod cluster;
 pub mod context;
 mod device;
+pub mod dgfm;
 mod fabric;
 pub mod hardware;
 mod lengths;
@@ -10,7 +11,9 @@ pub mod measure;
 pub mod migration;
 pub mod model;
 pub mod plot;
+pub mod report;
 pub mod serving;
+pub mod suite;
 pub mod traces;
 pub mod world;
 pub use device::Prefill;

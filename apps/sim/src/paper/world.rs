@@ -50,15 +50,25 @@ pub struct Setting {
     pub prefill: Prefill,
     /// Simulated time after which the run is cut.
     pub limit_s: u64,
+    /// Debts that became circular are cleared (v1 §4.5).
+    pub dgfm: bool,
+    /// The planner moves blocks (v2 §5).
+    pub planner: bool,
+    /// Tokens of KV that one instance has room for.
+    pub kv_tokens: u64,
     pub study: Study,
 }
 
 impl Setting {
     #[must_use]
     pub fn new(cluster: Cluster, pooled: bool, block_tokens: u32) -> Self {
+        let timing = cluster.timing();
         Self {
             cluster,
-            timing: cluster.timing(),
+            timing,
+            kv_tokens: timing.kv_tokens(),
+            dgfm: true,
+            planner: true,
             pooled,
             block_tokens,
             step_rows: STEP_ROWS_MAX as u32,
@@ -71,7 +81,7 @@ impl Setting {
     /// rBlocks of one instance.
     #[must_use]
     pub fn blocks(&self) -> u32 {
-        u32::try_from(self.timing.kv_tokens() / u64::from(self.block_tokens)).unwrap_or(u32::MAX)
+        u32::try_from(self.kv_tokens / u64::from(self.block_tokens)).unwrap_or(u32::MAX)
     }
 }
 
@@ -109,6 +119,8 @@ pub struct Seen {
     pub guest: f64,
     pub ethernet_bytes: f64,
     pub nvlink_bytes: f64,
+    /// Time that frames of queries and partials were under way, in sum.
+    pub exchange_us: u64,
     /// Borrowed blocks at most, over all instances.
     pub borrowed_max: u32,
     /// Every 100 ms.
@@ -384,6 +396,7 @@ impl World {
                 let to = peer.0 as usize;
                 let (bytes, hops) = self.partials_cost(&frame, to, billed);
                 let arrives = self.fabric.send(at, to, Class::Partials, bytes, hops, now);
+                self.seen.exchange_us += if hops > 1.0 { arrives - now } else { 0 };
                 self.deliver(arrives, to, Event::Partials { peer: PeerKey(at as u64), frame });
             }
             Effect::Bulk { peer, frame } => {

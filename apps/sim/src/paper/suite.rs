@@ -1,0 +1,264 @@
+//! Every figure in one go: what is run, at which size, and the files that come of it.
+
+use super::cluster::{Cluster, SETUPS, Setup};
+use super::hardware::LLAMA2_7B;
+use super::measure::System;
+use super::plot::{self, Panel, Series};
+use super::serving::{Compared, Comparison};
+use super::traces::{Output, TABLE_1, Workload, table_2};
+use super::world::{Setting, Study};
+use super::{context, dgfm, migration, model, report, serving};
+use lagoon_cluster::perf::ModelConfig;
+use std::path::Path;
+use std::time::Instant;
+
+/// Generated tokens of a long context at most.
+const LONG_OUTPUT: u32 = 256;
+/// Generated tokens of a request of the S traces at most, where outputs are bounded.
+const SHORT_OUTPUT: u32 = 512;
+/// More than anything can serve, in requests per second.
+const FLOOD: f64 = 1e6;
+
+/// How much is run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Size {
+    pub seed: u64,
+    /// Requests of an S trace for four instances, with bounded outputs and with outputs of two thirds of the context (0:
+    /// not run).
+    pub short: usize,
+    pub grown: usize,
+    /// Requests of an L trace, and of a dataset of v1 Table 2.
+    pub long: usize,
+    pub dataset: usize,
+    /// Rates of a curve, as shares of the best system's maximum.
+    pub shares: &'static [f64],
+    /// Requests of one bar of the context figure at most.
+    pub bar: usize,
+    /// Requests of the run over time.
+    pub over_time: usize,
+}
+
+impl Size {
+    #[must_use]
+    pub const fn full(seed: u64) -> Self {
+        let shares = &serving::SHARES;
+        Self { seed, short: 4_000, grown: 1_600, long: 100, dataset: 400, shares, bar: 4_000, over_time: 400 }
+    }
+
+    #[must_use]
+    pub const fn quick(seed: u64) -> Self {
+        let shares = &[0.4, 0.8, 1.1];
+        Self { seed, short: 1_500, grown: 400, long: 48, dataset: 120, shares, bar: 600, over_time: 120 }
+    }
+
+    /// Small enough for a test; the figures mean little.
+    #[must_use]
+    pub const fn tiny(seed: u64) -> Self {
+        Self { seed, short: 60, grown: 0, long: 5, dataset: 6, shares: &[0.8], bar: 4, over_time: 8 }
+    }
+}
+
+/// All results.
+#[derive(Clone, Debug)]
+pub struct Results {
+    pub size: Size,
+    pub seconds: f64,
+    pub bars: Vec<context::Bar>,
+    /// v2 Figure 10 (a), with bounded outputs (curves) and with grown ones (maxima).
+    pub against_multi: Vec<Compared>,
+    pub against_multi_grown: Vec<Compared>,
+    /// v2 Figure 10 (b).
+    pub against_single: Vec<Compared>,
+    /// v1 Figure 8: maxima.
+    pub datasets: Vec<Compared>,
+    /// What parts of the engine cost: maxima of a trace of either kind.
+    pub studies: Vec<(&'static str, Vec<Compared>)>,
+    pub migration: Vec<migration::Case>,
+    pub figure_7: [Vec<model::CurvePoint>; 2],
+    pub dgfm: dgfm::OverTime,
+}
+
+fn against_multi(output: Output, requests: usize) -> Vec<Comparison> {
+    let panels = [4_u32, 8].into_iter().flat_map(|gpus| (0..3).map(move |trace| (gpus, trace)));
+    let panels = panels.filter(|_| requests > 0);
+    let comparison = |(gpus, trace): (u32, usize)| {
+        let setup = Setup { model: LLAMA2_7B, gpus, tp: 1, trace, longest: TABLE_1[trace].longest() };
+        Comparison {
+            figure: "v2 10a",
+            name: format!("trace {trace}, {}", setup.multi().name()),
+            workload: TABLE_1[trace],
+            systems: [System::Lagoon, System::Multi].map(|s| (s, s.setting(&setup, 32))).to_vec(),
+            requests: requests * gpus as usize / 4,
+            output,
+            flood: FLOOD,
+        }
+    };
+    panels.map(comparison).collect()
+}
+
+fn singles(setup: &Setup) -> Vec<(System, Setting)> {
+    let block = context::block_tokens(setup);
+    let mut systems = vec![System::Lagoon, System::Single];
+    if Cluster::single(setup.model, setup.gpus, true).parallel.pp > 1 {
+        systems.push(System::SingleUnpipelined);
+    }
+    systems.into_iter().map(|s| (s, s.setting(setup, block))).collect()
+}
+
+fn against_single(size: &Size) -> Vec<Comparison> {
+    let comparison = |setup: &Setup| Comparison {
+        figure: "v2 10b",
+        name: format!("trace {}, {}", setup.trace, setup.multi().name()),
+        workload: TABLE_1[setup.trace],
+        systems: singles(setup),
+        requests: size.long,
+        output: Output::AtMost(LONG_OUTPUT),
+        flood: FLOOD,
+    };
+    SETUPS.iter().map(comparison).collect()
+}
+
+fn datasets(size: &Size) -> Vec<Comparison> {
+    let comparison = |(at, workload): (usize, Workload)| {
+        let setup = SETUPS[at % SETUPS.len()];
+        Comparison {
+            figure: "v1 8",
+            name: format!("dataset {}, {}", at + 1, setup.multi().name()),
+            workload,
+            systems: singles(&setup),
+            requests: size.dataset,
+            output: Output::AtMost(LONG_OUTPUT),
+            flood: FLOOD,
+        }
+    };
+    table_2().into_iter().enumerate().map(comparison).collect()
+}
+
+/// The panels in which parts of the engine are studied: one of either figure.
+fn studied(size: &Size) -> Vec<Comparison> {
+    let lagoon = |c: &Comparison| Comparison {
+        systems: c.systems.iter().copied().filter(|(s, _)| *s == System::Lagoon).collect(),
+        ..c.clone()
+    };
+    let multi = against_multi(Output::AtMost(SHORT_OUTPUT), size.short);
+    let single = against_single(size);
+    [&multi[3], &single[2], &single[3]].map(lagoon).to_vec()
+}
+
+/// Departures from the shipped engine that are studied.
+pub const STUDIES: [(&str, Study); 4] = [
+    ("no departure", Study { free_network: false, one_batch: false, eager_guests: false }),
+    ("the two lanes read weights once", Study { free_network: false, one_batch: true, eager_guests: false }),
+    ("peers' queries wait for no layer", Study { free_network: false, one_batch: false, eager_guests: true }),
+    ("both, and a network without cost", Study { free_network: true, one_batch: true, eager_guests: true }),
+];
+
+/// Runs everything. `say` is told what is under way.
+#[must_use]
+pub fn run(size: Size, say: &(dyn Fn(&str, usize, usize) + Sync)) -> Results {
+    let begun = Instant::now();
+    let seed = size.seed;
+    let compare = |what: &str, comparisons: &[Comparison], shares: &[f64]| {
+        serving::compare(comparisons, shares, seed, &|at, of| say(what, at + 1, of))
+    };
+    let bars = context::bars(size.bar, &|at, of| say("context lengths", at + 1, of));
+    let bounded = against_multi(Output::AtMost(SHORT_OUTPUT), size.short);
+    let grown = against_multi(Output::TwoThirds, size.grown);
+    let study = |(name, study): &(&'static str, Study)| {
+        let with = |c: Comparison| Comparison {
+            systems: c.systems.iter().map(|(s, setting)| (*s, Setting { study: *study, ..*setting })).collect(),
+            ..c
+        };
+        let comparisons: Vec<Comparison> = studied(&size).into_iter().map(with).collect();
+        (*name, compare("studies", &comparisons, &[]))
+    };
+    let curve = |config| model::curve(&model::figure_7(config), 5).unwrap_or_default();
+    Results {
+        size,
+        against_multi: compare("against vLLM-multi", &bounded, size.shares),
+        against_multi_grown: compare("against vLLM-multi, generated contexts", &grown, &[]),
+        against_single: compare("against vLLM-single", &against_single(&size), size.shares),
+        datasets: compare("datasets of v1", &datasets(&size), &[]),
+        studies: STUDIES.iter().map(study).collect(),
+        migration: migration::cases(),
+        figure_7: [curve(ModelConfig::paper()), curve(ModelConfig::default())],
+        dgfm: dgfm::over_time(size.over_time, 1.0, seed),
+        bars,
+        seconds: begun.elapsed().as_secs_f64(),
+    }
+}
+
+/// Writes the CSVs, the plots and the tables into a directory.
+///
+/// # Errors
+/// What the file system says.
+pub fn write(results: &Results, out: &Path) -> std::io::Result<()> {
+    std::fs::create_dir_all(out)?;
+    let put = |name: &str, text: String| std::fs::write(out.join(name), text);
+    put("contexts.csv", context::to_csv(&results.bars))?;
+    put("contexts.svg", plot::figure("Throughput by context length (v2 Figure 9)", &context_panels(results), 3))?;
+    let panels = |all: &[Compared]| all.iter().map(serving::panel).collect::<Vec<Panel>>();
+    let against_multi: Vec<Compared> =
+        results.against_multi.iter().chain(&results.against_multi_grown).cloned().collect();
+    put("against-multi.csv", serving::to_csv(&against_multi))?;
+    put(
+        "against-multi.svg",
+        plot::figure("Lagoon and vLLM-multi (v2 Figure 10a)", &panels(&results.against_multi), 3),
+    )?;
+    put("against-single.csv", serving::to_csv(&results.against_single))?;
+    put(
+        "against-single.svg",
+        plot::figure("Lagoon and vLLM-single (v2 Figure 10b)", &panels(&results.against_single), 3),
+    )?;
+    put("datasets.csv", serving::to_csv(&results.datasets))?;
+    put("migration.csv", migration::to_csv(&results.migration))?;
+    put("debtor-creditor.csv", report::figure_7_csv(results))?;
+    put(
+        "debtor-creditor.svg",
+        plot::figure("Throughput against blocks moved (v2 Figure 7)", &figure_7_panels(results), 2),
+    )?;
+    put("dgfm.csv", results.dgfm.to_csv())?;
+    put("dgfm.svg", plot::figure("DGFM on and off (v1 Figure 10)", &results.dgfm.panels(), 2))?;
+    put("tables.md", report::tables(results))
+}
+
+fn context_panels(results: &Results) -> Vec<Panel> {
+    let panel = |setup: &Setup| {
+        let of = |system: System| {
+            let bars = results.bars.iter().filter(|b| b.setup == *setup && b.system == system);
+            let served = bars.filter(|b| b.measured.finished > 0);
+            let points = served.map(|b| (f64::from(b.context_tokens), b.measured.tokens_per_s)).collect();
+            Series { name: system.name().to_owned(), points }
+        };
+        Panel {
+            title: setup.multi().name(),
+            x_label: "context, tokens".to_owned(),
+            y_label: "tokens/s".to_owned(),
+            log_y: true,
+            series: [System::Lagoon, System::Multi, System::Single].map(of).to_vec(),
+        }
+    };
+    SETUPS.iter().map(panel).collect()
+}
+
+fn figure_7_panels(results: &Results) -> Vec<Panel> {
+    let titles = ["the papers' engine (one batch)", "Lagoon's engine (two lanes)"];
+    let panel = |(points, title): (&Vec<model::CurvePoint>, &str)| {
+        let of = |name: &str, value: fn(&model::CurvePoint) -> f64| Series {
+            name: name.to_owned(),
+            points: points.iter().map(|p| (f64::from(p.blocks), value(p))).collect(),
+        };
+        Panel {
+            title: title.to_owned(),
+            x_label: "blocks of 256 tokens moved".to_owned(),
+            y_label: "tokens/s".to_owned(),
+            log_y: false,
+            series: vec![
+                of("total", model::CurvePoint::total),
+                of("debtor", |p| p.debtor),
+                of("creditor", |p| p.creditor),
+            ],
+        }
+    };
+    results.figure_7.iter().zip(titles).map(panel).collect()
+}
