@@ -38,6 +38,7 @@ mod registry;
 mod serve;
 mod shutdown;
 mod sim;
+mod sim_paper;
 mod status;
 mod table;
 mod up;

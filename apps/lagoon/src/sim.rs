@@ -1,5 +1,6 @@
 //! `lagoon sim`: the shipped instances and gManager under simulated time, with faults from a seed and every checker on.
 
+use crate::sim_paper::{self, SimCommand};
 use anyhow::Context as _;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lagoon_sim::chaos::{Failure, Limits, Scenario, Shrunk, Summary, replay, shrink, sweep};
@@ -9,7 +10,10 @@ use std::time::{Duration, Instant};
 
 /// `lagoon sim`.
 #[derive(Clone, Debug, clap::Args)]
+#[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct SimArgs {
+    #[command(subcommand)]
+    command: Option<SimCommand>,
     /// Replay one run.
     #[arg(long, value_name = "N", conflicts_with = "seeds")]
     seed: Option<u64>,
@@ -52,6 +56,9 @@ fn parse_seeds(text: &str) -> Result<Range<u64>, String> {
 
 /// Runs, prints, and fails if a checker did.
 pub(crate) fn run(args: &SimArgs) -> anyhow::Result<ExitCode> {
+    if let Some(command) = &args.command {
+        return sim_paper::run(command).map(|()| ExitCode::SUCCESS);
+    }
     let SimArgs { nodes, requests, seconds, steps, .. } = *args;
     let limits = Limits { nodes, requests, seconds, steps, faults: !args.no_faults };
     match args.seed {

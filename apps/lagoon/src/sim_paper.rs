@@ -1,0 +1,106 @@
+//! `lagoon sim paper` and `lagoon sim trace`: the papers' figures in simulation, and their workloads as files.
+
+use anyhow::Context as _;
+use lagoon_sim::paper::suite::{self, Size};
+use lagoon_sim::paper::traces::{Output, TABLE_1, Workload, table_2, to_csv};
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::time::Instant;
+
+/// What `lagoon sim` does besides seeds.
+#[derive(Clone, Debug, clap::Subcommand)]
+pub(crate) enum SimCommand {
+    /// The tables and figures of the Infinite-LLM papers, in simulation: CSV, SVG and Markdown.
+    Paper(PaperArgs),
+    /// The papers' workloads as files: arrival, prompt and output of every request.
+    Trace(TraceArgs),
+}
+
+/// `lagoon sim paper`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct PaperArgs {
+    /// Fewer requests: minutes on two cores instead of the better part of an hour.
+    #[arg(long)]
+    quick: bool,
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seed: u64,
+    /// Where the files go.
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+}
+
+/// `lagoon sim trace`.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct TraceArgs {
+    /// 0 to 8: Infinite-LLM v2 Table 1. Without this or --dataset, everything.
+    #[arg(long, value_name = "N", conflicts_with = "dataset", value_parser = clap::value_parser!(u32).range(0..=8))]
+    id: Option<u32>,
+    /// 1 to 18: Infinite-LLM v1 Table 2.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=18))]
+    dataset: Option<u32>,
+    #[arg(long, value_name = "N", default_value_t = 1_000, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    requests: u32,
+    /// Requests per second, Poisson.
+    #[arg(long, value_name = "R", default_value_t = 1.0, value_parser = positive)]
+    rate: f64,
+    /// Generated tokens of a request at most; two thirds of its context otherwise.
+    #[arg(long, value_name = "TOKENS")]
+    output_max: Option<u32>,
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seed: u64,
+    /// Where the files go.
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    let rate: Option<f64> = text.parse().ok();
+    rate.filter(|r| r.is_finite() && *r > 0.0).ok_or_else(|| "expected a positive number".to_owned())
+}
+
+/// Runs the command.
+pub(crate) fn run(command: &SimCommand) -> anyhow::Result<()> {
+    match command {
+        SimCommand::Paper(args) => paper(args),
+        SimCommand::Trace(args) => trace(args),
+    }
+}
+
+#[allow(clippy::print_stdout, clippy::print_stderr, reason = "a command's answer and its progress")]
+fn paper(args: &PaperArgs) -> anyhow::Result<()> {
+    let size = if args.quick { Size::quick(args.seed) } else { Size::full(args.seed) };
+    let begun = Instant::now();
+    let last = Mutex::new(String::new());
+    let say = |what: &str, at: usize, of: usize| {
+        let mut last = last.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if *last != what || at == of {
+            eprintln!("{:5.0} s  {what}: {at} of {of}", begun.elapsed().as_secs_f64());
+            what.clone_into(&mut last);
+        }
+    };
+    let results = suite::run(size, &say);
+    suite::write(&results, &args.out).with_context(|| format!("write {}", args.out.display()))?;
+    println!("{} after {:.0} s", args.out.join("tables.md").display(), results.seconds);
+    Ok(())
+}
+
+#[allow(clippy::print_stdout, reason = "a command's answer")]
+fn trace(args: &TraceArgs) -> anyhow::Result<()> {
+    let all: Vec<Workload> = TABLE_1.into_iter().chain(table_2()).collect();
+    let wanted = |w: &&Workload| match (w, args.id, args.dataset) {
+        (_, None, None) => true,
+        (Workload::Trace { id, .. }, Some(wanted), _) | (Workload::Dataset { id, .. }, None, Some(wanted)) => {
+            *id == wanted
+        }
+        _ => false,
+    };
+    std::fs::create_dir_all(&args.out).with_context(|| format!("make {}", args.out.display()))?;
+    let output = args.output_max.map_or(Output::TwoThirds, Output::AtMost);
+    for workload in all.iter().filter(wanted) {
+        let requests = workload.requests(args.requests as usize, output, args.rate, args.seed);
+        let path = args.out.join(format!("{}.csv", workload.name()));
+        std::fs::write(&path, to_csv(&requests)).with_context(|| format!("write {}", path.display()))?;
+        println!("{}", path.display());
+    }
+    Ok(())
+}
