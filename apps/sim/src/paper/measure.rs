@@ -65,6 +65,7 @@ pub struct Measured {
     pub cut: usize,
     pub preemptions: u64,
     pub recoveries: u64,
+    pub moved_blocks: u64,
     /// Mean use of the devices, and of it for peers.
     pub busy: f64,
     pub guest: f64,
@@ -107,6 +108,7 @@ impl Measured {
             cut: requests.len() - done.len() - failed,
             preemptions: seen.preemptions,
             recoveries: seen.recoveries,
+            moved_blocks: seen.moved_blocks,
             busy: seen.busy,
             guest: seen.guest,
             memory_used: middle(seen.samples.iter().map(|s| s.memory_used)),

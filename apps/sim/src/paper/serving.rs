@@ -133,14 +133,14 @@ pub fn panel(compared: &Compared) -> Panel {
 pub fn to_csv(all: &[Compared]) -> String {
     let mut text = String::from(
         "figure,workload,system,offered_requests_per_s,tokens_per_s,latency_s_per_token,first_token_s,finished,failed,\
-         cut,preemptions,recoveries,device_busy,device_for_peers,memory_used,mean_batch,borrowed_blocks_max,ethernet_gb,events,simulated_s\n",
+         cut,preemptions,recoveries,moved_blocks,device_busy,device_for_peers,memory_used,mean_batch,borrowed_blocks_max,ethernet_gb,events,simulated_s\n",
     );
     for compared in all {
         for (system, points) in &compared.curves {
             for Point { rate, measured: m } in points {
                 let _ = writeln!(
                     text,
-                    "{},\"{}\",\"{}\",{},{:.2},{:.5},{:.3},{},{},{},{},{},{:.3},{:.3},{:.3},{:.1},{},{:.2},{},{:.1}",
+                    "{},\"{}\",\"{}\",{},{:.2},{:.5},{:.3},{},{},{},{},{},{},{:.3},{:.3},{:.3},{:.1},{},{:.2},{},{:.1}",
                     compared.comparison.figure,
                     compared.comparison.name,
                     system.name(),
@@ -153,6 +153,7 @@ pub fn to_csv(all: &[Compared]) -> String {
                     m.cut,
                     m.preemptions,
                     m.recoveries,
+                    m.moved_blocks,
                     m.busy,
                     m.guest,
                     m.memory_used,

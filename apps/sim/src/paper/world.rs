@@ -1,13 +1,14 @@
 //! A cluster under simulated time: the shipped instances and gManager, the modelled devices and network, a dispatcher and
 //! the clients of a trace.
 
-use super::cluster::Cluster;
+use super::cluster::{Cluster, ETHERNET_LATENCY_US, NVLINK_BYTES_PER_S, NVLINK_LATENCY_US};
 use super::device::{Device, Prefill, Said};
 use super::fabric::{Class, Fabric};
 use super::hardware::Timing;
 use super::traces::Request;
 use crate::agenda::Agenda;
-use lagoon_cluster::GManager;
+use lagoon_cluster::perf::LinkView;
+use lagoon_cluster::{DgfmConfig, GManager, GManagerConfig, GManagerOutput, PlannerConfig};
 use lagoon_instance::{Effect, Event, Instance, InstanceConfig, PeerKey, RemotePolicy, TICK_MS};
 use lagoon_protocol::{BulkFrame, ControlBody, PartialsFrame, Role};
 use lagoon_runner::Report;
@@ -18,6 +19,8 @@ use lagoon_types::{
 };
 use std::collections::BTreeMap;
 
+/// Time between samples.
+const SAMPLE_US: u64 = 100_000;
 /// One way between an instance and the gManager, and of other control messages.
 const CONTROL_US: u64 = 100;
 /// Modelled bytes of a frame that carries no payload.
@@ -114,6 +117,8 @@ pub struct Seen {
     pub end_us: u64,
     pub preemptions: u64,
     pub recoveries: u64,
+    /// rBlocks that the gManager's orders moved.
+    pub moved_blocks: u64,
     /// Of all devices' time: computing, and computing for peers.
     pub busy: f64,
     pub guest: f64,
@@ -204,6 +209,29 @@ fn config(setting: &Setting, index: usize) -> InstanceConfig {
     }
 }
 
+/// Bytes of the one-layer stand-in per byte of the real model's KV, queries and partials.
+fn scale(setting: &Setting) -> f64 {
+    config(setting, 0).kv.layer_token_bytes() as f64 / setting.timing.model.kv_token_bytes()
+}
+
+/// The shipped coordinator. It computes with the sizes that instances register, those of the stand-in: a link that nobody
+/// measured is told to it in the same proportion.
+fn gmanager(setting: &Setting) -> GManager {
+    let far = setting.cluster.node(setting.cluster.instances() - 1) > 0;
+    let (bytes_per_s, latency_us) = if far {
+        (setting.cluster.ethernet_bytes_per_s, ETHERNET_LATENCY_US)
+    } else {
+        (NVLINK_BYTES_PER_S, NVLINK_LATENCY_US)
+    };
+    let rtt_us = 2.0 * latency_us * f64::from(setting.timing.model.layers);
+    let assumed_link = LinkView { rtt_us, bytes_per_s: bytes_per_s * scale(setting) };
+    GManager::with_config(GManagerConfig {
+        planner: setting.planner.then(|| PlannerConfig { assumed_link, ..PlannerConfig::default() }),
+        dgfm: setting.dgfm.then(DgfmConfig::default),
+        ..GManagerConfig::default()
+    })
+}
+
 fn address(index: usize) -> String {
     format!("10.{}.{}.{}:7000", index >> 16, index >> 8 & 255, (index & 255) + 1)
 }
@@ -232,7 +260,7 @@ impl World {
             agenda: Agenda::default(),
             fabric: Fabric::new(setting.cluster, setting.study.free_network),
             nodes: (0..count).map(node).collect(),
-            gmanager: GManager::default(),
+            gmanager: gmanager(&setting),
             sent_to: vec![None; requests.len()],
             open: requests.len(),
             seen: Seen { outcomes: vec![Outcome::default(); requests.len()], ..Seen::default() },
@@ -257,7 +285,9 @@ impl World {
             for peer in (0..count).filter(|p| *p != index && self.setting.pooled) {
                 let key = PeerKey(peer as u64);
                 self.agenda.at(10_000, What::Instance(index, Event::PeerUp { peer: key }));
-                let rtt_us = (2.0 * self.fabric.latency_us(index, peer)) as u32;
+                // One exchange of the stand-in is one in every layer of the model.
+                let layers = f64::from(self.setting.timing.model.layers);
+                let rtt_us = (2.0 * layers * self.fabric.latency_us(index, peer)) as u32;
                 self.agenda.at(20_000, What::Instance(index, Event::Rtt { peer: key, rtt_us }));
             }
         }
@@ -278,6 +308,7 @@ impl World {
         self.seen.guest = self.nodes.iter().map(|n| n.device.guest_us).sum::<f64>() / wall;
         self.seen.ethernet_bytes = self.fabric.ethernet_bytes;
         self.seen.nvlink_bytes = self.fabric.nvlink_bytes;
+        self.seen.moved_blocks = self.gmanager.stats().blocks_moved;
         for node in &self.nodes {
             let status = node.instance.status();
             self.seen.preemptions += status.preemptions;
@@ -294,8 +325,11 @@ impl World {
             }
             What::GManagerTick => {
                 self.gmanager.tick(now / 1000);
-                self.sample();
-                self.agenda.after(100_000, What::GManagerTick);
+                self.send_orders();
+                if now / SAMPLE_US > self.seen.samples.last().map_or(0, |s| s.at_us / SAMPLE_US) {
+                    self.sample();
+                }
+                self.agenda.after(TICK_MS * 1000, What::GManagerTick);
             }
             What::Arrive(index) => self.arrive(index),
             What::Instance(at, event) => self.tell(at, event, &BTreeMap::new()),
@@ -304,12 +338,21 @@ impl World {
                 if let Some(answer) = self.gmanager.on_control(id, &body, now / 1000) {
                     self.agenda.after(CONTROL_US, What::Instance(from, Event::GManager(answer)));
                 }
+                self.send_orders();
             }
             What::Device(at, version) => {
                 if self.nodes[at].device.version == version {
                     self.collect(at);
                 }
             }
+        }
+    }
+
+    /// What the gManager wants sent to others than the asker.
+    fn send_orders(&mut self) {
+        while let Some(GManagerOutput::Send { to, body }) = self.gmanager.poll() {
+            let at = to.0 as usize - 1;
+            self.agenda.after(CONTROL_US, What::Instance(at, Event::GManager(body)));
         }
     }
 
