@@ -1,4 +1,5 @@
 //! Runs of systems over traces, several at a time, and what is measured of them.
+#![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "steps are small and not negative")]
 
 use super::cluster::{Cluster, Setup};
 use super::traces::Request;

@@ -2,6 +2,7 @@
 //!
 //! A request outgrows an A100. Lagoon borrows from a second one. The alternative starts a new instance on two GPUs: the
 //! weights are downloaded, the engine loads them and starts, and the request's KV is computed again there.
+#![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "token counts are small")]
 
 use super::cluster::{Cluster, ETHERNET_BYTES_PER_S};
 use super::hardware::{LLAMA2_7B, StepShape, Timing};

@@ -1,5 +1,10 @@
 //! A cluster under simulated time: the shipped instances and gManager, the modelled devices and network, a dispatcher and
 //! the clients of a trace.
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "times, counts and indices are small and not negative"
+)]
 
 use super::cluster::{Cluster, ETHERNET_LATENCY_US, NVLINK_BYTES_PER_S, NVLINK_LATENCY_US};
 use super::device::{Device, Prefill, Said};
