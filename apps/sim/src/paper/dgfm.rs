@@ -47,6 +47,7 @@ impl OverTime {
             title: title.to_owned(),
             x_label: "time, s".to_owned(),
             y_label: y_label.to_owned(),
+            log_x: false,
             log_y: false,
             series,
         };

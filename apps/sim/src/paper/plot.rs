@@ -17,6 +17,7 @@ pub struct Panel {
     pub x_label: String,
     pub y_label: String,
     /// Decades instead of equal steps.
+    pub log_x: bool,
     pub log_y: bool,
     pub series: Vec<Series>,
 }
@@ -167,7 +168,7 @@ fn short(v: f64) -> String {
 
 fn draw(svg: &mut String, panel: &Panel, names: &[&str]) {
     let points = || panel.series.iter().flat_map(|s| &s.points);
-    let xs = Scale::new(points().map(|p| p.0), false, LEFT, WIDTH - RIGHT);
+    let xs = Scale::new(points().map(|p| p.0), panel.log_x, LEFT, WIDTH - RIGHT);
     let ys = Scale::new(points().map(|p| p.1), panel.log_y, HEIGHT - BOTTOM, TOP);
     let middle = f64::midpoint(LEFT, WIDTH - RIGHT);
     let _ = writeln!(
@@ -242,6 +243,7 @@ mod tests {
             title: title.to_owned(),
             x_label: "x".to_owned(),
             y_label: "y".to_owned(),
+            log_x: false,
             log_y,
             series: vec![series("a & b", 5), series("c", 3)],
         };

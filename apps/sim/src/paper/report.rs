@@ -72,8 +72,8 @@ fn ratios(text: &mut String, title: &str, published: &str, all: &[Compared]) {
          |---|---|---:|---:|---:|---:|---:|---:|"
     );
     for compared in all {
-        for (system, points) in &compared.curves {
-            let Some(flood) = points.first().map(|p| &p.measured) else { continue };
+        for (system, _) in &compared.curves {
+            let Some(best) = compared.best(*system) else { continue };
             let ratio = match (*system, compared.ratio(*system)) {
                 (System::Lagoon, _) | (_, None) => String::new(),
                 (_, Some(ratio)) => format!("{ratio:.2}"),
@@ -83,11 +83,11 @@ fn ratios(text: &mut String, title: &str, published: &str, all: &[Compared]) {
                 "| {} | {} | {:.0} | {ratio} | {:.0} | {:.0} % | {:.0} % | {} |",
                 compared.comparison.name,
                 system.name(),
-                flood.tokens_per_s,
-                flood.batch,
-                100.0 * flood.memory_used,
-                100.0 * flood.busy,
-                flood.failed + flood.cut,
+                best.tokens_per_s,
+                best.batch,
+                100.0 * best.memory_used,
+                100.0 * best.busy,
+                best.failed + best.cut,
             );
         }
     }

@@ -39,11 +39,18 @@ pub struct Compared {
 }
 
 impl Compared {
-    /// Maximum throughput of a system, in generated tokens per second.
+    /// Maximum throughput of a system at any offered rate, in generated tokens per second.
     #[must_use]
     pub fn max_tokens_per_s(&self, system: System) -> Option<f64> {
+        self.best(system).map(|m| m.tokens_per_s)
+    }
+
+    /// The run with a system's maximum throughput.
+    #[must_use]
+    pub fn best(&self, system: System) -> Option<&Measured> {
         let curve = self.curves.iter().find(|(s, _)| *s == system)?;
-        curve.1.first().map(|p| p.measured.tokens_per_s)
+        let runs = curve.1.iter().map(|p| &p.measured);
+        runs.max_by(|a, b| a.tokens_per_s.total_cmp(&b.tokens_per_s))
     }
 
     /// Lagoon's maximum throughput over a system's.
@@ -123,6 +130,7 @@ pub fn panel(compared: &Compared) -> Panel {
         title: compared.comparison.name.clone(),
         x_label: "throughput, tokens/s".to_owned(),
         y_label: "latency, s per token".to_owned(),
+        log_x: false,
         log_y: true,
         series: compared.curves.iter().map(series).collect(),
     }

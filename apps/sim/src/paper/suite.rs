@@ -23,10 +23,11 @@ const FLOOD: f64 = 1e6;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Size {
     pub seed: u64,
-    /// Requests of an S trace for four instances, with bounded outputs and with outputs of two thirds of the context (0:
-    /// not run).
+    /// Requests of an S trace for four instances, with bounded outputs and with outputs of two thirds of the context.
     pub short: usize,
     pub grown: usize,
+    /// Panels with grown outputs: the first so many.
+    pub grown_panels: usize,
     /// Requests of an L trace, and of a dataset of v1 Table 2.
     pub long: usize,
     pub dataset: usize,
@@ -42,19 +43,39 @@ impl Size {
     #[must_use]
     pub const fn full(seed: u64) -> Self {
         let shares = &serving::SHARES;
-        Self { seed, short: 4_000, grown: 1_600, long: 100, dataset: 400, shares, bar: 4_000, over_time: 400 }
+        Self {
+            seed,
+            short: 4_000,
+            grown: 1_600,
+            grown_panels: 6,
+            long: 100,
+            dataset: 400,
+            shares,
+            bar: 4_000,
+            over_time: 400,
+        }
     }
 
     #[must_use]
     pub const fn quick(seed: u64) -> Self {
         let shares = &[0.4, 0.8, 1.1];
-        Self { seed, short: 1_500, grown: 400, long: 48, dataset: 120, shares, bar: 600, over_time: 120 }
+        Self {
+            seed,
+            short: 1_500,
+            grown: 1_000,
+            grown_panels: 1,
+            long: 48,
+            dataset: 120,
+            shares,
+            bar: 600,
+            over_time: 120,
+        }
     }
 
     /// Small enough for a test; the figures mean little.
     #[must_use]
     pub const fn tiny(seed: u64) -> Self {
-        Self { seed, short: 60, grown: 0, long: 5, dataset: 6, shares: &[0.8], bar: 4, over_time: 8 }
+        Self { seed, short: 60, grown: 0, grown_panels: 0, long: 5, dataset: 6, shares: &[0.8], bar: 4, over_time: 8 }
     }
 }
 
@@ -80,7 +101,6 @@ pub struct Results {
 
 fn against_multi(output: Output, requests: usize) -> Vec<Comparison> {
     let panels = [4_u32, 8].into_iter().flat_map(|gpus| (0..3).map(move |trace| (gpus, trace)));
-    let panels = panels.filter(|_| requests > 0);
     let comparison = |(gpus, trace): (u32, usize)| {
         let setup = Setup { model: LLAMA2_7B, gpus, tp: 1, trace, longest: TABLE_1[trace].longest() };
         Comparison {
@@ -163,7 +183,8 @@ pub fn run(size: Size, say: &(dyn Fn(&str, usize, usize) + Sync)) -> Results {
     };
     let bars = context::bars(size.bar, &|at, of| say("context lengths", at + 1, of));
     let bounded = against_multi(Output::AtMost(SHORT_OUTPUT), size.short);
-    let grown = against_multi(Output::TwoThirds, size.grown);
+    let mut grown = against_multi(Output::TwoThirds, size.grown);
+    grown.truncate(size.grown_panels);
     let study = |(name, study): &(&'static str, Study)| {
         let with = |c: Comparison| Comparison {
             systems: c.systems.iter().map(|(s, setting)| (*s, Setting { study: *study, ..*setting })).collect(),
@@ -178,7 +199,7 @@ pub fn run(size: Size, say: &(dyn Fn(&str, usize, usize) + Sync)) -> Results {
         against_multi: compare("against vLLM-multi", &bounded, size.shares),
         against_multi_grown: compare("against vLLM-multi, generated contexts", &grown, &[]),
         against_single: compare("against vLLM-single", &against_single(&size), size.shares),
-        datasets: compare("datasets of v1", &datasets(&size), &[]),
+        datasets: compare("datasets of v1", &datasets(&size), &[0.9]),
         studies: STUDIES.iter().map(study).collect(),
         migration: migration::cases(),
         figure_7: [curve(ModelConfig::paper()), curve(ModelConfig::default())],
@@ -234,6 +255,7 @@ fn context_panels(results: &Results) -> Vec<Panel> {
             title: setup.multi().name(),
             x_label: "context, tokens".to_owned(),
             y_label: "tokens/s".to_owned(),
+            log_x: true,
             log_y: true,
             series: [System::Lagoon, System::Multi, System::Single].map(of).to_vec(),
         }
@@ -252,6 +274,7 @@ fn figure_7_panels(results: &Results) -> Vec<Panel> {
             title: title.to_owned(),
             x_label: "blocks of 256 tokens moved".to_owned(),
             y_label: "tokens/s".to_owned(),
+            log_x: false,
             log_y: false,
             series: vec![
                 of("total", model::CurvePoint::total),
