@@ -64,6 +64,10 @@ struct Args {
     /// measured where a process has one processor for loop and device, or shares it.
     #[arg(long, default_value_t = 0)]
     poll_us: u64,
+    /// How remote KV is attended to: `ship` sends queries, `fetch` brings the KV in every layer of every step
+    /// (Infinite-LLM v1 Figure 12). Waits are those of shipped queries; fetching shows in the steps' times.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "ship")]
+    policies: Vec<PolicyArg>,
     /// Processors of debtor and creditor.
     #[arg(long, value_delimiter = ',', default_value = "0,1")]
     cpus: Vec<u32>,
@@ -93,6 +97,13 @@ enum RuntimeArg {
     Current,
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum PolicyArg {
+    Ship,
+    Fetch,
+}
+
 /// One measurement, as its processes get it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Scenario {
@@ -103,6 +114,7 @@ struct Scenario {
     echoes: u32,
     runtime: RuntimeArg,
     poll_us: u64,
+    policy: PolicyArg,
 }
 
 /// What a child process is told in a line on its standard input.
@@ -377,7 +389,7 @@ fn stages(debtor: &Value, creditor: &Value, first: usize) -> Value {
     (0..STAGES - 1).map(between).collect()
 }
 
-fn measure(args: &Args, context: u32, batch: u32, pinned: bool) -> Result<Value> {
+fn measure(args: &Args, context: u32, batch: u32, policy: PolicyArg, pinned: bool) -> Result<Value> {
     let scenario = Scenario {
         context,
         batch,
@@ -386,6 +398,7 @@ fn measure(args: &Args, context: u32, batch: u32, pinned: bool) -> Result<Value>
         echoes: args.echoes,
         runtime: args.runtime,
         poll_us: args.poll_us,
+        policy,
     };
     let ca = ClusterCa::generate("bench")?;
     let cpu = |at: usize| args.cpus.get(at).copied().filter(|_| pinned);
@@ -397,7 +410,9 @@ fn measure(args: &Args, context: u32, batch: u32, pinned: bool) -> Result<Value>
     let seen = debtor.line()?;
     creditor.stdin = None;
     let served = creditor.line()?;
-    summary(args, context, batch, &seen, &served)
+    let mut result = summary(args, context, batch, &seen, &served)?;
+    result["policy"] = json!(policy);
+    Ok(result)
 }
 
 fn summary(args: &Args, context: u32, batch: u32, seen: &Value, served: &Value) -> Result<Value> {
@@ -439,9 +454,10 @@ fn main() -> Result<()> {
     let mut results = Vec::new();
     if !args.json {
         println!(
-            "{:>8} {:>5} {:>7} {:>9} {:>9} {:>6} {:>6} {:>11} {:>11} {:>9} {:>7}",
+            "{:>8} {:>5} {:>6} {:>7} {:>9} {:>9} {:>6} {:>6} {:>11} {:>11} {:>9} {:>7}",
             "context",
             "batch",
+            "policy",
             "remote",
             "wait us",
             "echo us",
@@ -455,24 +471,28 @@ fn main() -> Result<()> {
     }
     for &context in &args.contexts {
         for &batch in &args.batches {
-            let r = measure(&args, context, batch, pinned).with_context(|| format!("{context} tokens x {batch}"))?;
-            if !args.json {
-                let p50 = |key: &str| r[key]["p50"].as_f64().unwrap_or(f64::NAN);
-                let number = |key: &str| r[key].as_f64().unwrap_or(f64::NAN);
-                println!(
-                    "{context:>8} {batch:>5} {:>7.3} {:>9.1} {:>9.1} {:>6.2} {:>6.2} {:>11.1} {:>11.1} {:>8.1}% {:>7.3}",
-                    number("remote_share"),
-                    p50("wait_us"),
-                    p50("echo_us"),
-                    number("wait_over_echo"),
-                    number("wait_over_paced_echo"),
-                    p50("pooled_step_us"),
-                    p50("local_step_us"),
-                    100.0 * number("overhead"),
-                    number("metadata_percent"),
-                );
+            for &policy in &args.policies {
+                let r = measure(&args, context, batch, policy, pinned)
+                    .with_context(|| format!("{context} tokens x {batch}"))?;
+                if !args.json {
+                    let p50 = |key: &str| r[key]["p50"].as_f64().unwrap_or(f64::NAN);
+                    let number = |key: &str| r[key].as_f64().unwrap_or(f64::NAN);
+                    println!(
+                        "{context:>8} {batch:>5} {:>6} {:>7.3} {:>9.1} {:>9.1} {:>6.2} {:>6.2} {:>11.1} {:>11.1} {:>8.1}% {:>7.3}",
+                        r["policy"].as_str().unwrap_or_default(),
+                        number("remote_share"),
+                        p50("wait_us"),
+                        p50("echo_us"),
+                        number("wait_over_echo"),
+                        number("wait_over_paced_echo"),
+                        p50("pooled_step_us"),
+                        p50("local_step_us"),
+                        100.0 * number("overhead"),
+                        number("metadata_percent"),
+                    );
+                }
+                results.push(r);
             }
-            results.push(r);
         }
     }
     if args.json {

@@ -3,7 +3,7 @@
 
 use crate::echo::Pem;
 use crate::timed::{Clock, Timed};
-use crate::{Scenario, as_u32};
+use crate::{PolicyArg, Scenario, as_u32};
 use anyhow::{Context, Result, bail};
 use lagoon_instance::{Effect, Event, Instance, InstanceConfig, PeerKey, RemotePolicy, TICK_MS};
 use lagoon_model::Rope;
@@ -29,6 +29,8 @@ pub(crate) type Stamped = (Instant, Report);
 pub(crate) const CREDITOR: u32 = 2;
 pub(crate) const DEBTOR: u32 = 1;
 const STEP_ROWS: u32 = 2048;
+/// As in `lagoon serve`.
+const FETCH_TOKENS: u32 = 512;
 
 /// See the module's documentation.
 pub(crate) struct Side {
@@ -72,9 +74,12 @@ fn instance_config(scenario: &Scenario, blocks: u32, quic: Option<SocketAddr>) -
         lend_blocks_max: blocks,
         lend_reserve_blocks: 0,
         sched: SchedulerConfig { queue: 64, running: 64, step_rows: STEP_ROWS },
-        remote: RemotePolicy::Ship,
+        remote: match scenario.policy {
+            PolicyArg::Ship => RemotePolicy::Ship,
+            PolicyArg::Fetch => RemotePolicy::Fetch,
+        },
         wire: DType::F32,
-        fetch_tokens: 0,
+        fetch_tokens: FETCH_TOKENS,
         link_bytes_per_s: 1e9,
         attention_flops: 5e10,
         target_step_ms: None,
@@ -93,7 +98,7 @@ impl Side {
             kv_dtype: DType::F16,
             step_rows: STEP_ROWS as usize,
             step_seqs: 64,
-            fetch_tokens: 0,
+            fetch_tokens: FETCH_TOKENS as usize,
         };
         let executor = Executor::new(device, &config, Some(model), sizes)?;
         let (report, reports) = mpsc::unbounded_channel();
