@@ -49,8 +49,8 @@ pub(super) struct Orders {
     give_up: BTreeSet<(u64, u64)>,
     rests: BTreeMap<(InstanceId, SeqId), Rest>,
     wake: BTreeSet<(u64, InstanceId, SeqId)>,
-    /// Blocks that orders under way bring to an instance.
-    incoming: BTreeMap<InstanceId, u32>,
+    /// Blocks that orders under way bring to an instance, and take from it.
+    under_way: BTreeMap<InstanceId, (u32, u32)>,
 }
 
 impl Orders {
@@ -62,7 +62,7 @@ impl Orders {
             give_up: BTreeSet::new(),
             rests: BTreeMap::new(),
             wake: BTreeSet::new(),
-            incoming: BTreeMap::new(),
+            under_way: BTreeMap::new(),
         }
     }
 
@@ -90,7 +90,8 @@ impl Orders {
         self.next += 1;
         self.open.insert(id, Open { order, give_up_ms });
         self.give_up.insert((give_up_ms, id));
-        *self.incoming.entry(order.target).or_default() += order.blocks;
+        self.under_way.entry(order.target).or_default().0 += order.blocks;
+        self.under_way.entry(order.source).or_default().1 += order.blocks;
         let failures = self.rests.get(&(order.debtor, order.seq)).map_or(0, |r| r.failures);
         self.set_phase((order.debtor, order.seq), Rest { phase: Phase::Moving, failures });
         id
@@ -99,10 +100,13 @@ impl Orders {
     fn end(&mut self, id: u64) -> Option<Move> {
         let open = self.open.remove(&id)?;
         self.give_up.remove(&(open.give_up_ms, id));
-        if let Some(blocks) = self.incoming.get_mut(&open.order.target) {
-            *blocks -= open.order.blocks;
-            if *blocks == 0 {
-                self.incoming.remove(&open.order.target);
+        let Move { source, target, blocks, .. } = open.order;
+        for (at, comes, goes) in [(target, blocks, 0), (source, 0, blocks)] {
+            if let Some(sums) = self.under_way.get_mut(&at) {
+                *sums = (sums.0 - comes, sums.1 - goes);
+                if *sums == (0, 0) {
+                    self.under_way.remove(&at);
+                }
             }
         }
         Some(open.order)
@@ -148,7 +152,8 @@ impl GManager {
         {
             self.sorted.writer.book(target.slot, order.blocks);
         }
-        self.set_incoming(order.target);
+        self.set_under_way(order.target);
+        self.set_under_way(order.source);
         self.set_moving(order.debtor, order.seq);
         Some(number)
     }
@@ -208,7 +213,8 @@ impl GManager {
         }
         self.stats.blocks_moved += u64::from(moved);
         self.orders.rest(order, moved > 0, self.now_ms);
-        self.set_incoming(order.target);
+        self.set_under_way(order.target);
+        self.set_under_way(order.source);
         self.set_moving(order.debtor, order.seq);
     }
 
@@ -248,10 +254,10 @@ impl GManager {
         }
     }
 
-    fn set_incoming(&mut self, target: InstanceId) {
-        let blocks = self.orders.incoming.get(&target).copied().unwrap_or(0);
-        if let Some(view) = self.instance_view(target) {
-            view.blocks_incoming = blocks;
+    fn set_under_way(&mut self, id: InstanceId) {
+        let (incoming, outgoing) = self.orders.under_way.get(&id).copied().unwrap_or_default();
+        if let Some(view) = self.instance_view(id) {
+            (view.blocks_incoming, view.blocks_outgoing) = (incoming, outgoing);
         }
     }
 

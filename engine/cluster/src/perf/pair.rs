@@ -1,12 +1,15 @@
 //! Eq. 6 and 7 for a debtor, a creditor and one request whose blocks may move between them; and the best number of blocks.
 //!
 //! **Why the best k needs no scan.** The debtor's batch is constant between the few k at which one more queued request fits
-//! (or one fewer sequence is preempted). In between, its step is the longer one of a time that falls linearly in k (its
+//! (or one fewer sequence is preempted). In between, its step u is the longer one of a time that falls linearly in k (its
 //! own attention) and times that are constant or rise linearly in k (its remote parts). Where one of these is the longer one
-//! throughout, both throughputs are a constant over a positive linear function (Eq. 6), which is convex, and so is their sum:
-//! its maximum over such a piece is at an end. If the creditor answers at the debtor's pace, its throughput is
-//! linear over linear in the debtor's step time; then the sum has at most one more maximum inside a piece, where its derivative
-//! vanishes, in closed form. [`Pair::best`] looks at these k only; a property test compares it with the scan.
+//! throughout:
+//! * Eq. 6: both throughputs are a constant over a positive linear function, so they and their sum are convex;
+//! * at the debtor's pace, the creditor's is u over a linear function of u, and the sum β/u + β' u/(c u + E), whose
+//!   derivative is negative exactly while c + E/u > √(β' E/β), falls and then rises in u, or only falls.
+//!
+//! Either way the maximum over such a piece is at one of its ends: the steps of the batch, and the k at which the remote part
+//! stops being covered. [`Pair::best`] looks at these only; a property test compares it with the scan.
 
 use super::crossover::as_f64;
 use super::{LinkView, ModelConfig, ModelShape, Rates};
@@ -238,8 +241,7 @@ impl Pair<'_> {
             let to = self.segment_end(from, batch).min(high);
             best.look_with(from, batch, admitted);
             let turn = self.turn(from, to, batch, admitted);
-            let level = self.level(from, batch, admitted);
-            for k in [turn - 1, turn, turn + 1, level, level + 1] {
+            for k in [turn - 1, turn, turn + 1] {
                 if (from..=to).contains(&k) {
                     best.look_with(k, batch, admitted);
                 }
@@ -270,27 +272,6 @@ impl Pair<'_> {
         };
         // At least one: needs of no blocks are taken at once.
         from.saturating_add(room.max(1) - 1)
-    }
-
-    /// Where in a segment the sum of both throughputs is level, as long as local work is the longer part and the creditor
-    /// answers at the debtor's pace. With u for the debtor's step, A - a k, and n = N + k blocks at the creditor, which
-    /// alone takes t and g for a block: β/u + β' u / (t u + n g t), whose derivative by u is 0 where c + E/u = √(β' E / β),
-    /// c = t - g t / a, E = g t (N + A / a).
-    fn level(&self, from: i64, batch: u32, admitted: u64) -> i64 {
-        let (d, c) = (&self.debtor, &self.creditor);
-        if !self.config.pace || batch == 0 || c.batch == 0 {
-            return from;
-        }
-        let share = (f64::from(batch) / f64::from(d.batch.max(1))).min(1.0);
-        let block = f64::from(self.shape.block_tokens);
-        let fall = block * d.rates.attention_us * share;
-        let at_zero = self.local_us(from, batch, admitted) + fall * signed(from);
-        let alone = c.step_us(0.0, 0.0);
-        let each = block * c.rates.attention_us * alone;
-        let constant = each * (signed(self.blocks_there) + at_zero / fall);
-        let root = (f64::from(c.batch) * constant / f64::from(batch)).sqrt();
-        let step_us = constant / (root - (alone - each / fall));
-        whole((at_zero - step_us) / fall)
     }
 
     /// Where in a segment, in which the batch is constant, the remote part stops being covered by local work.
@@ -522,6 +503,10 @@ mod tests {
         let most = pair.predict(190);
         assert!(!most.covered());
         assert_eq!(most.debtor_tokens_per_s, 3e6 / most.remote_us);
+        // A slower creditor elsewhere is waited for all the same.
+        let mut slow = pair.clone();
+        (slow.debtor.elsewhere_us, slow.debtor.remote_rows) = (5_000.0, 1);
+        assert_eq!(slow.predict(20).debtor_tokens_per_s, 2e6 / 5_000.0);
         // In two lanes the remote row's own pass waits too, and the weights are read twice.
         let lanes = Pair { config: ModelConfig { lanes: true, pace: false }, ..pair.clone() }.predict(20);
         assert_eq!((lanes.local_us, lanes.remote_us), (3_800.0, 1_260.0));

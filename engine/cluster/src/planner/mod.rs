@@ -39,7 +39,7 @@ pub use view::{InstanceView, PoolView, RemoteBlocks, RequestView};
 
 use crate::perf::{LinkView, ModelConfig, Rates};
 use lagoon_protocol::{BatchPoint, Calibration, Role};
-use lagoon_types::{InstanceId, SeqId};
+use lagoon_types::{InstanceId, SeqId, limits};
 use round::Round;
 use std::collections::BTreeMap;
 
@@ -102,8 +102,10 @@ pub struct PlannerConfig {
     pub creditor_stretch_max: f64,
     /// Growth is foreseen this far ahead: blocks are moved before they are missing.
     pub horizon_ms: u64,
-    /// A move takes at most this long at its link's rate; longer ones are cut.
+    /// What is decided at once takes at most this long at its link's rate.
     pub move_ms_max: u64,
+    /// One order takes at most this long; the rest follows in later rounds.
+    pub order_ms_max: u64,
     /// Gain below which nothing moves, as a share of what the two instances do now.
     pub gain_min: f64,
     /// Tokens that a request is expected to generate yet: KV comes home if the copy has paid for itself within these.
@@ -142,7 +144,8 @@ impl Default for PlannerConfig {
             creditor_use_max: 0.8,
             creditor_stretch_max: 2.0,
             horizon_ms: 1_000,
-            move_ms_max: 30_000,
+            move_ms_max: 60_000,
+            order_ms_max: limits::MOVE_DEADLINE_MS,
             gain_min: 0.02,
             tokens_expected: 256.0,
             hold_ms: 10_000,

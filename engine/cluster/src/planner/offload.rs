@@ -76,7 +76,7 @@ fn longest(round: &Round<'_>, debtor: usize, held: &dyn Fn(usize, SeqId) -> bool
         let entry = (Reverse(movable(request)), *seq);
         if (top.len() < limit || top.last().is_some_and(|last| entry < *last))
             && !held(debtor, *seq)
-            && !round.is_moving(debtor, *seq)
+            && !round.is_ordered(debtor, *seq)
         {
             top.insert(top.partition_point(|t| *t < entry), entry);
             top.truncate(limit);

@@ -32,7 +32,7 @@ fn retrieve(round: &mut Round<'_>, debtor: usize, held: &dyn Fn(usize, SeqId) ->
         let node = &round.nodes[debtor];
         let room = (node.surplus() - node.growth).min(round.movable_in_time(from, debtor));
         let most = blocks.min(room);
-        if most <= 0 || held(debtor, seq) || round.is_moving(debtor, seq) {
+        if most <= 0 || held(debtor, seq) || round.is_ordered(debtor, seq) {
             continue;
         }
         let pair = round.pair(debtor, seq, from);

@@ -127,9 +127,9 @@ impl<'a> Round<'a> {
         self.nodes.binary_search_by_key(&id, |n| n.id).ok()
     }
 
-    /// Whether a request has an order already: one that was given before, or one of this round.
-    pub(super) fn is_moving(&self, debtor: usize, seq: SeqId) -> bool {
-        self.nodes[debtor].view.requests.get(&seq).is_none_or(|r| r.moving) || self.ordered.contains_key(&(debtor, seq))
+    /// Whether a request has an order of this round.
+    pub(super) fn is_ordered(&self, debtor: usize, seq: SeqId) -> bool {
+        self.ordered.contains_key(&(debtor, seq))
     }
 
     pub(super) fn is_full(&self) -> bool {
@@ -275,16 +275,20 @@ impl<'a> Round<'a> {
         self.nodes.iter().map(of).sum()
     }
 
-    /// Blocks that move between the two within the time limit of a move.
+    /// Blocks that move between the two within the time limit of what is decided at once.
     pub(super) fn movable_in_time(&self, a: usize, b: usize) -> i64 {
+        self.blocks_in(self.config.move_ms_max, a, b)
+    }
+
+    fn blocks_in(&self, ms: u64, a: usize, b: usize) -> i64 {
         let shape = &self.view.shape;
         let copies = self.nodes[a].rates.copy_bytes_per_s().min(self.nodes[b].rates.copy_bytes_per_s());
         let rate = self.link(a, b).bytes_per_s.min(copies);
         let block_bytes = as_f64(shape.token_bytes) * f64::from(shape.block_tokens);
-        whole(as_f64(self.config.move_ms_max) / 1e3 * rate / block_bytes)
+        whole(as_f64(ms) / 1e3 * rate / block_bytes)
     }
 
-    /// Gives an order for at most [`PlannerConfig::order_blocks_max`] of `blocks`, and changes the working state as it will
+    /// Gives an order for as many of `blocks` as one may be for, and changes the working state as it will
     /// change the pool. Returns the blocks ordered.
     pub(super) fn order(
         &mut self,
@@ -294,7 +298,8 @@ impl<'a> Round<'a> {
         why: Why,
         gain_tokens_per_s: f64,
     ) -> i64 {
-        let blocks = blocks.min(i64::from(self.config.order_blocks_max));
+        let in_time = self.blocks_in(self.config.order_ms_max, source, target).max(1);
+        let blocks = blocks.min(i64::from(self.config.order_blocks_max)).min(in_time);
         let ids = [debtor, source, target].map(|at| self.nodes[at].id);
         let order = Order {
             debtor: ids[0],

@@ -36,7 +36,7 @@ pub struct InstanceView {
     pub blocks_lendable: u32,
     /// Blocks that moves which were ordered and have not ended will take here.
     pub blocks_incoming: u32,
-    /// Blocks that such moves will free here.
+    /// Blocks that such moves will take away from here.
     pub blocks_outgoing: u32,
     /// Blocks that it has lent, by debtor, as it reports them itself.
     pub lent: Vec<(InstanceId, u32)>,

@@ -27,6 +27,7 @@ fn pools() -> impl Strategy<Value = Synthetic> {
 fn uncut() -> PlannerConfig {
     PlannerConfig {
         order_blocks_max: u32::MAX,
+        order_ms_max: u64::MAX,
         horizon_ms: 0,
         model: ModelConfig { lanes: true, pace: false },
         ..PlannerConfig::default()
@@ -125,7 +126,7 @@ fn throughput(view: &PoolView, config: &PlannerConfig, creditors: &BTreeSet<Inst
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
 
     #[test]
     fn orders_are_possible_and_respect_roles(pool in pools(), frozen in any::<u16>(), draining in any::<u16>(), paused in any::<u16>(), moving in any::<u16>()) {
@@ -183,8 +184,27 @@ proptest! {
     }
 
     #[test]
+    fn what_local_work_covers_goes_first(pool in pools()) {
+        let config = uncut();
+        let view = pool.view();
+        let plan = Planner::new(config.clone()).plan(&view);
+        // The first order is the one that was decided on the pool as it is.
+        let Some(order) = plan.orders.first().filter(|o| o.why == Why::Offload) else { return Ok(()) };
+        let mut round = Round::new(&view, &config);
+        let [debtor, creditor] = [order.debtor, order.target].map(|id| round.index(id).unwrap());
+        let pair = round.pair(debtor, order.seq, creditor);
+        let (now, chosen) = (pair.predict(0).tokens_per_s(), pair.predict(i64::from(order.blocks)));
+        prop_assert!((chosen.tokens_per_s() - now - order.gain_tokens_per_s).abs() < 1e-6);
+        if !chosen.covered() {
+            let covered = (1..=i64::from(order.blocks)).map(|k| pair.predict(k)).filter(|p| p.covered());
+            let best = covered.map(|p| p.tokens_per_s()).fold(0.0, f64::max);
+            prop_assert!(best <= now * (1.0 + config.gain_min), "{best} of {now} is covered and worth it, but {chosen:?}");
+        }
+    }
+
+    #[test]
     fn no_plan_undoes_another_within_the_hold_and_planning_settles(pool in pools()) {
-        let config = PlannerConfig { order_blocks_max: u32::MAX, ..PlannerConfig::default() };
+        let config = PlannerConfig { order_blocks_max: u32::MAX, order_ms_max: u64::MAX, ..PlannerConfig::default() };
         let mut view = pool.view();
         let mut planner = Planner::new(config);
         let mut given: Vec<(u64, Order)> = Vec::new();
