@@ -92,18 +92,40 @@ fn tests(root: &Path) -> Result<Outcome> {
     let runtime = RuntimeDir::new()?;
     let log = runtime.path().join("skipped");
     let listed: BTreeSet<String> = skips::listed(root)?.into_iter().map(|l| l.name).collect();
-    let arguments = ["test", "--locked", "--release", "--workspace", "--no-fail-fast"];
-    heading(&format!("cargo {}", arguments.join(" ")));
-    let mut child = Command::new("cargo")
-        .args(arguments)
-        .current_dir(root)
-        .env("XDG_RUNTIME_DIR", runtime.path())
-        .env(SKIP_LOG, &log)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .spawn()
-        .context("run cargo test")?;
     let mut tally = Tally::default();
+    let mut whole = Command::new("cargo");
+    whole
+        .args(["test", "--locked", "--release", "--workspace", "--no-fail-fast"])
+        .env("XDG_RUNTIME_DIR", runtime.path())
+        .env(SKIP_LOG, &log);
+    let whole_good = harness(root, whole, &mut tally)?;
+    let loom_good = harness(root, loom(root), &mut tally)?;
+    let text = if log.exists() {
+        std::fs::read_to_string(&log).context("read the log of skipped tests")?
+    } else {
+        String::new()
+    };
+    Ok(judge(&tally, &skips::parse_log(&text), &listed, whole_good && loom_good))
+}
+
+/// Every interleaving of the gManager's lock-free view. Loom replaces the atomics of the whole build, which therefore has
+/// a folder of its own; the crate has no other dependency.
+fn loom(root: &Path) -> Command {
+    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |dir| root.join(dir));
+    let mut command = Command::new("cargo");
+    command
+        .args(["test", "--locked", "--release", "--package", "lagoon-view", "--lib"])
+        .env("RUSTFLAGS", "--cfg loom")
+        .env("CARGO_TARGET_DIR", target.join("loom"));
+    command
+}
+
+/// Runs tests, shows what they print and counts it; whether the command succeeded.
+fn harness(root: &Path, mut command: Command, tally: &mut Tally) -> Result<bool> {
+    let arguments: Vec<_> = command.get_args().map(|a| a.to_string_lossy().into_owned()).collect();
+    heading(&format!("cargo {}", arguments.join(" ")));
+    let mut child =
+        command.current_dir(root).stdin(Stdio::null()).stdout(Stdio::piped()).spawn().context("run cargo test")?;
     if let Some(stdout) = child.stdout.take() {
         for line in BufReader::new(stdout).split(b'\n') {
             let line = String::from_utf8_lossy(&line.context("read the tests' output")?).into_owned();
@@ -111,13 +133,7 @@ fn tests(root: &Path) -> Result<Outcome> {
             tally.line(line.trim_end());
         }
     }
-    let status = child.wait().context("wait for cargo test")?;
-    let text = if log.exists() {
-        std::fs::read_to_string(&log).context("read the log of skipped tests")?
-    } else {
-        String::new()
-    };
-    Ok(judge(&tally, &skips::parse_log(&text), &listed, status.success()))
+    Ok(child.wait().context("wait for cargo test")?.success())
 }
 
 /// A test that skips itself is reported as passed by the harness; it counts as skipped here.

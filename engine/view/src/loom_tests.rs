@@ -32,10 +32,9 @@ fn no_publication_hides_a_creditor() {
             found.sort_unstable();
             assert_eq!(found, [1, 2]);
         });
-        // The order turns around twice, so that the reader's buffer is written again.
+        // The order turns around, and is published twice, so that it comes into the reader's buffer.
         writer.set_lendable(slots[1], 9);
         writer.publish();
-        writer.set_lendable(slots[0], 12);
         writer.publish();
         reader.join().unwrap();
     });
@@ -58,7 +57,28 @@ fn an_address_belongs_to_its_instance() {
         writer.remove(slot, 1);
         let slot = writer.add(2, Flags::default(), 0, addr(2)).unwrap();
         writer.set_lendable(slot, 7);
-        // The same instance with another address: only the generation tells.
+        reader.join().unwrap();
+    });
+}
+
+/// An instance that comes back at another address is named at the one or the other: only the generation tells.
+#[test]
+fn an_address_is_whole() {
+    explore(|| {
+        let [old, new] = [1, 2].map(|n| SocketAddr::from(([n, 0, 0, 0, 0, 0, 0, n], 7000)));
+        let mut writer = ViewWriter::with_links(1, 0);
+        let slot = writer.add(1, Flags::default(), 0, old).unwrap();
+        writer.set_lendable(slot, 5);
+        writer.publish();
+        let view = writer.view();
+        let reader = thread::spawn(move || {
+            for f in ask(&view, 0) {
+                assert!([old, new].contains(&f.addr), "{}", f.addr);
+            }
+        });
+        writer.remove(slot, 1);
+        let slot = writer.add(1, Flags::default(), 0, new).unwrap();
+        writer.set_lendable(slot, 7);
         reader.join().unwrap();
     });
 }

@@ -183,11 +183,11 @@ impl Row {
 
     // The writer.
 
+    /// Gives an empty row to an instance.
     pub(crate) fn occupy(&self, instance: u32, flags: Flags, kept: u32, addr: SocketAddr) {
         let generation = generation_of(self.tag.load(Ordering::Relaxed)).wrapping_add(1);
-        self.tag.store(tag(0, generation, Flags::default()), Ordering::Release);
         for (word, value) in self.addr.iter().zip(pack_addr(addr)) {
-            // Release: whoever sees this value sees the empty tag above, or a later one.
+            // Release: whoever sees this value sees the empty tag before it, or a later one.
             word.store(value, Ordering::Release);
         }
         self.conn.store(0, Ordering::Release);

@@ -20,6 +20,10 @@ impl World {
             assert!(counts.lent <= node.spec.lend_blocks_max, "node {index} lends more than it may");
             assert!(status.running + status.waiting == status.sequences.len(), "node {index}: {status:?}");
             let me = status.instance;
+            // Peers may have freed what it holds as one that is dead, and it does not know that yet.
+            if self.fenced.get(&index).is_some_and(|fences| status.fences <= *fences) {
+                continue;
+            }
             for (creditor, lease, epoch, first, end) in rm.held() {
                 if self.dead_leases.contains(&lease) {
                     continue;

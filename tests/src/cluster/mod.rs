@@ -20,7 +20,7 @@ use lagoon_runner::Report;
 use lagoon_types::{FinishReason, GenerateRequest, LeaseId, RequestError, SamplingParams, SeqId, TokenEvent};
 use lagoon_wire::Frame;
 use net::{Key, Network, Payload, SESSION};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Virtual time that a run may take before it counts as hanging.
 const RUN_MS_MAX: u64 = 120_000;
@@ -99,6 +99,8 @@ pub struct World {
     faulty: Option<(usize, Fault)>,
     /// Leases of creditors that were killed.
     dead_leases: BTreeSet<LeaseId>,
+    /// Nodes that were taken for dead, and how often they had heard of it before.
+    fenced: BTreeMap<usize, u64>,
 }
 
 /// A request for `max_tokens` greedy tokens with their logits.
@@ -127,6 +129,7 @@ impl World {
             full: None,
             faulty: None,
             dead_leases: BTreeSet::new(),
+            fenced: BTreeMap::new(),
         }
     }
 
@@ -428,6 +431,11 @@ impl World {
     fn drain_gmanager(&mut self) {
         while let Some(coordinator) = &mut self.coordinator {
             let Some(GManagerOutput::Send { to, body }) = coordinator.gmanager.poll() else { return };
+            if let ControlBody::Fenced(fenced) = &body {
+                let id = Some(lagoon_types::InstanceId(fenced.instance));
+                let node = self.nodes.iter().position(|n| n.id() == id);
+                self.fenced.extend(node.map(|n| (n, self.nodes[n].live().status().fences)));
+            }
             let node = coordinator.registered.iter().find(|(_, id)| **id == to).map(|(node, _)| *node);
             if let Some(node) = node {
                 let ready_ms = self.now_ms + self.delay();
@@ -511,6 +519,10 @@ impl World {
     /// Gives an event to an instance and does what it wants.
     fn handle(&mut self, node: usize, event: Event) {
         let Some(instance) = &mut self.nodes[node].instance else { return };
+        // An instance that hears of its own fence forgets what it lends.
+        if matches!(&event, Event::GManager(ControlBody::HeartbeatAck(ack)) if ack.fenced) {
+            self.dead_leases.extend(instance.rmanager().lent().map(|l| l.1));
+        }
         let effects = instance.handle(event, self.now_ms);
         for effect in effects {
             self.apply(node, effect);

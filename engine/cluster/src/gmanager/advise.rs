@@ -144,6 +144,18 @@ impl GManager {
         self.settle(id);
     }
 
+    /// Sorts the view now, due or not; for benchmarks.
+    pub fn publish_now(&mut self, now_ms: u64) {
+        self.on_time(now_ms);
+        self.sorted.publish(self.now_ms);
+    }
+
+    /// Bytes of the view of creditors.
+    #[must_use]
+    pub fn view_bytes(&self) -> usize {
+        self.sorted.writer.bytes()
+    }
+
     /// Sorts the view again if that is due.
     pub(super) fn refresh_view(&mut self) {
         let due = self.members.len() <= SMALL || self.now_ms >= self.sorted.published_ms + limits::VIEW_MS;

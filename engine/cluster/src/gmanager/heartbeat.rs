@@ -50,7 +50,7 @@ impl GManager {
         let term = self.config.term;
         let member = self.members.get(&id).filter(|i| i.registration.incarnation == m.incarnation);
         let Some(member) = member else {
-            let pool_blocks_total = self.capacity_of(id, now_ms);
+            let pool_blocks_total = self.sorted.caps();
             return HeartbeatAck { known: false, pool_blocks_total, seq: m.seq, term, ..Default::default() };
         };
         let newer = member.heartbeat.as_ref().is_none_or(|h| h.seq < m.seq);

@@ -76,6 +76,13 @@ impl Orders {
         self.rests.get(&(debtor, seq)).is_some_and(|r| !matches!(r.phase, Phase::Remembered(_)))
     }
 
+    /// Nothing is under way and nothing remembered.
+    #[cfg(test)]
+    pub(super) fn is_idle(&self) -> bool {
+        let open = self.open.is_empty() && self.give_up.is_empty() && self.incoming.is_empty();
+        open && self.rests.is_empty() && self.wake.is_empty()
+    }
+
     fn set_phase(&mut self, key: (InstanceId, SeqId), rest: Rest) {
         if let Some(Rest { phase: Phase::Resting(at) | Phase::Remembered(at), .. }) = self.rests.insert(key, rest) {
             self.wake.remove(&(at, key.0, key.1));

@@ -85,6 +85,11 @@ impl GManager {
         self.rounds.planner.as_ref().map(|p| p.plan(&self.pool))
     }
 
+    /// Plans now, without waiting for a round, and gives the orders; for benchmarks and tests.
+    pub fn plan_now(&mut self) {
+        self.order_plan();
+    }
+
     fn order_plan(&mut self) {
         let Some(plan) = self.plan() else { return };
         self.stats.rounds += 1;

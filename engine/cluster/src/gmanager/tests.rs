@@ -1,10 +1,15 @@
 //! Registration, the ledger, and whom the gManager recommends.
 
+mod invariants;
+mod life;
+mod placement;
+
 use super::*;
 use lagoon_protocol::{
-    BorrowQuery, Debt, Heartbeat, Link, Refusal, Register, Registered, Role, VERSION_MAX, VERSION_MIN,
+    BorrowQuery, Debt, Heartbeat, Link, MemoryTier, PlacementEntry, Refusal, Register, Registered, Role, TierWish,
+    VERSION_MAX, VERSION_MIN,
 };
-use lagoon_types::DType;
+use lagoon_types::{DType, SeqId};
 
 fn shape() -> PoolShape {
     PoolShape {
@@ -192,6 +197,59 @@ fn near_creditors_come_before_large_ones() {
     gm.on_heartbeat(&Heartbeat { links: link(1, 70), ..heartbeat(3, 3, 90) }, 0);
     gm.on_heartbeat(&Heartbeat { links: link(1, 120), ..heartbeat(2, 3, 10) }, 0);
     assert_eq!(ask(&mut gm, 1, 0, &[]), [3, 2, 4]);
+}
+
+#[test]
+fn bandwidth_counts_as_distance() {
+    let mut gm = pool(&[0, 10, 90]);
+    // A block has 64 KiB: 3.3 s at 20 KB/s, 65 us at 1 GB/s.
+    let link = |peer, bytes_per_s| Link { peer, rtt_us: 100, bytes_per_s };
+    gm.on_heartbeat(&Heartbeat { links: vec![link(2, 1_000_000_000), link(3, 20_000)], ..heartbeat(1, 2, 0) }, 0);
+    assert_eq!(ask(&mut gm, 1, 0, &[]), [2, 3]);
+    // It is measured again, and the far one is gone.
+    gm.on_heartbeat(&Heartbeat { links: vec![link(3, 1_000_000_000)], ..heartbeat(1, 3, 0) }, 0);
+    assert_eq!(ask(&mut gm, 1, 0, &[]), [3, 2]);
+    gm.on_deregister(InstanceId(3));
+    assert_eq!(ask(&mut gm, 1, 0, &[]), [2]);
+}
+
+#[test]
+fn tiers_and_who_borrows() {
+    let mut gm = pool(&[0, 10, 90, 50]);
+    gm.on_register(&Register { tier: MemoryTier::Host.into(), ..register(3) }, 0).unwrap();
+    gm.on_heartbeat(&heartbeat(3, 2, 90), 0);
+    gm.on_heartbeat(&Heartbeat { blocks_borrowed: 1, ..heartbeat(4, 2, 50) }, 0);
+    let mut with = |tier: TierWish| {
+        let advice = gm.on_borrow_query(&BorrowQuery { debtor: 1, tier: tier.into(), ..Default::default() }, 0);
+        advice.candidates.iter().map(|c| c.instance).collect::<Vec<_>>()
+    };
+    assert_eq!(with(TierWish::Any), [2, 3, 4]);
+    assert_eq!(with(TierWish::DeviceOnly), [2, 4]);
+    assert_eq!(with(TierWish::HostOnly), [3]);
+    gm.on_heartbeat(&Heartbeat { frozen: 7, ..heartbeat(2, 3, 10) }, 0);
+    gm.on_heartbeat(&Heartbeat { draining: true, ..heartbeat(3, 3, 90) }, 0);
+    assert_eq!(ask(&mut gm, 1, 0, &[]), [4], "nobody else lends");
+}
+
+#[test]
+fn queries_are_answered_without_the_gmanager() {
+    let mut gm = pool(&[0, 30]);
+    let query = BorrowQuery { query: 5, debtor: 1, blocks: 20, ..Default::default() };
+    gm.tick(0);
+    assert_eq!(serve_query(&gm.view(), 8, &query), None, "nobody registered on that connection");
+    gm.set_conn(InstanceId(1), 8);
+    let advice = serve_query(&gm.view(), 8, &query).unwrap();
+    assert_eq!((advice.query, advice.candidates.len()), (5, 1));
+    assert_eq!(advice.candidates[0].quic_addr, "10.0.0.2:7000");
+    assert_eq!(
+        serve_query(&gm.view(), 8, &query).map(|a| (a.pool_blocks_total, a.pool_blocks_lendable)),
+        Some((200, 30))
+    );
+    // A refusal is seen at once; so is a fence.
+    gm.on_refusal(&Refusal { creditor: 2, blocks_lendable: 0 });
+    assert_eq!(serve_query(&gm.view(), 8, &query).unwrap().candidates, []);
+    gm.set_conn(InstanceId(1), 0);
+    assert_eq!(serve_query(&gm.view(), 8, &query), None);
 }
 
 #[test]
