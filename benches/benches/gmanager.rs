@@ -16,12 +16,11 @@ use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use lagoon_cluster::{GManager, GManagerConfig, GManagerOutput, PlannerConfig, serve_query};
 use lagoon_protocol::{
-    BatchPoint, BorrowQuery, Calibration, Debt, Heartbeat, Link, Load, PlacementEntry, PoolShape, Register, VERSION_MAX,
-    VERSION_MIN,
+    BatchPoint, BorrowQuery, Calibration, Debt, Heartbeat, Link, Load, PlacementEntry, PoolShape, Register,
+    VERSION_MAX, VERSION_MIN,
 };
 use lagoon_types::{DType, InstanceId, limits};
 use serde::Serialize;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 #[derive(Parser)]
@@ -142,7 +141,8 @@ impl Pool {
     fn heartbeat(&mut self, i: u32, seq: u64, full: bool) -> Heartbeat {
         let turn = u32::try_from(seq % 8).unwrap_or(0);
         let placements = self.rows(i, |s| full || s % 8 == turn);
-        let lent = if i > 1 && self.creditor(i - 1) == Some(i) { vec![Debt { debtor: i - 1, blocks: 700 }] } else { vec![] };
+        let lent =
+            if i > 1 && self.creditor(i - 1) == Some(i) { vec![Debt { debtor: i - 1, blocks: 700 }] } else { vec![] };
         let random = u32::try_from(draw(&mut self.random) % 1_000).unwrap_or(0);
         let free = if self.creditor(i).is_some() { random / 5 } else { 2_000 + random };
         let peers = (1..=4).map(|d| (i + d - 1) % self.instances + 1).filter(|p| *p != i);
@@ -292,7 +292,6 @@ fn queries(gm: &mut GManager, instances: u32, now: u64) -> (f64, f64, f64, usize
     (0..ASKED).for_each(ask);
     let view_ns = micros(start) * 1e3 / f64::from(ASKED);
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let done = AtomicBool::new(false);
     let start = Instant::now();
     let seconds = std::thread::scope(|scope| {
         let askers: Vec<_> = (0..threads)
@@ -302,17 +301,11 @@ fn queries(gm: &mut GManager, instances: u32, now: u64) -> (f64, f64, f64, usize
                 scope.spawn(move || (first..first + ASKED).for_each(ask))
             })
             .collect();
-        scope.spawn(|| {
-            while !askers.iter().all(std::thread::ScopedJoinHandle::is_finished) {
-                std::thread::yield_now();
-            }
-            done.store(true, Ordering::Release);
-        });
         let mut at = now;
-        while !done.load(Ordering::Acquire) {
+        while !askers.iter().all(std::thread::ScopedJoinHandle::is_finished) {
             at += limits::VIEW_MS;
             gm.publish_now(at);
-            std::thread::sleep(std::time::Duration::from_millis(5));
+            std::thread::sleep(std::time::Duration::from_millis(1));
         }
         start.elapsed().as_secs_f64()
     });
@@ -330,14 +323,38 @@ fn main() -> Result<()> {
     }
     println!(
         "{:>9} {:>9} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>10} {:>9} {:>8} {:>8} {:>7} {:>9}",
-        "instances", "requests", "reg us", "full us", "beat us", "p99 us", "query ns", "view ns", "view/s", "publ us",
-        "plan ms", "round ms", "orders", "MB"
+        "instances",
+        "requests",
+        "reg us",
+        "full us",
+        "beat us",
+        "p99 us",
+        "query ns",
+        "view ns",
+        "view/s",
+        "publ us",
+        "plan ms",
+        "round ms",
+        "orders",
+        "MB"
     );
     for r in &rows {
         println!(
             "{:>9} {:>9} {:>8.2} {:>8.2} {:>8.2} {:>8.2} {:>8.0} {:>8.0} {:>10.0} {:>9.1} {:>8.2} {:>8.2} {:>7} {:>9.1}",
-            r.instances, r.requests, r.register_us, r.full_us, r.heartbeat_us, r.heartbeat_p99_us, r.query_ns, r.view_ns,
-            r.view_per_s, r.publish_us, r.plan_ms, r.round_ms, r.orders, r.bytes as f64 / 1e6
+            r.instances,
+            r.requests,
+            r.register_us,
+            r.full_us,
+            r.heartbeat_us,
+            r.heartbeat_p99_us,
+            r.query_ns,
+            r.view_ns,
+            r.view_per_s,
+            r.publish_us,
+            r.plan_ms,
+            r.round_ms,
+            r.orders,
+            r.bytes as f64 / 1e6
         );
     }
     Ok(())

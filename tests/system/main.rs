@@ -6,7 +6,6 @@
 mod failures;
 mod goldens;
 mod hostile;
-mod membership;
 mod pooled;
 mod process_cli;
 mod process_cluster;
