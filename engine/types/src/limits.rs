@@ -148,7 +148,8 @@ const _: () = assert!(HEARTBEAT_STALE_MS < FENCE_MS && FENCE_MS < LEASE_TTL_MS &
 const _: () = assert!(VIEW_MS <= HEARTBEAT_MS && PLAN_WAIT_MS < PLAN_MS && HEARTBEAT_MS < PLAN_WAIT_MS);
 const _: () = assert!(MOVE_RETRY_MS <= MOVE_RETRY_MAX_MS && MOVE_REST_MS <= MOVE_RETRY_MS);
 // A row takes at most 24 bytes, a link 22, a debt 12.
-const _: () = assert!(HEARTBEAT_ROWS_MAX * 24 + HEARTBEAT_LINKS_MAX * 22 + INSTANCES_MAX * 12 < CONTROL_FRAME_BYTES_MAX);
+const _: () =
+    assert!(HEARTBEAT_ROWS_MAX * 24 + HEARTBEAT_LINKS_MAX * 22 + INSTANCES_MAX * 12 < CONTROL_FRAME_BYTES_MAX);
 const _: () = assert!(ADMIN_ROWS_MAX * 40 < CONTROL_FRAME_BYTES_MAX);
 const _: () = assert!(LEASE_RENEW_MS * 3 <= LEASE_TTL_MS);
 const _: () = assert!(STEP_DEADLINE_MS < LEASE_TTL_MS);
@@ -156,7 +157,8 @@ const _: () = assert!(LEASE_ANSWER_MS * (CANDIDATES as u64) < BORROW_DEADLINE_MS
 const _: () = assert!(CONTROL_REPEAT_MS < BORROW_DEADLINE_MS && CONTROL_REPEAT_MS < LEASE_TTL_MS);
 const _: () = assert!(LEASE_TTL_MS <= INSTANCE_FORGET_MS && HEARTBEAT_STALE_MS < INSTANCE_FORGET_MS);
 const _: () = assert!(BORROW_DEADLINE_MS < RESTORE_DEADLINE_MS && GMANAGER_WAIT_MS < ADMISSION_DEADLINE_MS);
-const _: () = assert!(RECOVERIES_WINDOW_MS / THRESHOLD_SHED_PAUSE_MS < RECOVERIES_MAX as u64, "guests survive shedding");
+const _: () =
+    assert!(RECOVERIES_WINDOW_MS / THRESHOLD_SHED_PAUSE_MS < RECOVERIES_MAX as u64, "guests survive shedding");
 const _: () = assert!(STEP_ROWS_DEFAULT <= STEP_ROWS_MAX);
 const _: () = assert!(BLOCK_TOKENS_DEFAULT <= BLOCK_TOKENS_MAX);
 const _: () = assert!(CONTROL_FRAME_BYTES_MAX <= DATA_FRAME_BYTES_MAX && DATA_FRAME_BYTES_MAX <= PEER_QUEUE_BYTES_MAX);
