@@ -7,6 +7,7 @@
 //! members are frozen.
 
 use lagoon_types::InstanceId;
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// The debt graph: creditors by debtor, with the rBlocks owed.
@@ -149,8 +150,8 @@ fn shortest_through(
                 cycle.reverse();
                 return cycle;
             }
-            if !reached_from.contains_key(&next) {
-                reached_from.insert(next, node);
+            if let Entry::Vacant(new) = reached_from.entry(next) {
+                new.insert(node);
                 queue.push_back(next);
             }
         }

@@ -253,15 +253,15 @@ fn a_gain_that_is_lost_in_the_noise_moves_nothing() {
 #[test]
 fn blocks_that_are_about_to_leave_are_no_room_yet() {
     // An emergency made the first both creditor and debtor; now it is drained, and its own KV is behind a slow link.
-    let mut view = pool(vec![instance(&[850, 20, 20, 20], &[]), instance(&[10; 40], &[]), instance(&[100, 50], &[])]);
+    let mut view = pool(vec![instance(&[850, 20, 20, 20], &[]), instance(&[10; 40], &[]), instance(&[200, 50], &[])]);
     lend(&mut view, (1, 0), 2, 100);
-    lend(&mut view, (3, 0), 1, 90);
+    lend(&mut view, (3, 0), 1, 160);
     view.instances.values_mut().for_each(|i| i.links.iter_mut().for_each(|l| l.1.rtt_us = 5_000.0));
     let first = view.instances.get_mut(&InstanceId(1)).unwrap();
     first.draining = true;
     let free = first.blocks_free;
     let orders = plan(&view);
-    assert!(orders.iter().any(|o| o.why == Why::Drain && o.source == InstanceId(1) && o.blocks == 90));
+    assert!(orders.iter().any(|o| o.why == Why::Drain && o.source == InstanceId(1) && o.blocks == 160));
     let home: u32 = orders.iter().filter(|o| o.target == InstanceId(1)).map(|o| o.blocks).sum();
     assert!(home <= free, "{home} blocks into {free}");
 }
