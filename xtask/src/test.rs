@@ -19,6 +19,10 @@ use crate::tidy;
 /// The environment variable that names the file to which a test that cannot run appends `name<TAB>reason`.
 const SKIP_LOG: &str = "LAGOON_SKIP_LOG";
 
+/// The simulator finds mistakes made on purpose. The whole workspace is named so that its dependencies stay as built.
+const MUTANTS: [&str; 7] =
+    ["test", "--locked", "--release", "--workspace", "--features=lagoon-sim/mutants", "--test", "mutants"];
+
 pub(crate) fn run(root: &Path, lint: bool) -> Result<bool> {
     environment::prepare();
     let mut broken = Vec::new();
@@ -41,6 +45,8 @@ pub(crate) fn run(root: &Path, lint: bool) -> Result<bool> {
     // The tests of processes start the real binary, which `cargo test` builds for the tests of its own package only.
     step("build", cargo(root, &["build", "--locked", "--release", "--package", "lagoon"]));
     let outcome = tests(root)?;
+    // Mistakes on purpose are compiled in here and nowhere else.
+    step("mutants", cargo(root, &MUTANTS));
     if !outcome.good {
         broken.push("tests");
     }

@@ -16,6 +16,7 @@
 
 pub mod dgfm;
 pub mod gmanager;
+pub mod mutants;
 pub mod perf;
 pub mod planner;
 pub mod rmanager;

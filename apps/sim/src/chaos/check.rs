@@ -5,7 +5,7 @@ use crate::fabric::Place;
 use crate::process::Process;
 use crate::symbolic::Symbolic;
 use crate::world::World;
-use lagoon_types::{InstanceId, LeaseId, limits};
+use lagoon_types::{Epoch, InstanceId, LeaseId, limits};
 use std::collections::{BTreeMap, BTreeSet};
 
 type Pool = World<Symbolic>;
@@ -101,7 +101,7 @@ impl Checkers {
     }
 
     /// What debtors hold, their creditors lend; of all pairs, or those of one place.
-    fn pairs(&self, world: &Pool, of: Option<Place>) -> Result<(), Failure> {
+    fn pairs(&mut self, world: &Pool, of: Option<Place>) -> Result<(), Failure> {
         let ids: BTreeMap<InstanceId, (Place, &Process<Symbolic>)> =
             world.live().filter_map(|(place, p)| Some((p.id()?, (place, p)))).collect();
         for (debtor, process) in world.live() {
@@ -112,17 +112,21 @@ impl Checkers {
             for (creditor, lease, epoch, first, end) in process.instance.rmanager().held() {
                 let home = ids.get(&creditor).filter(|(place, _)| of.is_none_or(|of| of == debtor || of == *place));
                 let Some((place, home)) = home else { continue };
+                self.held.insert(lease);
                 if self.dead.contains(&lease) {
                     continue;
                 }
-                let lent = home.instance.rmanager().lent().find(|l| l.1 == lease);
-                let Some((to, _, lent_epoch, lent_first, lent_end)) = lent else {
-                    return failure("leases", format!("node {debtor} holds {lease}, which node {place} does not lend"));
+                // Entries that were given back may lie between those that are held.
+                let covers = |&(to, l, e, from, until): &(InstanceId, LeaseId, Epoch, u32, u32)| {
+                    (Some(to), l, e) == (process.id(), lease, epoch) && from <= first && end <= until
                 };
-                if (Some(to), lent_epoch, lent_end) != (process.id(), epoch, end) || lent_first > first {
-                    let lent = format!("to {to}, {lent_epoch}, entries {lent_first} to {lent_end}");
+                if !home.instance.rmanager().lent().any(|lent| covers(&lent)) {
                     let held = format!("{epoch}, entries {first} to {end}");
-                    return failure("leases", format!("node {debtor} holds {lease} ({held}) of node {place} ({lent})"));
+                    let lent: Vec<_> = home.instance.rmanager().lent().filter(|l| l.1 == lease).collect();
+                    return failure(
+                        "leases",
+                        format!("node {debtor} holds {lease} ({held}), node {place} lends {lent:?}"),
+                    );
                 }
             }
         }
@@ -139,11 +143,7 @@ impl Checkers {
             for (debtor, lease, ..) in process.instance.rmanager().lent() {
                 let Some((_, debtor)) = world.by_id(debtor) else { continue };
                 let rm = debtor.instance.rmanager();
-                if rm.held().any(|held| held.1 == lease) {
-                    self.held.insert(lease);
-                    continue;
-                }
-                if rm.borrowing() > 0 {
+                if rm.borrowing() > 0 || rm.held().any(|held| held.1 == lease) {
                     continue;
                 }
                 let released = self.held.contains(&lease) && calm_us[0] > RELEASED_US && calm_us[1] > FORGOTTEN_US;

@@ -6,6 +6,7 @@
 //! * a debtor has at most one lease per request number, so that a repeated request lends nothing twice.
 
 use super::RManagerConfig;
+use crate::mutants::{self, Mutant};
 use lagoon_kv::hash::ContentHash;
 use lagoon_kv::{BlockPool, BlockState, LeaseHasher, Owner};
 use lagoon_protocol::{
@@ -172,7 +173,10 @@ impl Creditor {
         self.issued += 1;
         let lease = LeaseId(self.lease_base + self.issued);
         let epoch = Epoch(self.epoch_base.wrapping_add(self.issued));
-        let blocks = pool.allocate(Owner::Lent(lease), blocks, None).expect("lendable blocks are free");
+        let again = |l: &&Lease| mutants::is(Mutant::DoubleGrant) && l.blocks.len() >= blocks as usize;
+        let again = self.leases.values().find(again).map(|l| l.blocks.iter().flatten().copied().collect());
+        let new = || pool.allocate(Owner::Lent(lease), blocks, None).expect("lendable blocks are free");
+        let blocks: Vec<PhysBlock> = again.unwrap_or_else(new);
         let hasher = LeaseHasher::new(self.layers as usize, self.block_tokens, self.layer_token_bytes);
         let (debtor, seq, request) = (from, SeqId(request.seq), request.request);
         let (renewed_ms, whole) = (now_ms, BTreeMap::new());
@@ -279,6 +283,9 @@ impl Creditor {
     }
 
     fn find(&self, from: InstanceId, (id, epoch): (LeaseId, Epoch)) -> Result<&Lease, RefuseCode> {
+        if mutants::is(Mutant::EpochUnchecked) {
+            return self.leases.get(&id).or(self.leases.values().next()).ok_or(RefuseCode::UnknownLease);
+        }
         let lease = self.leases.get(&id).filter(|l| l.debtor == from).ok_or(RefuseCode::UnknownLease)?;
         if lease.epoch == epoch { Ok(lease) } else { Err(RefuseCode::StaleEpoch) }
     }

@@ -8,6 +8,7 @@
 //!   live has done its work.
 
 use super::debtor::{BorrowId, Output};
+use crate::mutants::{self, Mutant};
 use lagoon_kv::RangeSet;
 use lagoon_protocol::{ControlBody, LeaseRelease, LeaseReleased, LeaseRenew, LeaseRenewed};
 use lagoon_types::{Epoch, InstanceId, LeaseId, SeqId, limits};
@@ -142,6 +143,7 @@ impl HeldLeases {
         // A longer one from the same entry on may be under way: what it says holds, and it is repeated on its own.
         match self.releasing.get(&key) {
             Some(longer) if longer.entries > end => {}
+            _ if mutants::is(Mutant::ReleaseUnconfirmed) => {}
             _ => drop(self.releasing.insert(key, releasing)),
         }
     }
