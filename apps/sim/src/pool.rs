@@ -6,7 +6,7 @@ use crate::process::address;
 use crate::rng::{Rng, mix};
 use crate::symbolic::{Speed, Symbolic, model};
 use crate::world::World;
-use lagoon_cluster::GManager;
+use lagoon_cluster::{DgfmConfig, GManager, GManagerConfig, PlannerConfig};
 use lagoon_instance::{InstanceConfig, RemotePolicy};
 use lagoon_protocol::{MemoryTier, Role};
 use lagoon_sched::SchedulerConfig;
@@ -122,7 +122,14 @@ impl PoolSpec {
         // As the shell does: numbers of another gManager are not given again.
         let first = u32::try_from(1 + 1_000 * life).unwrap_or(u32::MAX / 2);
         let clock = Clock { born_us: world.now_us(), offset_ms: 0, skew_ppm: 0 };
-        world.start_gmanager(GManager::new(first), clock, life);
+        let gmanager = GManager::with_config(GManagerConfig {
+            first_instance: first,
+            term: life + 1,
+            planner: Some(PlannerConfig::default()),
+            dgfm: Some(DgfmConfig::default()),
+            ..GManagerConfig::default()
+        });
+        world.start_gmanager(gmanager, clock, life);
     }
 
     /// A world with a gManager and all instances just started.

@@ -14,16 +14,16 @@ use bytes::Bytes;
 use lagoon_backend::DeviceError;
 use lagoon_cluster::{GManager, GManagerOutput};
 use lagoon_instance::{Effect, Event, InstanceConfig, PeerKey, TICK_MS};
-use lagoon_protocol::{Control, ControlBody};
+use lagoon_protocol::{AdminBody, AdminQuery, Control, ControlBody};
 use lagoon_runner::Report;
 use lagoon_types::{InstanceId, SeqId, TokenEvent};
 use lagoon_wire::{Class, Frame, FrameReader};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Ticks between measurements of round trips, as in the shell.
 const RTT_TICKS: u64 = 25;
 /// The gManager's tick.
-const GMANAGER_TICK_US: u64 = 1_000_000;
+const GMANAGER_TICK_US: u64 = 100_000;
 
 /// What happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,6 +120,8 @@ pub struct World<R> {
     faulty: BTreeMap<Place, DeviceFault>,
     /// Frames of a kind that find a full queue next.
     full: BTreeMap<Place, Class>,
+    /// Incarnations that the gManager declared dead.
+    pub fenced: BTreeSet<u64>,
     /// When a device failed or a queue was full last: such faults wait for their occasion.
     pub fired_us: Option<u64>,
     /// Set to keep a trace.
@@ -150,6 +152,7 @@ impl<R: SimRunner> World<R> {
             touched: Vec::new(),
             faulty: BTreeMap::new(),
             full: BTreeMap::new(),
+            fenced: BTreeSet::new(),
             fired_us: None,
             trace: None,
             told: Vec::new(),
@@ -391,12 +394,9 @@ impl<R: SimRunner> World<R> {
         self.events += 1;
         let sender = coordinator.registered.get(&from).copied();
         let now_ms = coordinator.clock.now_ms(now);
-        let mut reply = coordinator.gmanager.on_control(sender, &body, now_ms);
-        // As the shell does.
-        match &mut reply {
-            Some(ControlBody::HeartbeatAck(ack)) => ack.term = coordinator.life + 1,
+        let reply = coordinator.gmanager.on_control(sender, &body, now_ms);
+        match &reply {
             Some(ControlBody::Registered(registered)) => {
-                registered.term = coordinator.life + 1;
                 coordinator.registered.insert(from, InstanceId(registered.instance));
             }
             _ => {}
@@ -407,10 +407,22 @@ impl<R: SimRunner> World<R> {
         self.drain_gmanager();
     }
 
+    /// An operator asks the gManager for something, if one runs.
+    pub fn admin(&mut self, body: AdminBody) {
+        let now = self.now_us();
+        let Some(coordinator) = self.coordinator.as_mut().filter(|c| c.paused_until_us.is_none()) else { return };
+        let query = ControlBody::AdminQuery(AdminQuery { query: 1, body: Some(body) });
+        coordinator.gmanager.on_control(None, &query, coordinator.clock.now_ms(now));
+        self.drain_gmanager();
+    }
+
     /// Sends what the gManager wants sent to instances that are connected.
     fn drain_gmanager(&mut self) {
         while let Some(coordinator) = &mut self.coordinator {
             let Some(GManagerOutput::Send { to, body }) = coordinator.gmanager.poll() else { return };
+            if let ControlBody::Fenced(fenced) = &body {
+                self.fenced.insert(fenced.incarnation);
+            }
             let place = coordinator.registered.iter().find(|(_, id)| **id == to).map(|(place, _)| *place);
             if let Some(place) = place {
                 self.send(GMANAGER, place, body.into());

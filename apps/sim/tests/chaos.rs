@@ -12,7 +12,7 @@ const SHRINK: Duration = Duration::from_secs(20);
 
 #[test]
 fn no_seed_fails() {
-    let seeds = std::env::var("LAGOON_SEEDS").unwrap_or_else(|_| "0..6000".to_owned());
+    let seeds = std::env::var("LAGOON_SEEDS").unwrap_or_else(|_| "0..2500".to_owned());
     let (first, end) = seeds.split_once("..").unwrap();
     let seeds = first.parse::<u64>().unwrap()..end.parse::<u64>().unwrap();
     let trace = std::env::var("LAGOON_TRACE").map_or(0, |n| n.parse().unwrap());

@@ -26,8 +26,8 @@ pub(super) struct Checkers {
     dead: BTreeSet<LeaseId>,
     /// What a process's blocks looked like when they were last checked.
     seen: Vec<[u64; 5]>,
-    /// Leases that their debtor has held.
-    held: BTreeSet<LeaseId>,
+    /// Leases that their debtor has held, and the incarnation of their creditor.
+    held: BTreeMap<LeaseId, u64>,
     /// Leases that are lent and not held, and since when.
     orphans: BTreeMap<(Place, LeaseId), u64>,
 }
@@ -94,7 +94,8 @@ impl Checkers {
                 format!("node {place} lends {} of at most {}", counts.lent, config.lend_blocks_max),
             );
         }
-        if status.running + status.waiting != status.sequences.len() {
+        // One whose debts are frozen stays until the thaw, in no queue.
+        if status.running + status.waiting > status.sequences.len() {
             return failure("blocks", format!("node {place}: {status:?}"));
         }
         Ok(())
@@ -106,14 +107,16 @@ impl Checkers {
             world.live().filter_map(|(place, p)| Some((p.id()?, (place, p)))).collect();
         for (debtor, process) in world.live() {
             // One that was stopped finds out about its leases when it looks at its clock.
-            if process.dazed {
+            // One that was declared dead has lost what it borrowed, and hears of it in its time.
+            if process.dazed || world.fenced.contains(&process.instance.rmanager().config().incarnation) {
                 continue;
             }
             for (creditor, lease, epoch, first, end) in process.instance.rmanager().held() {
                 let home = ids.get(&creditor).filter(|(place, _)| of.is_none_or(|of| of == debtor || of == *place));
                 let Some((place, home)) = home else { continue };
-                self.held.insert(lease);
-                if self.dead.contains(&lease) {
+                let incarnation = home.instance.rmanager().config().incarnation;
+                // One that was fenced has forgotten what it lent; its debtors hear of it in their time.
+                if *self.held.entry(lease).or_insert(incarnation) != incarnation || self.dead.contains(&lease) {
                     continue;
                 }
                 // Entries that were given back may lie between those that are held.
@@ -146,7 +149,7 @@ impl Checkers {
                 if rm.borrowing() > 0 || rm.held().any(|held| held.1 == lease) {
                     continue;
                 }
-                let released = self.held.contains(&lease) && calm_us[0] > RELEASED_US && calm_us[1] > FORGOTTEN_US;
+                let released = self.held.contains_key(&lease) && calm_us[0] > RELEASED_US && calm_us[1] > FORGOTTEN_US;
                 let calm = released || calm_us[0] > FORGOTTEN_US;
                 let since = self.orphans.get(&(place, lease)).copied().unwrap_or(now);
                 if calm && now - since > ORPHAN_US {

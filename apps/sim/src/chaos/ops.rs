@@ -60,6 +60,17 @@ pub enum What {
         place: Place,
         fault: DeviceFault,
     },
+    /// An operator drains an instance, and ends the drain after `us`.
+    Drain {
+        place: Place,
+        us: u64,
+    },
+    /// An operator moves blocks of a request to another instance; to its own one, it recalls them.
+    Move {
+        id: usize,
+        to: Place,
+        blocks: u32,
+    },
     /// The next frame of the class to a peer finds a full queue.
     Full {
         place: Place,
@@ -72,8 +83,9 @@ impl What {
     #[must_use]
     pub const fn fault_end_us(&self, at_us: u64) -> Option<u64> {
         match *self {
-            Self::Submit { .. } | Self::Cancel { .. } => None,
+            Self::Submit { .. } | Self::Cancel { .. } | Self::Move { .. } => None,
             Self::Cut { .. } | Self::Break { .. } | Self::Full { .. } => Some(at_us),
+            Self::Drain { us, .. } => Some(at_us + us),
             Self::Crash { down_us: us, .. } | Self::Partition { us, .. } | Self::Pause { us, .. } => Some(at_us + us),
             Self::Slow { us, for_us, .. } => Some(at_us + us + for_us),
         }
@@ -114,6 +126,8 @@ impl fmt::Display for Op {
                 write!(f, "frames between {} and {} are {us} ms late for {for_us} ms", name(a), name(b))
             }
             What::Break { place, fault } => write!(f, "the device of {} fails once: {fault:?}", name(place)),
+            What::Drain { place, us } => write!(f, "{} is drained, for {} ms", name(place), us / 1000),
+            What::Move { id, to, blocks } => write!(f, "{blocks} blocks of request {id} are moved to {}", name(to)),
             What::Full { place, class } => write!(f, "{} finds a full queue: {class:?}", name(place)),
         }
     }

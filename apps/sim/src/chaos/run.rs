@@ -6,17 +6,19 @@ use super::panics;
 use super::requests::{Asked, End};
 use super::scenario::Scenario;
 use crate::fabric::{GMANAGER, Place};
+use crate::process::Process;
 use crate::symbolic::Symbolic;
 use crate::world::{Step, World};
 use lagoon_instance::Event;
+use lagoon_protocol::{AdminBody, AdminDrain, AdminMove};
 use lagoon_types::SeqId;
 use lagoon_wire::Class;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// From the end of the last request to the last check.
-const REST_US: u64 = 6_000_000;
+/// From the end of the last request to the last check: debts may be frozen for ten seconds.
+const REST_US: u64 = 18_000_000;
 /// From the last fault, or the last request, to when every request must be over.
 const OVER_US: u64 = 300_000_000;
 /// Events in a second of simulated time, on average: more is a livelock.
@@ -27,7 +29,8 @@ const ORPHANS_US: u64 = 1_000_000;
 const ALL_EVENTS: u64 = 512;
 /// Calls of the run itself.
 const RESTART: u64 = 1 << 32;
-const ORPHANS: u64 = 1 << 33;
+const UNDRAIN: u64 = 1 << 33;
+const ORPHANS: u64 = 1 << 34;
 
 /// What a checker found.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -166,6 +169,7 @@ impl Run<'_> {
                     let calm_us = self.calm_us();
                     self.checkers.orphans(&self.world, calm_us)?;
                 }
+                Some(Step::Call(call)) if call >= UNDRAIN => self.undrain(usize::try_from(call - UNDRAIN).unwrap_or(0)),
                 Some(Step::Call(call)) if call >= RESTART => self.restart(usize::try_from(call - RESTART).unwrap_or(0)),
                 Some(Step::Call(call)) => self.perform(usize::try_from(call).unwrap_or(0)),
                 Some(Step::Handled) => {}
@@ -273,6 +277,8 @@ impl Run<'_> {
             What::Pause { place, us } => self.world.pause(place, us),
             What::Slow { a, b, us, for_us } => self.world.fabric.slow(a, b, us, for_us, now),
             What::Break { place, fault } => self.world.break_device(place, fault),
+            What::Drain { place, us } => self.drain(place, us),
+            What::Move { id, to, blocks } => self.move_blocks(id, to, blocks),
             What::Full { place, class } => self.world.fill_queue(place, class),
         }
     }
@@ -320,6 +326,30 @@ impl Run<'_> {
         self.checkers.died(&process);
         let hit = |a: &&mut Asked| a.place == place && a.end.is_none();
         self.asked.values_mut().filter(hit).for_each(|a| a.end = Some(End::Lost));
+    }
+
+    fn drain(&mut self, place: Place, us: u64) {
+        let Some(id) = self.world.process(place).and_then(Process::id) else { return };
+        self.world.admin(AdminBody::Drain(AdminDrain { instance: id.0, cancel: false, stop: false }));
+        self.world.call_at(self.world.now_us() + us, UNDRAIN + place as u64);
+    }
+
+    /// Repeated until the instance has taken it up: the gManager may be down or without a connection to it.
+    fn undrain(&mut self, place: Place) {
+        let Some(status) = self.world.process(place).map(|p| p.instance.status()) else { return };
+        let Some(id) = status.instance.filter(|_| status.draining) else { return };
+        self.world.admin(AdminBody::Drain(AdminDrain { instance: id.0, cancel: true, stop: false }));
+        self.world.call_at(self.world.now_us() + 1_000_000, UNDRAIN + place as u64);
+    }
+
+    fn move_blocks(&mut self, id: usize, to: Place, blocks: u32) {
+        let Some(asked) = self.asked.get(&id).filter(|a| a.end.is_none()) else { return };
+        let debtor = self.world.process(asked.place).and_then(Process::id);
+        let target = self.world.process(to).and_then(Process::id);
+        let (Some(debtor), Some(target)) = (debtor, target) else { return };
+        let target = if target == debtor { 0 } else { target.0 };
+        let order = AdminMove { debtor: debtor.0, seq: id as u64 + 1, blocks, source: 0, target, dry_run: false };
+        self.world.admin(AdminBody::Move(order));
     }
 
     fn restart(&mut self, place: Place) {

@@ -132,6 +132,10 @@ fn draw_requests(rng: &mut Rng, pool: &PoolSpec, span_us: u64, requests: usize) 
         let max_tokens = small(rng.pick(&[1, 8, 30, 80]) + rng.below(8));
         let what = What::Submit { id, place, prompt: small(prompt).max(1), max_tokens, seed: rng.draw() };
         ops.push(Op { at_us, what });
+        if rng.once_in(3) {
+            let (to, blocks) = (1 + rng.index(pool.nodes.len()), small(rng.within(1..=12)));
+            ops.push(Op { at_us: at_us + rng.below(3_000_000), what: What::Move { id, to, blocks } });
+        }
         if rng.once_in(8) {
             ops.push(Op { at_us: at_us + rng.below(2_000_000), what: What::Cancel { id } });
         }
@@ -142,7 +146,7 @@ fn draw_requests(rng: &mut Rng, pool: &PoolSpec, span_us: u64, requests: usize) 
 fn draw_faults(rng: &mut Rng, pool: &PoolSpec, span_us: u64, faults: usize, ops: &mut Vec<Op>) {
     let count = pool.nodes.len();
     // A scenario has a few kinds of faults, often: what goes wrong by one of them alone is found sooner.
-    let kinds: Vec<u64> = (0..rng.pick(&[1, 2, 8])).map(|_| rng.below(10)).collect();
+    let kinds: Vec<u64> = (0..rng.pick(&[1, 2, 8])).map(|_| rng.below(11)).collect();
     for _ in 0..faults {
         let at_us = WARM_US + rng.below(span_us + 2_000_000);
         let place = 1 + rng.index(count);
@@ -163,6 +167,7 @@ fn draw_faults(rng: &mut Rng, pool: &PoolSpec, span_us: u64, faults: usize, ops:
             6 => What::Pause { place: other, us },
             7 => What::Slow { a, b, us: rng.within(1_000..=3_000_000), for_us: us },
             8 => What::Break { place, fault: rng.pick(&[DeviceFault::Step, DeviceFault::Guest]) },
+            9 => What::Drain { place, us },
             _ => What::Full { place, class: rng.pick(&Class::ALL) },
         };
         ops.push(Op { at_us, what });

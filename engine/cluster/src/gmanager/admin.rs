@@ -57,7 +57,8 @@ impl GManager {
         let Some(member) = self.members.get(&id) else {
             return refused(format!("there is no instance {}", m.instance), SEE_STATUS);
         };
-        if m.cancel && member.drain.is_none() {
+        // Another gManager may have ordered it.
+        if m.cancel && !member.is_draining() {
             return refused(format!("instance {} is not being drained", m.instance), SEE_STATUS);
         }
         if !member.is_live(self.now_ms) {
