@@ -7,7 +7,9 @@
 
 pub mod cluster;
 pub mod etcd;
+pub mod faults;
 pub mod golden;
+pub mod partition;
 pub mod process;
 pub mod single;
 

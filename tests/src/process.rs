@@ -33,7 +33,19 @@ pub fn binary() -> PathBuf {
 /// A command of the binary, with nothing of this machine's configuration.
 #[must_use]
 pub fn lagoon(arguments: &[&str]) -> Command {
-    let mut command = Command::new(binary());
+    lagoon_in(None, arguments)
+}
+
+/// The same in a network namespace, which its process enters before it becomes the binary's.
+fn lagoon_in(namespace: Option<&str>, arguments: &[&str]) -> Command {
+    let mut command = match namespace {
+        None => Command::new(binary()),
+        Some(namespace) => {
+            let mut command = Command::new("ip");
+            command.args(["netns", "exec", namespace]).arg(binary());
+            command
+        }
+    };
     command.args(arguments).stdin(Stdio::null());
     for name in ["LAGOON_API_KEY", "LAGOON_LOG", "LAGOON_TLS_CA", "LAGOON_TLS_CERT", "LAGOON_TLS_KEY"] {
         command.env_remove(name);
@@ -115,7 +127,18 @@ impl Server {
     /// As there.
     #[must_use]
     pub fn start_with(arguments: &[&str], variables: &[(&str, &OsStr)]) -> Self {
-        Self::try_start_with(arguments, variables).unwrap_or_else(|ended| panic!("{arguments:?} ended: {ended:?}"))
+        let command = lagoon(arguments);
+        Self::try_start_with(command, variables).unwrap_or_else(|ended| panic!("{arguments:?} ended: {ended:?}"))
+    }
+
+    /// As [`Self::start`], in a network namespace if one is named.
+    ///
+    /// # Panics
+    /// As there.
+    #[must_use]
+    pub fn start_in(namespace: Option<&str>, arguments: &[&str]) -> Self {
+        let command = lagoon_in(namespace, arguments);
+        Self::try_start_with(command, &[]).unwrap_or_else(|ended| panic!("{arguments:?} ended: {ended:?}"))
     }
 
     /// As [`Self::start`]; if it ends before it is ready, what it came to.
@@ -126,11 +149,10 @@ impl Server {
     /// # Panics
     /// If it takes too long, or says what is no JSON.
     pub fn try_start(arguments: &[&str]) -> Result<Self, Ended> {
-        Self::try_start_with(arguments, &[])
+        Self::try_start_with(lagoon(arguments), &[])
     }
 
-    fn try_start_with(arguments: &[&str], variables: &[(&str, &OsStr)]) -> Result<Self, Ended> {
-        let mut command = lagoon(arguments);
+    fn try_start_with(mut command: Command, variables: &[(&str, &OsStr)]) -> Result<Self, Ended> {
         command.envs(variables.iter().copied());
         command.args(["--json", "--exit-with-stdin"]);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
@@ -171,6 +193,15 @@ impl Server {
     pub fn stop(mut self) -> Ended {
         self.stdin = None;
         self.ended()
+    }
+
+    /// Kills it at once, as a crash would, and waits until it is gone.
+    ///
+    /// # Panics
+    /// If that fails.
+    pub fn kill(mut self) {
+        kill(self.pid());
+        let _ = self.ended();
     }
 
     /// Its process.

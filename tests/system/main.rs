@@ -10,6 +10,7 @@ mod pooled;
 mod process_cli;
 mod process_cluster;
 mod process_drain;
+mod process_faults;
 mod process_host_tier;
 mod process_http;
 mod process_operate;

@@ -1,6 +1,7 @@
 //! A cluster made by hand: certificates, a gManager, instances that join it, and those that may not.
 
 use crate::process_up::{golden_prompt, single};
+pub(crate) use lagoon_tests::faults::{certificates, new_ca};
 use lagoon_tests::golden::max_diff;
 use lagoon_tests::process::{Client, Server, logits, run, token_ids};
 use serde_json::{Value, json};
@@ -9,24 +10,6 @@ use tempfile::TempDir;
 pub(crate) struct Cluster {
     pub(crate) ca: TempDir,
     pub(crate) gmanager: Server,
-}
-
-pub(crate) fn certificates(dir: &TempDir, name: &str) -> [String; 3] {
-    let at = |file: &str| dir.path().join(file).to_string_lossy().into_owned();
-    let issued = run(&["certs", "issue", &dir.path().to_string_lossy(), name]);
-    assert_eq!(issued.code, Some(0), "{issued:?}");
-    [
-        format!("--tls-ca={}", at("ca.pem")),
-        format!("--tls-cert={}", at(&format!("{name}.pem"))),
-        format!("--tls-key={}", at(&format!("{name}.key"))),
-    ]
-}
-
-pub(crate) fn new_ca() -> TempDir {
-    let dir = tempfile::tempdir().unwrap();
-    let made = run(&["certs", "init", &dir.path().to_string_lossy()]);
-    assert_eq!(made.code, Some(0), "{made:?}");
-    dir
 }
 
 impl Cluster {

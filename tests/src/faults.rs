@@ -1,0 +1,482 @@
+//! A pool of real processes that a test disturbs, and streams that are watched meanwhile.
+//!
+//! Instances have paced devices: a decode step takes [`STEP`], whatever the machine does beside, so that a process that is
+//! killed at some instant is killed in the middle of something, and a stream lasts as long as a test needs. What is said
+//! is compared with one undisturbed instance that is not paced: tokens must be equal and logits within [`TOLERANCE`].
+
+use crate::golden::max_diff;
+use crate::partition::Place;
+use crate::process::{Client, Ended, PATIENCE, Server, completion, logits, run, signal, token_ids};
+use lagoon_backend::PaceProfile;
+use lagoon_types::limits::{RESTORE_DEADLINE_MS, STEP_DEADLINE_MS};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+/// Time of a decode step of a paced instance.
+pub const STEP: Duration = Duration::from_millis(10);
+/// Largest difference between logits of f32 models and KV, whatever was disturbed.
+pub const TOLERANCE: f32 = 1e-3;
+/// Longest time between two tokens: a step's deadline, then that of finding other memory, and a busy machine's slack.
+pub const SILENCE_MAX: Duration = Duration::from_millis(STEP_DEADLINE_MS + RESTORE_DEADLINE_MS + 10_000);
+
+/// A new cluster CA in its own directory.
+///
+/// # Panics
+/// If it cannot be made.
+#[must_use]
+pub fn new_ca() -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let made = run(&["certs", "init", &dir.path().to_string_lossy()]);
+    assert_eq!(made.code, Some(0), "{made:?}");
+    dir
+}
+
+/// The flags that name a node's certificate, newly issued even if there is one.
+///
+/// # Panics
+/// If it cannot be issued.
+#[must_use]
+pub fn certificates(dir: &TempDir, name: &str) -> [String; 3] {
+    let at = |file: &str| dir.path().join(file).to_string_lossy().into_owned();
+    let issued = run(&["certs", "issue", "--force", &dir.path().to_string_lossy(), name]);
+    assert_eq!(issued.code, Some(0), "{issued:?}");
+    [
+        format!("--tls-ca={}", at("ca.pem")),
+        format!("--tls-cert={}", at(&format!("{name}.pem"))),
+        format!("--tls-key={}", at(&format!("{name}.key"))),
+    ]
+}
+
+/// Token ids that repeat nothing for long, of a vocabulary of `vocab`.
+#[must_use]
+pub fn prompt(seed: u64, tokens: usize, vocab: u32) -> Vec<u32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        3 + (state >> 33) as u32 % (vocab - 6)
+    };
+    (0..tokens).map(|_| next()).collect()
+}
+
+/// The bundled model.
+#[must_use]
+pub fn passkey() -> PathBuf {
+    crate::root().join("models/passkey")
+}
+
+/// A gManager, and instances by name.
+#[derive(Debug)]
+pub struct FaultPool {
+    model: PathBuf,
+    block_tokens: u32,
+    step: Option<Duration>,
+    ca: TempDir,
+    tls: [String; 3],
+    gmanager: Option<Server>,
+    gmanager_addr: String,
+    members: BTreeMap<String, Server>,
+}
+
+impl FaultPool {
+    /// A gManager that listens on `ip`, and the instances of `members`: names and capacities in rBlocks.
+    ///
+    /// # Panics
+    /// If a process does not start.
+    #[must_use]
+    pub fn new(model: &Path, block_tokens: u32, members: &[(&str, u32)]) -> Self {
+        let mut pool = Self::without_members(model, block_tokens, "127.0.0.1", Some(STEP));
+        let places: Vec<_> = members.iter().map(|(name, blocks)| (*name, *blocks, Place::default())).collect();
+        pool.start(&places);
+        pool
+    }
+
+    /// As [`Self::new`], with nobody in it, and a step's modelled time: `None` is as fast as the processor.
+    ///
+    /// # Panics
+    /// If a process does not start.
+    #[must_use]
+    pub fn without_members(model: &Path, block_tokens: u32, ip: &str, step: Option<Duration>) -> Self {
+        let ca = new_ca();
+        let tls = certificates(&ca, "operator");
+        let mut pool = Self {
+            model: model.to_owned(),
+            block_tokens,
+            step,
+            ca,
+            tls,
+            gmanager: None,
+            gmanager_addr: format!("{ip}:0"),
+            members: BTreeMap::new(),
+        };
+        pool.start_gmanager();
+        pool
+    }
+
+    /// Starts a gManager on the address of the one that was killed.
+    ///
+    /// # Panics
+    /// If it does not start.
+    pub fn start_gmanager(&mut self) {
+        let [a, b, c] = certificates(&self.ca, "gm");
+        let server = Server::start(&["gmanager", &format!("--listen={}", self.gmanager_addr), &a, &b, &c]);
+        self.gmanager_addr = server.said("quic");
+        self.gmanager = Some(server);
+    }
+
+    /// Kills the gManager.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub fn kill_gmanager(&mut self) {
+        self.gmanager.take().unwrap().kill();
+    }
+
+    /// Starts instances, all at once, and waits until everybody is registered: names, capacities in rBlocks, places.
+    ///
+    /// # Panics
+    /// If one does not start.
+    pub fn start(&mut self, members: &[(&str, u32, Place)]) {
+        let flags: Vec<_> = members.iter().map(|(name, blocks, place)| self.flags(name, *blocks, place)).collect();
+        std::thread::scope(|scope| {
+            let start = |((name, _, place), flags): (&(&str, u32, Place), Vec<String>)| {
+                let (name, namespace) = ((*name).to_owned(), place.namespace.clone());
+                let serve = move || {
+                    let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+                    Server::start_in(namespace.as_deref(), &flags)
+                };
+                (name, scope.spawn(serve))
+            };
+            let threads: Vec<_> = members.iter().zip(flags).map(start).collect();
+            self.members.extend(threads.into_iter().map(|(name, thread)| (name, thread.join().unwrap())));
+        });
+        self.wait_whole();
+    }
+
+    /// Of `lagoon serve`.
+    fn flags(&self, name: &str, blocks: u32, place: &Place) -> Vec<String> {
+        let own = ["serve".to_owned(), self.model.display().to_string()];
+        let pool = [format!("--gmanager={}", self.gmanager_addr), format!("--name={name}")];
+        let mut flags =
+            [&own[..], &pool[..], &certificates(&self.ca, name), &self.sizes(blocks), &place.flags].concat();
+        flags.extend(self.step.map(|step| self.pace(step)));
+        flags
+    }
+
+    /// Flags of the undisturbed instance too.
+    fn sizes(&self, blocks: u32) -> [String; 8] {
+        [
+            "--backend=cpu".to_owned(),
+            "--threads=1".to_owned(),
+            "--dtype=f32".to_owned(),
+            "--kv-dtype=f32".to_owned(),
+            "--calibrate=off".to_owned(),
+            "--expose-logits".to_owned(),
+            format!("--block-tokens={}", self.block_tokens),
+            format!("--kv-tokens={}", blocks * self.block_tokens),
+        ]
+    }
+
+    /// A device that reads the model's weights in `step`, and everything else in no time.
+    fn pace(&self, step: Duration) -> String {
+        let bytes = std::fs::metadata(self.model.join("model.safetensors")).unwrap().len() as f64;
+        let profile = PaceProfile {
+            bytes_per_s: bytes / step.as_secs_f64(),
+            flops: 1e15,
+            copy_bytes_per_s: 1e12,
+            launch_us: 0.0,
+            weight_scale: 1.0,
+            kv_scale: 1e-6,
+        };
+        let path = self.ca.path().join("pace.json");
+        std::fs::write(&path, serde_json::to_vec(&profile).unwrap()).unwrap();
+        format!("--pace={}", path.display())
+    }
+
+    /// One instance with room for everything, in no pool.
+    ///
+    /// # Panics
+    /// If it does not start.
+    #[must_use]
+    pub fn undisturbed(&self, blocks: u32) -> Undisturbed {
+        let sizes = self.sizes(blocks);
+        let flags = ["serve", self.model.to_str().unwrap(), "--http=127.0.0.1:0"].into_iter();
+        let flags: Vec<&str> = flags.chain(sizes.iter().map(String::as_str)).collect();
+        Undisturbed { server: Server::start(&flags) }
+    }
+
+    fn member(&self, name: &str) -> &Server {
+        self.members.get(name).unwrap_or_else(|| panic!("{name} is not there"))
+    }
+
+    /// Names of those that live.
+    #[must_use]
+    pub fn names(&self) -> Vec<String> {
+        self.members.keys().cloned().collect()
+    }
+
+    /// A client of an instance.
+    #[must_use]
+    pub fn client(&self, name: &str) -> Client {
+        self.member(name).client()
+    }
+
+    /// What an instance tells of itself.
+    ///
+    /// # Panics
+    /// If it does not answer.
+    #[must_use]
+    pub fn status(&self, name: &str) -> Value {
+        self.client(name).get("/lagoon/status").json()
+    }
+
+    /// Waits until an instance says so of itself.
+    ///
+    /// # Panics
+    /// If it does not in time.
+    pub fn wait(&self, name: &str, what: &str, satisfied: impl Fn(&Value) -> bool) -> Value {
+        self.client(name).wait_until("/lagoon/status", &format!("{name}: {what}"), satisfied)
+    }
+
+    /// Waits until everybody is registered and counts everybody's memory.
+    ///
+    /// # Panics
+    /// If that takes too long.
+    pub fn wait_whole(&self) {
+        let blocks: u64 = self.names().iter().map(|name| number(&self.status(name), "blocks_total")).sum();
+        for name in self.names() {
+            let whole = |s: &Value| s["registered"] == true && s["pool_blocks_total"].as_u64() == Some(blocks);
+            self.wait(&name, &format!("a pool of {blocks}"), whole);
+        }
+    }
+
+    /// Waits until nobody has, lends or borrows anything: no rBlock leaked.
+    ///
+    /// # Panics
+    /// If somebody does for too long.
+    pub fn wait_empty(&self) {
+        for name in self.names() {
+            self.wait(&name, "nothing left", |s| {
+                let none = |field: &str| s[field].as_u64() == Some(0);
+                s["blocks_free"] == s["blocks_total"]
+                    && ["blocks_lent", "blocks_borrowed", "guest_frames", "running", "waiting"].into_iter().all(none)
+                    && s["sequences"].as_array().is_some_and(Vec::is_empty)
+            });
+        }
+    }
+
+    /// Who lends to an instance's sequences, by name, with rBlocks.
+    #[must_use]
+    pub fn creditors(&self, debtor: &str) -> BTreeMap<String, u64> {
+        let ids: BTreeMap<String, String> =
+            self.names().into_iter().map(|name| (self.status(&name)["instance"].to_string(), name)).collect();
+        let mut lent = BTreeMap::new();
+        for seq in self.status(debtor)["sequences"].as_array().into_iter().flatten() {
+            for (id, blocks) in seq["remote_blocks"].as_object().into_iter().flatten() {
+                // One that is gone already has no name.
+                if let Some(name) = ids.get(id) {
+                    *lent.entry(name.clone()).or_default() += blocks.as_u64().unwrap_or(0);
+                }
+            }
+        }
+        lent
+    }
+
+    /// The one that lends most to an instance, waiting until somebody does.
+    ///
+    /// # Panics
+    /// If nobody does in time.
+    #[must_use]
+    pub fn creditor(&self, debtor: &str) -> String {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let lent = self.creditors(debtor);
+            if let Some((name, _)) = lent.into_iter().max_by_key(|(_, blocks)| *blocks) {
+                return name;
+            }
+            assert!(Instant::now() < deadline, "nobody lends to {debtor}: {}", self.status(debtor));
+        }
+    }
+
+    /// Kills an instance's process.
+    ///
+    /// # Panics
+    /// If it is not there.
+    pub fn kill(&mut self, name: &str) {
+        self.members.remove(name).unwrap().kill();
+    }
+
+    /// Stops an instance's process where it is, without ending it.
+    pub fn pause(&self, name: &str) {
+        signal(self.member(name).pid(), "STOP");
+    }
+
+    /// Lets it go on.
+    pub fn resume(&self, name: &str) {
+        signal(self.member(name).pid(), "CONT");
+    }
+
+    /// An operator's command to the gManager.
+    ///
+    /// # Panics
+    /// If it fails, or answers what is no JSON.
+    #[must_use]
+    pub fn ask(&self, command: &[&str]) -> Value {
+        self.try_ask(command).unwrap_or_else(|ended| panic!("{command:?}: {ended:?}"))
+    }
+
+    /// The same; what it came to if it fails.
+    ///
+    /// # Errors
+    /// That.
+    ///
+    /// # Panics
+    /// If it answers what is no JSON.
+    pub fn try_ask(&self, command: &[&str]) -> Result<Value, Ended> {
+        let [a, b, c] = &self.tls;
+        let ended = run(&[command, &["--json", "--gmanager", &self.gmanager_addr, a, b, c]].concat());
+        if ended.code == Some(0) { Ok(serde_json::from_str(&ended.stdout).unwrap()) } else { Err(ended) }
+    }
+
+    /// Sends a greedy request to an instance and listens.
+    #[must_use]
+    pub fn watch(&self, name: &str, prompt: &[u32], max_tokens: u32) -> Watched {
+        Watched::start(self.member(name).said("http").parse().unwrap(), prompt, max_tokens)
+    }
+}
+
+/// A number of a status.
+///
+/// # Panics
+/// If it has none of this name.
+#[must_use]
+pub fn number(status: &Value, field: &str) -> u64 {
+    status.pointer(&format!("/{field}")).and_then(Value::as_u64).unwrap_or_else(|| panic!("{field} in {status}"))
+}
+
+/// A token, when it came, and the logits that it was chosen by.
+#[derive(Clone, Debug)]
+pub struct Heard {
+    pub at: Instant,
+    pub token: u32,
+    pub logits: Vec<f32>,
+}
+
+/// A stream that a thread of its own listens to.
+#[derive(Debug)]
+pub struct Watched {
+    prompt: Vec<u32>,
+    max_tokens: u32,
+    heard: Arc<Mutex<Vec<Heard>>>,
+    thread: JoinHandle<Result<(), String>>,
+}
+
+impl Watched {
+    /// Sends a greedy request to `http` and listens.
+    #[must_use]
+    pub fn start(http: SocketAddr, prompt: &[u32], max_tokens: u32) -> Self {
+        let body = completion(prompt, max_tokens, &json!({"stream": true, "return_logits": true}));
+        let heard = Arc::new(Mutex::new(Vec::new()));
+        let sink = Arc::clone(&heard);
+        let thread = std::thread::spawn(move || {
+            let client = Client::new(http);
+            let mut events = client.stream("/v1/completions", &body);
+            while let Some(data) = events.next_data() {
+                if data == "[DONE]" {
+                    return Ok(());
+                }
+                let event: Value = serde_json::from_str(&data).unwrap();
+                if event["error"].is_object() {
+                    return Err(format!("the stream failed: {event}"));
+                }
+                let at = Instant::now();
+                let tokens = token_ids(&event).into_iter().zip(logits(&event));
+                sink.lock().unwrap().extend(tokens.map(|(token, logits)| Heard { at, token, logits }));
+            }
+            Err("the stream broke".to_owned())
+        });
+        Self { prompt: prompt.to_vec(), max_tokens, heard, thread }
+    }
+
+    /// Tokens so far.
+    ///
+    /// # Panics
+    /// If the listener panicked.
+    #[must_use]
+    pub fn tokens(&self) -> usize {
+        self.heard.lock().unwrap().len()
+    }
+
+    /// Whether it is over.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.thread.is_finished()
+    }
+
+    /// Waits until it has said so many tokens, or is over.
+    ///
+    /// # Panics
+    /// If it is silent for longer than anything may take.
+    pub fn wait_for(&self, tokens: usize) {
+        let (mut seen, mut since) = (self.tokens(), Instant::now());
+        while seen < tokens && !self.is_over() {
+            std::thread::sleep(Duration::from_millis(1));
+            if self.tokens() > seen {
+                (seen, since) = (self.tokens(), Instant::now());
+            }
+            assert!(since.elapsed() < SILENCE_MAX, "silent for {SILENCE_MAX:?} after {seen} tokens");
+        }
+    }
+
+    /// Waits until it has been silent for so long: whatever it waits for does not come.
+    ///
+    /// # Panics
+    /// If it is over first.
+    pub fn wait_for_silence(&self, silence: Duration) {
+        let (mut seen, mut since) = (self.tokens(), Instant::now());
+        while since.elapsed() < silence {
+            assert!(!self.is_over(), "it was over before it fell silent");
+            std::thread::sleep(Duration::from_millis(1));
+            if self.tokens() > seen {
+                (seen, since) = (self.tokens(), Instant::now());
+            }
+        }
+    }
+
+    /// Waits for its end, which must be a good one, and compares it with the undisturbed run: no token lost or repeated,
+    /// all equal, all logits within the tolerance. Prints what it came to.
+    ///
+    /// # Panics
+    /// If anything of that is not so.
+    pub fn finish(self, what: &str, undisturbed: &Undisturbed) -> Vec<Heard> {
+        self.wait_for(self.max_tokens as usize);
+        self.thread.join().unwrap().unwrap_or_else(|error| panic!("{what}: {error}"));
+        let heard = std::mem::take(&mut *self.heard.lock().unwrap());
+        let expected = undisturbed.run(&self.prompt, self.max_tokens);
+        let said: Vec<u32> = heard.iter().map(|h| h.token).collect();
+        assert_eq!(said, token_ids(&expected), "{what}");
+        let largest = heard.iter().zip(logits(&expected)).map(|(h, e)| max_diff(&h.logits, &e)).fold(0.0, f32::max);
+        assert!(largest < TOLERANCE, "{what}: logits differ by {largest:e}");
+        let silence = heard.windows(2).map(|w| w[1].at - w[0].at).max().unwrap_or_default();
+        assert!(silence < SILENCE_MAX, "{what}: silent for {silence:?}");
+        println!("{what}: {} tokens equal, logits within {largest:.1e}, longest silence {silence:.2?}", said.len());
+        heard
+    }
+}
+
+/// What nothing happens to.
+#[derive(Debug)]
+pub struct Undisturbed {
+    server: Server,
+}
+
+impl Undisturbed {
+    fn run(&self, prompt: &[u32], max_tokens: u32) -> Value {
+        self.server.client().complete(prompt, max_tokens, &json!({"return_logits": true})).json()
+    }
+}
