@@ -6,6 +6,7 @@
 mod failures;
 mod goldens;
 mod hostile;
+mod membership;
 mod pooled;
 mod process_cli;
 mod process_cluster;

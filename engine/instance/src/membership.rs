@@ -83,6 +83,10 @@ fn as_u32(n: usize) -> u32 {
 
 impl Instance {
     pub(crate) fn on_gmanager_up(&mut self) {
+        // What is drained has left the pool and only waits for its process to end.
+        if self.membership.drained {
+            return;
+        }
         let config = &self.config;
         let lend_blocks_max =
             config.lend_blocks_max.min(config.blocks_total.saturating_sub(config.lend_reserve_blocks));
@@ -186,6 +190,7 @@ impl Instance {
         let since_ms = *drain.quiet_since_ms.get_or_insert(self.now_ms);
         if drain.stop && !self.membership.drained && self.now_ms >= since_ms + DRAIN_QUIET_MS {
             self.membership.drained = true;
+            self.registered = false;
             if let Some(id) = self.id {
                 self.effects.push(Effect::ToGManager(ControlBody::Deregister(Deregister { instance: id.0 })));
             }
