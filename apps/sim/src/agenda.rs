@@ -67,7 +67,7 @@ impl<T> Agenda<T> {
     }
 
     /// The next thing that happens; time passes until then.
-    pub fn next(&mut self) -> Option<T> {
+    pub fn pop(&mut self) -> Option<T> {
         let entry = self.heap.pop()?;
         self.now_us = entry.at_us;
         Some(entry.what)
@@ -93,7 +93,7 @@ mod tests {
         agenda.at(10, 'b');
         assert_eq!(agenda.next_at_us(), Some(10));
         let mut order = Vec::new();
-        while let Some(what) = agenda.next() {
+        while let Some(what) = agenda.pop() {
             order.push((agenda.now_us(), what));
             if what == 'b' {
                 agenda.at(5, 'x');

@@ -272,7 +272,7 @@ impl<R: SimRunner> World<R> {
     /// Does the next thing; `None` if nothing ever happens again.
     pub fn step(&mut self) -> Option<Step> {
         self.touched.clear();
-        match self.agenda.next()? {
+        match self.agenda.pop()? {
             Happening::Call(call) => return Some(Step::Call(call)),
             Happening::Net(net) => self.on_net(net),
             Happening::Tick { place: GMANAGER, life } => self.on_gmanager_tick(life),
@@ -395,11 +395,8 @@ impl<R: SimRunner> World<R> {
         let sender = coordinator.registered.get(&from).copied();
         let now_ms = coordinator.clock.now_ms(now);
         let reply = coordinator.gmanager.on_control(sender, &body, now_ms);
-        match &reply {
-            Some(ControlBody::Registered(registered)) => {
-                coordinator.registered.insert(from, InstanceId(registered.instance));
-            }
-            _ => {}
+        if let Some(ControlBody::Registered(registered)) = &reply {
+            coordinator.registered.insert(from, InstanceId(registered.instance));
         }
         if let Some(reply) = reply {
             self.send(GMANAGER, from, reply.into());

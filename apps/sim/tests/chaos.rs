@@ -1,6 +1,6 @@
 //! Thousands of seeds with every checker on: what CI runs. `LAGOON_SEEDS` (a range, as `0..100000`) gives others,
 //! `LAGOON_TRACE` the number of lines to tell of a failure.
-#![allow(clippy::unwrap_used, reason = "tests")]
+#![allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests")]
 
 use lagoon_sim::chaos::{Limits, Scenario, replay, shrink, sweep};
 use std::fmt::Write as _;

@@ -1,6 +1,6 @@
 //! Mistakes made on purpose are found, each within a bounded number of seeds; the same seeds without it are not
 //! (`chaos.rs` runs them). `cargo test -p lagoon-sim --features mutants --test mutants`.
-#![allow(clippy::unwrap_used, reason = "tests")]
+#![allow(clippy::print_stdout, reason = "tests tell what they found")]
 
 use lagoon_cluster::mutants::{Mutant, choose};
 use lagoon_sim::chaos::{Failure, Limits, Scenario, run, shrink};

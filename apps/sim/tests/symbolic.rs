@@ -8,7 +8,7 @@ use lagoon_types::{GenerateRequest, SamplingParams, SeqId, TokenEvent};
 use lagoon_wire::Class;
 
 fn request(rng: &mut Rng, tokens: usize, max_tokens: u32) -> GenerateRequest {
-    let prompt = (0..tokens).map(|_| rng.below(4000) as u32).collect();
+    let prompt = (0..tokens).map(|_| u32::try_from(rng.below(4000)).unwrap()).collect();
     let sampling = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
     GenerateRequest { prompt, max_tokens, sampling, stop_ids: Vec::new(), return_logits: false }
 }

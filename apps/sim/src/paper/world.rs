@@ -303,7 +303,7 @@ impl World {
     pub fn run(&mut self) {
         let limit_us = self.setting.limit_s * 1_000_000;
         while self.open > 0 && self.agenda.now_us() < limit_us {
-            let Some(what) = self.agenda.next() else { break };
+            let Some(what) = self.agenda.pop() else { break };
             self.seen.events += 1;
             self.happen(what);
         }
