@@ -24,7 +24,8 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Value, json};
 use std::fmt::Write as _;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read as _, Write as _};
+use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -112,7 +113,6 @@ fn run(args: &Args, dir: &Path, lagoon: &Path, on: bool) -> Result<Value> {
         .arg(format!("--pace={}", dir.join("pace.json").display()))
         .args(["--step-tokens=128", "--max-running=64", "--max-queue=4096", "--block-tokens=16"])
         .args(if on { &args.flag[..] } else { &[] })
-        .env("LAGOON_LOG", "info")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(std::fs::File::create(&log)?);
@@ -125,25 +125,42 @@ fn run(args: &Args, dir: &Path, lagoon: &Path, on: bool) -> Result<Value> {
         .arg(format!("--trace={}", dir.join("trace.csv").display()))
         .stderr(Stdio::inherit())
         .output()?;
+    let (late_us, modelled_us) = counters(&format!("127.0.0.1:{}", args.port))?;
     drop(up.stdin.take());
     up.wait()?;
     let mut report: Value = serde_json::from_slice(&bench.stdout)
         .with_context(|| format!("lagoon bench said {:?}", String::from_utf8_lossy(&bench.stdout)))?;
-    let (late_us, modelled_us) = lateness(&std::fs::read_to_string(&log)?);
     report["devices_late_share"] = json!(late_us / f64::max(modelled_us, 1.0));
     report["devices_modelled_s"] = json!(modelled_us * 1e-6);
     Ok(report)
 }
 
-/// Sums what the instances logged when they stopped.
-fn lateness(log: &str) -> (f64, f64) {
-    let number = |line: &str, name: &str| -> f64 {
-        let digits = line.split(name).nth(1).unwrap_or_default().trim_start_matches(['=', ':', '"', ' ']);
-        let end = digits.find(|c: char| !c.is_ascii_digit()).unwrap_or(digits.len());
-        digits[..end].parse().unwrap_or(0.0)
-    };
-    let lines = log.lines().filter(|l| l.contains("paced device"));
-    lines.fold((0.0, 0.0), |(a, b), l| (a + number(l, "late_us"), b + number(l, "modelled_us")))
+/// What a server on this machine answers.
+fn get(host: &str, path: &str) -> Result<String> {
+    let mut stream = TcpStream::connect(host)?;
+    write!(stream, "GET {path} HTTP/1.1\r\nHost: lagoon\r\nConnection: close\r\n\r\n")?;
+    let mut text = String::new();
+    stream.read_to_string(&mut text)?;
+    Ok(text)
+}
+
+/// Sums late and modelled microseconds of the instances' devices.
+fn counters(gateway: &str) -> Result<(f64, f64)> {
+    let status = get(gateway, "/lagoon/status")?;
+    let status: Value = serde_json::from_str(
+        &status[status.find('{').context("no status")?..status.rfind('}').context("no status")? + 1],
+    )?;
+    let mut sums = (0.0, 0.0);
+    for instance in status["instances"].as_array().context("no instances")? {
+        let text = get(instance["http_addr"].as_str().context("an instance without http")?, "/metrics")?;
+        let number = |name: &str| -> f64 {
+            let line = text.lines().find_map(|l| l.strip_prefix(name)).unwrap_or_default();
+            line.trim().parse().unwrap_or(0.0)
+        };
+        sums.0 += number("lagoon_paced_late_us_total ");
+        sums.1 += number("lagoon_paced_modelled_us_total ");
+    }
+    Ok(sums)
 }
 
 fn median(reports: &[Value], path: &str) -> f64 {

@@ -5,14 +5,14 @@ use crate::calibrate::{Subject, calibrate};
 use crate::calibration_cache::{self as cache, Key};
 use crate::model::{OpenModel, bytes_bar};
 use anyhow::{Context, bail};
-use lagoon_backend::{Device, DeviceInfo, Lateness, PaceProfile, Paced, cpu::CpuDevice};
+use lagoon_backend::{Device, DeviceInfo, PaceProfile, Paced, cpu::CpuDevice};
 use lagoon_cuda::CudaProbe;
 use lagoon_model::{LlamaWeights, Rope};
 use lagoon_protocol::Calibration;
 use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, Model, Report};
 use lagoon_shaders::{AdapterChoice, WgpuDevice, list_adapters};
+use metrics::counter;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Largest piece of remote KV that is fetched at once, in tokens.
@@ -73,21 +73,8 @@ pub(crate) fn choose(backend: BackendArg) -> anyhow::Result<Chosen> {
 pub(crate) struct Running {
     pub(crate) thread: ExecutorThread,
     pub(crate) info: DeviceInfo,
-    /// Of a paced device: see `--pace`.
-    pub(crate) _lateness: Option<LatenessLog>,
     /// What it measured of itself, now or earlier.
     pub(crate) calibration: Option<Calibration>,
-}
-
-/// Tells at the end how far a paced device fell behind.
-#[derive(Debug)]
-pub(crate) struct LatenessLog(Arc<Lateness>);
-
-impl Drop for LatenessLog {
-    fn drop(&mut self) {
-        let (late_us, modelled_us) = self.0.micros();
-        tracing::info!(late_us, modelled_us, "paced device");
-    }
 }
 
 /// Time that an instance takes to measure itself.
@@ -125,12 +112,19 @@ fn pace<D: Device>(
     args: &EngineArgs,
     model: &OpenModel,
     sizes: Sizes,
-    report: impl FnMut(Report) + Send + 'static,
+    mut report: impl FnMut(Report) + Send + 'static,
 ) -> anyhow::Result<Running> {
     let Some(path) = &args.pace else { return load(device, args, model, sizes, report) };
     let device = Paced::new(device, pace_profile(path)?);
     let lateness = device.lateness();
-    Ok(Running { _lateness: Some(LatenessLog(lateness)), ..load(device, args, model, sizes, report)? })
+    // How far the arithmetic falls behind the model: a benchmark looks at it.
+    let (late, modelled) = (counter!("lagoon_paced_late_us_total"), counter!("lagoon_paced_modelled_us_total"));
+    load(device, args, model, sizes, move |r| {
+        let (late_us, modelled_us) = lateness.micros();
+        late.absolute(late_us);
+        modelled.absolute(modelled_us);
+        report(r);
+    })
 }
 
 fn pace_profile(path: &Path) -> anyhow::Result<PaceProfile> {
@@ -179,7 +173,7 @@ fn load<D: Device>(
         runs_requests,
     };
     let calibration = measured(&mut executor, subject, args, model, &info)?;
-    Ok(Running { thread: lagoon_runner::spawn(executor, report), info, _lateness: None, calibration })
+    Ok(Running { thread: lagoon_runner::spawn(executor, report), info, calibration })
 }
 
 /// What is known of the executor's speed: from the cache, or measured now, as the flag says.
