@@ -336,8 +336,9 @@ impl Run<'_> {
 
     /// Repeated until the instance has taken it up: the gManager may be down or without a connection to it.
     fn undrain(&mut self, place: Place) {
-        let Some(status) = self.world.process(place).map(|p| p.instance.status()) else { return };
-        let Some(id) = status.instance.filter(|_| status.draining) else { return };
+        let Some(process) = self.world.process(place) else { return };
+        let (status, stopped) = (process.instance.status(), process.paused_until_us.is_some());
+        let Some(id) = status.instance.filter(|_| status.draining || stopped) else { return };
         self.world.admin(AdminBody::Drain(AdminDrain { instance: id.0, cancel: true, stop: false }));
         self.world.call_at(self.world.now_us() + 1_000_000, UNDRAIN + place as u64);
     }
