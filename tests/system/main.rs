@@ -7,6 +7,7 @@ mod failures;
 mod goldens;
 mod hostile;
 mod membership;
+mod moves;
 mod pooled;
 mod process_cli;
 mod process_cluster;

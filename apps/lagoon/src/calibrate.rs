@@ -242,7 +242,7 @@ impl<D: Device> Bench<'_, D> {
     fn clear(&mut self, tokens: u32) -> anyhow::Result<()> {
         let kv: bytes::Bytes = vec![0; tokens as usize * self.subject.kv.layer_token_bytes()].into();
         for layer in 0..self.subject.kv.layers {
-            self.run(Command::GuestWrite(GuestWrite { layer, pieces: vec![(0, tokens)], kv: kv.clone() }))?;
+            self.run(Command::GuestWrite(GuestWrite { tag: None, layer, pieces: vec![(0, tokens)], kv: kv.clone() }))?;
         }
         Ok(())
     }

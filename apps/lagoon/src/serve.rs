@@ -311,7 +311,11 @@ fn instance_config(
         block_tokens: engine.block_tokens,
         blocks_total: sizes.blocks_total,
         lend_blocks_max: u32::try_from(lend_blocks_max).unwrap_or(u32::MAX),
-        lend_reserve_blocks: 0,
+        // A kv node owes nobody anything, so it is in no cycle that a swap would have to start in.
+        lend_reserve_blocks: match args.role {
+            RoleArg::Instance => (sizes.blocks_total / 64).clamp(1, 16),
+            RoleArg::Kv => 0,
+        },
         sched: SchedulerConfig { queue: engine.max_queue, running: engine.max_running, step_rows: engine.step_tokens },
         remote: match engine.remote_attention {
             RemoteArg::Auto => RemotePolicy::Auto,

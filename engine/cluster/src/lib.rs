@@ -30,4 +30,5 @@ pub use planner::{
 };
 pub use rmanager::{
     BorrowFailure, BorrowId, BorrowedLease, ConfigError, LeaseEnded, Output, PlacementReport, RManager, RManagerConfig,
+    Revoked, Unmet,
 };

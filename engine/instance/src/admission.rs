@@ -37,7 +37,20 @@ impl Instance {
                 Output::Borrowed { borrow: _, seq, leases } => self.on_borrowed(seq, &leases),
                 Output::BorrowFailed { borrow: _, seq, reason } => self.on_borrow_failed(seq, &reason),
                 Output::LeaseLost { seq, creditor, lease } => {
+                    self.end_move_to(creditor, lease, "the target's lease was lost", false);
                     self.lose(seq, creditor, Some(lease), "a creditor no longer has the sequence's blocks");
+                }
+                Output::EntriesLost { seq, creditor, lease, entries } => {
+                    self.end_move_to(creditor, lease, "the target took its blocks back", false);
+                    self.lose_entries(seq, creditor, lease, &entries);
+                }
+                Output::Reserved { borrow, seq: _, lease } => self.on_reserved(borrow, &lease),
+                Output::NotReserved { borrow, seq: _, blocks_lendable } => {
+                    self.on_not_reserved(borrow, blocks_lendable)
+                }
+                Output::Sealed { seq: _, creditor, lease, entries } => self.on_sealed(creditor, lease, &entries),
+                Output::ReservationLost { seq: _, creditor, lease } => {
+                    self.end_move_to(creditor, lease, "the reservation was not written in time", true);
                 }
             }
         }
@@ -183,7 +196,7 @@ impl Instance {
                 seq.blocks.push_remote(&grant)
             }
             let hasher = LeaseHasher::new(kv.layers as usize, block_tokens, kv.layer_token_bytes());
-            seq.leases.insert((creditor, lease), HeldLease { blocks, hasher });
+            seq.leases.insert((creditor, lease), HeldLease::new(blocks, hasher));
         }
         let aside: Vec<PhysBlock> = std::mem::take(&mut seq.aside);
         if restores {
@@ -214,6 +227,8 @@ impl Instance {
             match self.seqs.get_mut(&id) {
                 // More than it needs was asked for: less may do.
                 Some(seq) if !seq.frugal => (seq.frugal, seq.hold) = (true, Hold::None),
+                // What was lent comes back, or is taken: growth goes before lending.
+                Some(seq) if self.rm.recalling() => seq.hold = Hold::RetryAt(self.now_ms + ADMISSION_RETRY_MS),
                 _ => self.yield_memory(id),
             }
             return;
@@ -226,6 +241,8 @@ impl Instance {
             let message = format!("the request needs room for {needed} tokens and the pool has shrunk to {limit}");
             self.fail(id, RequestError::Unavailable(message));
         } else {
+            let lacking = seq.blocks.shortfall(seq.len() + 1).saturating_sub(self.rm.available());
+            self.want_back(lacking, false);
             self.retry_later(id);
         }
     }
@@ -260,6 +277,9 @@ impl Instance {
         }
         if self.grow_here(id) {
             return;
+        }
+        if self.rm.counts().lent > 0 {
+            self.want_back(shortfall, true);
         }
         match (self.market(), self.seqs.get_mut(&id)) {
             (Market::Open, Some(seq)) => {
@@ -322,6 +342,7 @@ impl Instance {
     pub(crate) fn release_memory(&mut self, id: SeqId) {
         // What a freeze protects is given up: nothing is left to swap.
         self.unfreeze(id);
+        self.end_moves_of(id);
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         seq.restore_by_ms = None;
         self.stop_waiting(id);
@@ -356,14 +377,10 @@ impl Instance {
         let (Some(window), Some(seq)) = (self.config.window, self.seqs.get_mut(&id)) else { return };
         let freed = seq.blocks.free_behind_window(seq.blocks.next_position(), window);
         for entries in &freed.remote {
-            let key = (entries.creditor, entries.lease);
-            let Some(held) = seq.leases.get_mut(&key) else { continue };
-            held.blocks -= entries.entries - entries.first;
-            if held.blocks == 0 {
-                seq.leases.remove(&key);
-            }
+            seq.forget_entries(entries);
         }
         if !freed.is_empty() {
+            self.end_moves_behind_window(id);
             self.give_back(id, &freed);
             let lane = self.lane_of(id);
             self.sched.set_lane(id, lane);

@@ -8,7 +8,7 @@ use crate::event::{Effect, PeerKey};
 use crate::instance::Instance;
 use bytes::Bytes;
 use lagoon_backend::{AttnRows, DeviceError};
-use lagoon_protocol::{BulkFrame, PartialsFrame, RefuseCode, StepTicket};
+use lagoon_protocol::{BulkFrame, ControlBody, LeaseSealed, PartialsFrame, RefuseCode, StepTicket};
 use lagoon_runner::{Command, GuestQuery, GuestRead, GuestTag, GuestWrite};
 use lagoon_types::limits::{
     GUEST_TICKETS_MAX, GUEST_WAITING_MAX, GUEST_WRITE_BYTES_MAX, STEP_DEADLINE_MS, STEP_ROWS_MAX,
@@ -101,6 +101,11 @@ impl Guests {
             !(*of == lease && *from == instance && meets(*first, *end))
         });
         steps
+    }
+
+    /// KV goes to the device.
+    pub(crate) fn queue_write(&mut self, bytes: usize) {
+        self.write_bytes += bytes;
     }
 
     /// Whether a peer's step goes on with queries that are not here yet.
@@ -297,7 +302,11 @@ impl Instance {
             }
             BulkFrame::Seal { lease, epoch, entry, hash } => {
                 let sealed = self.rm.seal(from, lease, epoch, entry, &hash);
-                (0, lease, sealed.map_err(|code| (code, format!("entry {entry} of {lease}"))))
+                if sealed == Ok(true) {
+                    let sealed = LeaseSealed { lease: lease.0, epoch: epoch.0, entries: vec![entry] };
+                    self.effects.push(Effect::Control { peer, body: ControlBody::LeaseSealed(sealed) });
+                }
+                (0, lease, sealed.map(drop).map_err(|code| (code, format!("entry {entry} of {lease}"))))
             }
             BulkFrame::Read { id, lease, epoch, layer, offset, tokens, deadline_ms } => {
                 let run = LeaseRun { lease, epoch, offset, len: tokens, first_pos: 0 };
@@ -329,7 +338,7 @@ impl Instance {
             .rm
             .begin_write(from, lease, epoch, layer, offset, tokens)
             .map_err(|code| (code, format!("{lease} layer {layer} offsets {offset}+{tokens}")))?;
-        self.rm.commit_write(lease, layer, &kv);
+        self.rm.commit_write(lease, layer, &kv, self.now_ms);
         // Entries that were freed meanwhile are left out.
         let token_bytes = self.config.kv.layer_token_bytes();
         for group in pieces.chunk_by(|a, b| a.token0 + a.tokens == b.token0) {
@@ -337,8 +346,9 @@ impl Instance {
             let from = group[0].token0 as usize * token_bytes;
             let kv = kv.slice(from..from + tokens as usize * token_bytes);
             let pieces = group.iter().map(|p| (p.slot0, p.tokens)).collect();
-            self.guests.write_bytes += kv.len();
-            self.effects.push(Effect::Runner(Command::GuestWrite(GuestWrite { layer, pieces, kv })));
+            self.guests.queue_write(kv.len());
+            let write = GuestWrite { tag: None, layer, pieces, kv };
+            self.effects.push(Effect::Runner(Command::GuestWrite(write)));
         }
         self.serve_waiting();
         Ok(())

@@ -5,6 +5,7 @@ use crate::event::{Effect, Event, PeerKey};
 use crate::freeze::FrozenDebt;
 use crate::guests::Guests;
 use crate::membership::Membership;
+use crate::moves::Moves;
 use crate::peers::Peers;
 use crate::sequence::Sequence;
 use crate::steps::InFlight;
@@ -34,6 +35,7 @@ pub struct Instance {
     pub(crate) peers: Peers,
     pub(crate) guests: Guests,
     pub(crate) threshold: Option<Threshold>,
+    pub(crate) moves: Moves,
     pub(crate) lanes: [Option<InFlight>; 2],
     /// Reads under way: step, layer and index of the fetch.
     pub(crate) reads: BTreeMap<u64, (StepId, u32, usize)>,
@@ -76,6 +78,7 @@ impl Instance {
             peers: Peers::default(),
             guests: Guests::default(),
             threshold: Threshold::of(&config),
+            moves: Moves::new(config.kv.layers, config.block_tokens),
             lanes: [None, None],
             reads: BTreeMap::new(),
             next_step: 0,
@@ -118,6 +121,7 @@ impl Instance {
     /// Starts whatever can start.
     fn pump(&mut self) {
         self.drain_rmanager();
+        self.switch_moves();
         // What runs grows before anything new comes in: what a preempted sequence gave up must not go back to it.
         self.grow();
         self.admit();
@@ -125,6 +129,8 @@ impl Instance {
             self.start_lane(lane);
             self.note_step(lane);
         }
+        self.drain_rmanager();
+        self.pump_moves();
         self.drain_rmanager();
     }
 
@@ -237,6 +243,7 @@ impl Instance {
             }
             ControlBody::Freeze(freeze) => self.on_freeze(&freeze),
             ControlBody::Thaw(thaw) => self.on_thaw(thaw.cycle),
+            ControlBody::MoveKvCache(order) => self.on_move_order(&order),
             _ => {}
         }
     }
@@ -255,6 +262,10 @@ impl Instance {
             self.effects.push(Effect::Close { peer, reason });
             return;
         };
+        if let ControlBody::Recall(recall) = &body {
+            self.on_recall(known.instance, recall);
+            return;
+        }
         if let ControlBody::LeaseRelease(release) = &body {
             // The debtor ended those steps itself.
             let tokens = |entries: u32| entries.saturating_mul(self.config.block_tokens);
@@ -294,7 +305,11 @@ impl Instance {
             return;
         };
         match frame {
-            BulkFrame::Data { id, layer, tokens: _, kv } => self.on_fetched(id, layer, kv),
+            BulkFrame::Data { id, layer, tokens: _, kv } => {
+                if !self.on_move_data(known.instance, id, layer, kv.clone()) {
+                    self.on_fetched(id, layer, kv);
+                }
+            }
             BulkFrame::Refused { id, lease, code, detail } => {
                 self.on_bulk_refused(known.instance, id, lease, code, &detail);
             }
@@ -312,9 +327,20 @@ impl Instance {
             }
             Report::Failed { step, lane, error } => self.on_step_failed(step, lane, &error),
             Report::GuestPartial { tag, out, lse, count } => self.on_guest_partial(tag, out, lse, count),
-            Report::GuestWritten { bytes } => self.on_guest_written(bytes),
-            Report::GuestKv { tag, kv } => self.on_guest_kv(tag, kv),
-            Report::GuestFailed { tag, error } => self.on_guest_failed(tag, &error),
+            Report::GuestWritten { bytes, tag } => {
+                self.on_guest_written(bytes);
+                tag.into_iter().for_each(|tag| self.on_move_stored(tag));
+            }
+            Report::GuestKv { tag, kv } => {
+                if !self.on_move_kv(tag, &kv) {
+                    self.on_guest_kv(tag, kv);
+                }
+            }
+            Report::GuestFailed { tag, error } => {
+                if !self.on_move_failed(tag, &error.to_string()) {
+                    self.on_guest_failed(tag, &error);
+                }
+            }
         }
     }
 
@@ -324,6 +350,8 @@ impl Instance {
         self.forget_ended(&ended);
         self.greet();
         self.expire_threshold();
+        self.expire_recalls();
+        self.expire_moves();
         self.expire_guests();
         self.expire_dialling();
         self.expire_freeze();

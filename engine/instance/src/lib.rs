@@ -20,6 +20,7 @@ mod freeze;
 mod guests;
 mod instance;
 mod membership;
+mod moves;
 mod peers;
 mod recovery;
 mod sequence;
@@ -32,6 +33,7 @@ pub use cost::{CostModel, LinkCost, OwnCost, RemotePolicy};
 pub use event::{Effect, Event, PeerKey};
 pub use freeze::FrozenDebt;
 pub use instance::Instance;
+pub use moves::MoveStatus;
 pub use status::{InstanceStatus, SequencePlacement};
 
 /// The shell sends [`Event::Tick`] at least this often.

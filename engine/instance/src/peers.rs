@@ -24,11 +24,26 @@ struct Dialling {
     messages: Vec<ControlBody>,
 }
 
+/// A sample of a link's rate is taken over so long at least: the clock counts milliseconds.
+const METER_MS: u64 = 20;
+
+/// Measures a link's bulk rate: bytes that arrived over the time in which some were under way.
+#[derive(Debug, Default)]
+struct Meter {
+    under_way: u32,
+    since_ms: u64,
+    bytes: u64,
+    elapsed_ms: u64,
+    bytes_per_s: u64,
+}
+
 #[derive(Debug, Default)]
 pub(crate) struct Peers {
     known: BTreeMap<PeerKey, Known>,
     keys: BTreeMap<InstanceId, PeerKey>,
     dialling: BTreeMap<InstanceId, Dialling>,
+    /// Bulk rates, measured on moves.
+    meters: BTreeMap<InstanceId, Meter>,
     /// Peers to which a Hello is owed: they connected before this instance had a number, or one may have been dropped.
     ungreeted: BTreeSet<PeerKey>,
 }
@@ -40,6 +55,36 @@ impl Peers {
 
     pub(crate) fn known(&self, peer: PeerKey) -> Option<Known> {
         self.known.get(&peer).copied()
+    }
+
+    /// A transfer to or from a peer begins.
+    pub(crate) fn transfer(&mut self, peer: InstanceId, now_ms: u64) {
+        let meter = self.meters.entry(peer).or_default();
+        meter.under_way += 1;
+        if meter.under_way == 1 {
+            meter.since_ms = now_ms;
+        }
+    }
+
+    /// A transfer of so many bytes has arrived.
+    pub(crate) fn transferred(&mut self, peer: InstanceId, bytes: u64, now_ms: u64) {
+        let Some(meter) = self.meters.get_mut(&peer).filter(|m| m.under_way > 0) else { return };
+        meter.under_way -= 1;
+        meter.bytes += bytes;
+        if meter.under_way > 0 {
+            return;
+        }
+        meter.elapsed_ms += now_ms - meter.since_ms;
+        if meter.elapsed_ms >= METER_MS {
+            let rate = meter.bytes * 1000 / meter.elapsed_ms;
+            // A quarter of the new: links change slowly.
+            meter.bytes_per_s = if meter.bytes_per_s == 0 { rate } else { (3 * meter.bytes_per_s + rate) / 4 };
+            (meter.bytes, meter.elapsed_ms) = (0, 0);
+            let rate = meter.bytes_per_s;
+            if let Some(known) = self.keys.get(&peer).and_then(|key| self.known.get_mut(key)) {
+                known.bytes_per_s = rate;
+            }
+        }
     }
 
     pub(crate) fn iter(&self) -> impl Iterator<Item = &Known> {
@@ -166,6 +211,7 @@ impl Instance {
     fn forget_peer(&mut self, peer: PeerKey) {
         let Some(known) = self.peers.known.remove(&peer) else { return };
         self.peers.keys.remove(&known.instance);
+        self.peers.meters.remove(&known.instance);
         self.guests.forget(known.instance);
         self.rm.on_peer_down(known.instance, self.now_ms);
         self.lose_creditor(known.instance, "the connection to a creditor was lost");

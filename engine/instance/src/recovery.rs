@@ -10,8 +10,10 @@ use crate::admission::Market;
 use crate::instance::Instance;
 use crate::sequence::{Hold, Sequence};
 use lagoon_cluster::BorrowFailure;
+use lagoon_kv::RemoteBlock;
 use lagoon_types::limits::{RECOVERIES_MAX, RECOVERIES_WINDOW_MS, RESTORE_DEADLINE_MS};
 use lagoon_types::{InstanceId, LeaseId, RequestError, SeqId};
+use std::ops::Range;
 
 /// Whether a sequence has blocks in this lease of a creditor, or in any of its leases.
 fn holds(seq: &Sequence, creditor: InstanceId, lease: Option<LeaseId>) -> bool {
@@ -21,6 +23,7 @@ fn holds(seq: &Sequence, creditor: InstanceId, lease: Option<LeaseId>) -> bool {
 impl Instance {
     /// A creditor is gone: every sequence with blocks there has lost them.
     pub(crate) fn lose_creditor(&mut self, creditor: InstanceId, why: &str) {
+        self.end_moves_with(creditor, None);
         let lost: Vec<SeqId> = self.seqs.values().filter(|s| holds(s, creditor, None)).map(|s| s.id).collect();
         for seq in lost {
             self.lose(seq, creditor, None, why);
@@ -33,6 +36,7 @@ impl Instance {
         if !self.seqs.get(&id).is_some_and(|s| holds(s, creditor, lease)) {
             return;
         }
+        self.end_moves_with(creditor, Some(id));
         if self.sched.in_step(id) {
             self.abort_lane_of(id);
         }
@@ -50,20 +54,37 @@ impl Instance {
             );
             self.fail(id, RequestError::Unavailable(message));
         } else if self.sched.is_running(id) {
-            self.make_holes(id, creditor, lease);
+            self.make_holes(id, |b| b.creditor == creditor && lease.is_none_or(|lease| lease == b.lease));
         } else {
             // Nothing is computed yet: it begins to look for memory anew.
             self.release_memory(id);
         }
     }
 
+    /// A creditor took some entries of a lease back, as it had said that it would. That is nobody's failure, and is not
+    /// counted as one.
+    pub(crate) fn lose_entries(&mut self, id: SeqId, creditor: InstanceId, lease: LeaseId, entries: &Range<u32>) {
+        if !self.seqs.get(&id).is_some_and(|s| holds(s, creditor, Some(lease))) {
+            return;
+        }
+        self.end_moves_with(creditor, Some(id));
+        if self.sched.in_step(id) {
+            self.abort_lane_of(id);
+        }
+        if self.sched.is_running(id) {
+            self.make_holes(id, |b| (b.creditor, b.lease) == (creditor, lease) && entries.contains(&b.entry));
+        } else {
+            self.release_memory(id);
+        }
+    }
+
     /// Takes the lost blocks out of the table of a running sequence that is in no step.
-    fn make_holes(&mut self, id: SeqId, creditor: InstanceId, lease: Option<LeaseId>) {
+    fn make_holes(&mut self, id: SeqId, is_lost: impl Fn(&RemoteBlock) -> bool) {
         self.stop_waiting(id);
         let (now, window) = (self.now_ms, self.config.window);
         let Some(seq) = self.seqs.get_mut(&id) else { return };
-        let gone = seq.blocks.lose(|c, l| c == creditor && lease.is_none_or(|lease| lease == l));
-        seq.leases.retain(|(c, l), _| !gone.iter().any(|g| (g.creditor, g.lease) == (*c, *l)));
+        let gone = seq.blocks.lose_where(is_lost);
+        gone.iter().for_each(|entries| seq.forget_entries(entries));
         if seq.blocks.holes() > 0 {
             seq.restore_by_ms.get_or_insert(now + RESTORE_DEADLINE_MS);
         }

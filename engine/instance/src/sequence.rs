@@ -1,7 +1,8 @@
 //! A sequence on its debtor: its tokens, where its KV is, and what it waits for.
 
 use lagoon_cluster::BorrowId;
-use lagoon_kv::{LeaseHasher, SeqBlocks};
+use lagoon_kv::hash::ContentHash;
+use lagoon_kv::{LeaseHasher, RemoteEntries, SeqBlocks};
 use lagoon_types::limits::{RECOVERIES_MAX, RECOVERIES_WINDOW_MS};
 use lagoon_types::{FinishReason, GenerateRequest, InstanceId, LeaseId, PhysBlock, SamplingParams, SeqId};
 use std::collections::BTreeMap;
@@ -12,8 +13,22 @@ use std::sync::Arc;
 pub(crate) struct HeldLease {
     /// Blocks of the table that lie there.
     pub(crate) blocks: u32,
-    /// Content of what is written there, for the seals.
-    pub(crate) hasher: LeaseHasher,
+    /// Content of what steps write there, for the seals. `None` where a move wrote it.
+    pub(crate) hasher: Option<LeaseHasher>,
+    /// Hashes of whole entries: what comes back is compared with them.
+    pub(crate) hashes: BTreeMap<u32, ContentHash>,
+}
+
+impl HeldLease {
+    /// A lease that steps will write.
+    pub(crate) fn new(blocks: u32, hasher: LeaseHasher) -> Self {
+        Self { blocks, hasher: Some(hasher), hashes: BTreeMap::new() }
+    }
+
+    /// A lease that a move wrote; nothing was switched to it yet.
+    pub(crate) fn for_move() -> Self {
+        Self { blocks: 0, hasher: None, hashes: BTreeMap::new() }
+    }
 }
 
 /// Why a sequence does not advance.
@@ -100,6 +115,17 @@ impl Sequence {
             self.recoveries.push(now_ms);
         }
         self.recoveries.len() > RECOVERIES_MAX
+    }
+
+    /// Entries left the table.
+    pub(crate) fn forget_entries(&mut self, entries: &RemoteEntries) {
+        let key = (entries.creditor, entries.lease);
+        let Some(held) = self.leases.get_mut(&key) else { return };
+        held.blocks -= entries.entries - entries.first;
+        held.hashes.retain(|entry, _| !(entries.first..entries.entries).contains(entry));
+        if held.blocks == 0 {
+            self.leases.remove(&key);
+        }
     }
 
     /// Takes a generated token; says whether it is the last.

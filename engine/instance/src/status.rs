@@ -1,11 +1,15 @@
 //! What an instance tells of itself, for `lagoon status`, metrics and tests.
 
 use crate::instance::Instance;
+use crate::moves::MoveStatus;
 use lagoon_cluster::RManager;
 use lagoon_kv::KvAccount;
 use lagoon_types::{InstanceId, SeqId};
 use serde::Serialize;
 use std::collections::BTreeMap;
+
+/// A kept hash and its key, in a B-tree whose nodes are at least half full.
+const HASH_ENTRY_BYTES: usize = 2 * (size_of::<u32>() + size_of::<lagoon_kv::hash::ContentHash>());
 
 /// A snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -36,6 +40,7 @@ pub struct InstanceStatus {
     pub recomputed_tokens: u64,
     /// Peers' steps that were refused because own steps were far over their latency target.
     pub steps_shed: u64,
+    pub moves: MoveStatus,
     pub sequences: Vec<SequencePlacement>,
 }
 
@@ -45,7 +50,7 @@ pub struct SequencePlacement {
     pub seq: SeqId,
     pub tokens: u32,
     pub local_blocks: u32,
-    /// Own blocks that wait until the rest is borrowed.
+    /// Own blocks that wait until the rest is borrowed, or for blocks that come home.
     pub reserved_blocks: u32,
     /// Blocks that were lost with a creditor and have no new place yet.
     pub lost_blocks: u32,
@@ -73,14 +78,18 @@ impl Instance {
     /// both sides.
     #[must_use]
     pub fn kv_account(&self) -> KvAccount {
-        let borrowed = self.seqs.values().flat_map(|s| s.leases.values().map(|held| &held.hasher));
-        KvAccount::of(
+        let leases = || self.seqs.values().flat_map(|s| s.leases.values());
+        let borrowed = leases().filter_map(|held| held.hasher.as_ref()).chain(self.moves.hashers());
+        let hashes: usize = leases().map(|held| held.hashes.len() * HASH_ENTRY_BYTES).sum();
+        let mut account = KvAccount::of(
             &self.config.kv,
             self.config.block_tokens,
             self.rm.pool(),
             self.seqs.values().map(|s| &s.blocks),
             self.rm.lent_hashers().chain(borrowed),
-        )
+        );
+        account.metadata_bytes += hashes as u64;
+        account
     }
 
     /// See [`InstanceStatus`].
@@ -96,7 +105,7 @@ impl Instance {
                 seq: s.id,
                 tokens: s.len(),
                 local_blocks: s.blocks.local_blocks(),
-                reserved_blocks: u32::try_from(s.aside.len()).unwrap_or(u32::MAX),
+                reserved_blocks: u32::try_from(s.aside.len() + self.moves.reserved_here(s.id)).unwrap_or(u32::MAX),
                 lost_blocks: s.blocks.holes(),
                 lost_tokens: s.blocks.lost().iter().map(|lost| lost.end - lost.start).sum(),
                 remote_blocks,
@@ -120,6 +129,7 @@ impl Instance {
             recoveries: self.recoveries,
             recomputed_tokens: self.recomputed_tokens,
             steps_shed: self.threshold.as_ref().map_or(0, crate::threshold::Threshold::shed),
+            moves: MoveStatus { recalls_met: self.rm.recalls_met(), ..self.moves.status() },
             sequences: self.seqs.values().map(placement).collect(),
         }
     }

@@ -187,12 +187,14 @@ impl Instance {
             else {
                 continue;
             };
-            let skip = held.hasher.written(layer as usize).saturating_sub(write.offset).min(write.rows);
+            let Some(hasher) = &mut held.hasher else { continue };
+            let skip = hasher.written(layer as usize).saturating_sub(write.offset).min(write.rows);
             let (offset, tokens) = (write.offset + skip, write.rows - skip);
             let Some(peer) = self.peers.key(write.creditor).filter(|_| tokens > 0) else { continue };
             let kv = kv.slice(skip as usize * token_bytes..);
             let mut complete = Vec::new();
-            held.hasher.write(layer as usize, &kv, &mut complete);
+            hasher.write(layer as usize, &kv, &mut complete);
+            held.hashes.extend(complete.iter().copied());
             let &WriteSegment { lease, epoch, .. } = write;
             self.effects
                 .push(Effect::Bulk { peer, frame: BulkFrame::Write { lease, epoch, layer, offset, tokens, kv } });
@@ -247,7 +249,18 @@ impl Instance {
         code: RefuseCode,
         detail: &str,
     ) {
-        self.reads.remove(&id);
+        if id != 0 {
+            let moved = self.on_move_refused(id, code);
+            // Nobody waits for it any more; or its source is in trouble, but has the KV.
+            let passing = matches!(code, RefuseCode::Deadline | RefuseCode::Overloaded);
+            if (!moved && self.reads.remove(&id).is_none()) || (moved && passing) {
+                return;
+            }
+        } else if self.on_move_write_refused(creditor, lease, code)
+            && !matches!(code, RefuseCode::UnknownLease | RefuseCode::StaleEpoch | RefuseCode::Device)
+        {
+            return;
+        }
         let holder = self.seqs.values().find(|s| s.leases.contains_key(&(creditor, lease))).map(|s| s.id);
         if let Some(seq) = holder {
             self.lose(seq, creditor, Some(lease), &format!("a creditor refused KV: {code:?}, {detail}"));
@@ -260,6 +273,9 @@ impl Instance {
         if lane == Lane::Local && flight.chunks.iter().all(|chunk| chunk.len == 1) {
             self.own_step_took(self.now_ms - flight.started_ms, flight.guests_us);
         }
+        let growing = flight.chunks.iter().filter(|c| c.len == 1).count();
+        let prompt_rows = flight.chunks.iter().filter(|c| c.len > 1).map(|c| c.len).sum();
+        self.moves.pace.on_step(as_u32(growing), prompt_rows, self.now_ms - flight.started_ms);
         let mut samples = samples.into_iter();
         for chunk in &flight.chunks {
             let Some(seq) = self.seqs.get_mut(&chunk.seq) else { continue };

@@ -388,12 +388,7 @@ impl SeqBlocks {
         for block in self.gone..keep_from {
             match std::mem::replace(&mut self.blocks[index(block)], Placement::Gone) {
                 Placement::Local(phys) => freed.local.push(phys),
-                Placement::Remote(b) => match freed.remote.last_mut() {
-                    Some(last) if (last.creditor, last.lease, last.entries) == (b.creditor, b.lease, b.entry) => {
-                        last.entries += 1;
-                    }
-                    _ => freed.remote.push(RemoteEntries::one(&b)),
-                },
+                Placement::Remote(b) => push_entry(&mut freed.remote, &b),
                 Placement::Hole => self.holes -= 1,
                 Placement::Gone => panic!("block {block} was freed before"),
             }
@@ -429,6 +424,14 @@ fn add_entry(leases: &mut Vec<RemoteEntries>, block: &RemoteBlock) {
     match leases.iter_mut().rev().find(|l| (l.creditor, l.lease) == (one.creditor, one.lease)) {
         Some(span) => (span.first, span.entries) = (span.first.min(one.first), span.entries.max(one.entries)),
         None => leases.push(one),
+    }
+}
+
+/// Adds an entry to a list of entries, to the last of them if it follows it.
+pub fn push_entry(list: &mut Vec<RemoteEntries>, b: &RemoteBlock) {
+    match list.last_mut() {
+        Some(last) if (last.creditor, last.lease, last.entries) == (b.creditor, b.lease, b.entry) => last.entries += 1,
+        _ => list.push(RemoteEntries::one(b)),
     }
 }
 

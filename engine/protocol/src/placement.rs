@@ -164,13 +164,19 @@ pub struct Recall {
     pub pause_ms: u32,
 }
 
-/// The creditor has freed a lease on its own (a recall that was not met): its KV is lost.
+/// The creditor has freed entries of a lease on its own (a recall that was not met): their KV is lost.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct LeaseRevoked {
     #[prost(uint64, tag = "1")]
     pub lease: u64,
     #[prost(string, tag = "2")]
     pub reason: String,
+    /// First entry that was freed.
+    #[prost(uint32, tag = "3")]
+    pub first: u32,
+    /// End of the entries that were freed; 0 for the whole lease.
+    #[prost(uint32, tag = "4")]
+    pub entries: u32,
 }
 
 /// DGFM: the receiver owes `blocks` to `creditor` in a cycle of debts. Until the thaw or `ttl_ms`, it keeps at least so

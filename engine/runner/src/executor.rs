@@ -230,17 +230,20 @@ impl<D: Device> Executor<D> {
             }
             GuestWork::Write(write) => {
                 let token_bytes = self.kv_shape.layer_token_bytes();
-                let mut at = 0;
+                let (mut at, mut stored_tag) = (0, write.tag);
                 for (slot, tokens) in write.pieces {
                     let end = at + tokens as usize * token_bytes;
                     let stored = self.device.kv_write(&mut self.kv, write.layer as usize, slot, &write.kv[at..end]);
                     if let Err(error) = stored {
-                        self.guest_fault.get_or_insert(error);
+                        match stored_tag.take() {
+                            Some(tag) => reports(Report::GuestFailed { tag, error }),
+                            None => drop(self.guest_fault.get_or_insert(error)),
+                        }
                         break;
                     }
                     at = end;
                 }
-                reports(Report::GuestWritten { bytes: write.kv.len() });
+                reports(Report::GuestWritten { bytes: write.kv.len(), tag: stored_tag });
             }
             GuestWork::Read(read) => {
                 let mut kv = Vec::new();

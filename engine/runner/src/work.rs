@@ -126,12 +126,15 @@ pub struct GuestQuery {
 /// KV from a peer, canonical layout, in pieces of consecutive slots `(slot, tokens)`.
 #[derive(Clone, Debug)]
 pub struct GuestWrite {
+    /// Of KV that comes home: its report says whether it was stored. Without one, a failure fails all peers' work from
+    /// then on.
+    pub tag: Option<GuestTag>,
     pub layer: u32,
     pub pieces: Vec<(u32, u32)>,
     pub kv: Bytes,
 }
 
-/// A peer's read, in pieces of consecutive slots `(slot, tokens)`.
+/// A peer's read, or one for a move, in pieces of consecutive slots `(slot, tokens)`.
 #[derive(Clone, Debug)]
 pub struct GuestRead {
     pub tag: GuestTag,
@@ -199,9 +202,10 @@ pub enum Report {
         tag: GuestTag,
         kv: Bytes,
     },
-    /// A peer's KV of so many bytes has left the queue.
+    /// A peer's KV of so many bytes has left the queue. With the write's tag if that was stored.
     GuestWritten {
         bytes: usize,
+        tag: Option<GuestTag>,
     },
     GuestFailed {
         tag: GuestTag,

@@ -143,6 +143,26 @@ pub const FREEZE_MS_MAX: u64 = 30_000;
 /// Time to establish a connection to a peer.
 pub const CONNECT_DEADLINE_MS: u64 = 5_000;
 
+/// Tokens of KV that move in one step, for each sequence that grows in it, before any overlap was measured (v2 §7.4,
+/// Figure 12a).
+pub const MOVE_TOKENS_PER_STEP: u32 = 16;
+/// That number at most, however well moves overlap.
+pub const MOVE_TOKENS_PER_STEP_MAX: u32 = 4096;
+/// Bytes of moves under way at most (or two rBlocks, where those are more).
+pub const MOVE_BYTES_IN_FLIGHT_MAX: u64 = 32 << 20;
+/// Moves of one instance at once.
+pub const INSTANCE_MOVES_MAX: usize = 64;
+/// A reservation for a move that is not written for this long is freed.
+pub const MOVE_RESERVE_MS: u64 = 3_000;
+/// Time that a move may take at most, whatever its order says.
+pub const MOVE_MS_MAX: u64 = 60_000;
+/// Time that debtors have to give recalled blocks back.
+pub const RECALL_DEADLINE_MS: u64 = 3_000;
+/// A debtor does not borrow from a creditor again for so long after a recall.
+pub const RECALL_PAUSE_MS: u64 = 2_000;
+
+const _: () = assert!(LEASE_ANSWER_MS < MOVE_RESERVE_MS && MOVE_RESERVE_MS * 2 < LEASE_TTL_MS);
+const _: () = assert!(RECALL_DEADLINE_MS < BORROW_DEADLINE_MS && MOVE_TOKENS_PER_STEP <= MOVE_TOKENS_PER_STEP_MAX);
 const _: () = assert!(HEARTBEAT_MS * 4 <= HEARTBEAT_STALE_MS);
 const _: () = assert!(HEARTBEAT_STALE_MS < FENCE_MS && FENCE_MS < LEASE_TTL_MS && FENCE_REPEAT_MS < LEASE_TTL_MS);
 const _: () = assert!(VIEW_MS <= HEARTBEAT_MS && PLAN_WAIT_MS < PLAN_MS && HEARTBEAT_MS < PLAN_WAIT_MS);

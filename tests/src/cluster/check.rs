@@ -2,6 +2,7 @@
 
 use super::{Log, World};
 use crate::golden::max_diff;
+use lagoon_cluster::Revoked;
 use lagoon_kv::Owner;
 use lagoon_types::{PhysBlock, RequestError};
 use std::collections::BTreeSet;
@@ -29,6 +30,10 @@ impl World {
                     continue;
                 }
                 let home = self.nodes.iter().find(|n| n.id() == Some(creditor));
+                let taken = |r: &&Revoked| r.lease == lease && r.entries.start < end && first < r.entries.end;
+                if home.is_some_and(|n| n.live().rmanager().revoked().any(|r| taken(&r))) {
+                    continue;
+                }
                 let has = |l: &(_, _, _, u32, u32)| l.1 == lease && l.3 <= first && end <= l.4;
                 let lent = home.and_then(|n| n.live().rmanager().lent().find(has));
                 let Some((debtor, _, lent_epoch, _, _)) = lent else {

@@ -15,7 +15,7 @@ pub use node::{Backend, Coordinator, Node, PoolSpec, Spec};
 use lagoon_backend::DeviceError;
 use lagoon_cluster::{GManager, GManagerOutput};
 use lagoon_instance::{Effect, Event, PeerKey, TICK_MS};
-use lagoon_protocol::{Control, ControlBody};
+use lagoon_protocol::{Control, ControlBody, MoveKvCache};
 use lagoon_runner::Report;
 use lagoon_types::{FinishReason, GenerateRequest, LeaseId, RequestError, SamplingParams, SeqId, TokenEvent};
 use lagoon_wire::Frame;
@@ -242,6 +242,23 @@ impl World {
     /// A node's device fails once.
     pub fn break_device(&mut self, node: usize, fault: Fault) {
         self.faulty = Some((node, fault));
+    }
+
+    /// The gManager orders a move of a request's blocks between nodes.
+    pub fn order(&mut self, request: usize, blocks: u32, source: usize, target: usize) {
+        let id = |node: usize| self.nodes[node].id().map_or(0, |id| id.0);
+        let order = MoveKvCache {
+            order: self.steps,
+            seq: request as u64 + 1,
+            blocks,
+            source: id(source),
+            target: id(target),
+            target_addr: node::address(target),
+            deadline_ms: 10_000,
+            ..MoveKvCache::default()
+        };
+        let debtor = self.requests[request].node;
+        self.handle(debtor, Event::GManager(ControlBody::MoveKvCache(order)));
     }
 
     /// Gives an instance a frame that no peer sent; returns what it does about it.

@@ -119,6 +119,11 @@ impl Checkers {
                 if *self.held.entry(lease).or_insert(incarnation) != incarnation || self.dead.contains(&lease) {
                     continue;
                 }
+                let rm = home.instance.rmanager();
+                // What was taken back after a recall, the debtor has not heard of yet.
+                if rm.revoked().any(|r| r.lease == lease && r.entries.start < end && first < r.entries.end) {
+                    continue;
+                }
                 // Entries that were given back may lie between those that are held.
                 let covers = |&(to, l, e, from, until): &(InstanceId, LeaseId, Epoch, u32, u32)| {
                     (Some(to), l, e) == (process.id(), lease, epoch) && from <= first && end <= until

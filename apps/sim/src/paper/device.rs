@@ -152,7 +152,9 @@ impl Device {
                 }
             }
             Command::GuestQuery(query) => self.queue(query, now_us as f64),
-            Command::GuestWrite(write) => self.immediate.push(Report::GuestWritten { bytes: write.kv.len() }),
+            Command::GuestWrite(write) => {
+                self.immediate.push(Report::GuestWritten { bytes: write.kv.len(), tag: write.tag })
+            }
             Command::GuestRead(read) => {
                 let tokens: u32 = read.pieces.iter().map(|(_, n)| n).sum();
                 let kv = zeros(tokens as usize * self.kv_bytes);

@@ -60,7 +60,7 @@ pub(super) fn attend(
 pub(super) fn serve(device: &mut Symbolic, work: Guest, reports: &mut Vec<Report>) -> (u64, u64) {
     match work {
         Guest::Query(query) => serve_query(device, &query, reports),
-        Guest::Write(GuestWrite { layer, pieces, kv }) => {
+        Guest::Write(GuestWrite { tag, layer, pieces, kv }) => {
             let mut keys = kv.chunks_exact(KEY_BYTES);
             for (slot, tokens) in pieces {
                 for slot in slot..slot + tokens {
@@ -69,7 +69,7 @@ pub(super) fn serve(device: &mut Symbolic, work: Guest, reports: &mut Vec<Report
                 }
             }
             assert!(keys.next().is_none(), "the instance validates guests' frames");
-            reports.push(Report::GuestWritten { bytes: kv.len() });
+            reports.push(Report::GuestWritten { bytes: kv.len(), tag });
             (0, (kv.len() / KEY_BYTES) as u64)
         }
         Guest::Read(GuestRead { tag, layer, pieces }) => {

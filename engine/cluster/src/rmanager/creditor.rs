@@ -6,12 +6,13 @@
 //! * a debtor has at most one lease per request number, so that a repeated request lends nothing twice.
 
 use super::RManagerConfig;
+use super::recall::{Recalls, Revoked};
 use crate::mutants::{self, Mutant};
 use lagoon_kv::hash::ContentHash;
 use lagoon_kv::{BlockPool, BlockState, LeaseHasher, Owner};
 use lagoon_protocol::{
-    Debt, LeaseGrant, LeaseRefuse, LeaseRelease, LeaseReleased, LeaseRenew, LeaseRenewed, LeaseRequest, PlacementEntry,
-    RefuseCode,
+    Debt, LeaseGrant, LeasePurpose, LeaseRefuse, LeaseRelease, LeaseReleased, LeaseRenew, LeaseRenewed, LeaseRequest,
+    PlacementEntry, Recall, RefuseCode,
 };
 use lagoon_types::{Epoch, InstanceId, KvRun, LeaseId, LeaseRun, PhysBlock, SeqId, limits};
 use std::collections::BTreeMap;
@@ -49,6 +50,9 @@ struct Lease {
     hasher: LeaseHasher,
     /// Hashes of entries that are written in every layer, until they are freed.
     whole: BTreeMap<u32, ContentHash>,
+    purpose: LeasePurpose,
+    /// When a lease for a move was last written, until all of it is sealed.
+    reserved_ms: Option<u64>,
 }
 
 impl Lease {
@@ -69,6 +73,13 @@ impl Lease {
             at = end;
             Some(start..end)
         })
+    }
+
+    /// A lease for a move whose entries are all sealed (or gone) is a lease like any other.
+    fn settle(&mut self, pool: &BlockPool) {
+        if self.blocks.iter().flatten().all(|b| pool.state(*b) == BlockState::Sealed) {
+            self.reserved_ms = None;
+        }
     }
 
     /// Takes entries back; those that are gone already are left out.
@@ -102,6 +113,9 @@ pub(super) struct Creditor {
     issued: u64,
     leases: BTreeMap<LeaseId, Lease>,
     by_request: BTreeMap<(InstanceId, u64), LeaseId>,
+    recalls: Recalls,
+    /// What was taken back, and when, for as long as a debtor may not know it.
+    revoked: Vec<(u64, Revoked)>,
 }
 
 /// SplitMix64's finaliser: spreads a seed over all bits.
@@ -126,6 +140,8 @@ impl Creditor {
             issued: 0,
             leases: BTreeMap::new(),
             by_request: BTreeMap::new(),
+            recalls: Recalls::default(),
+            revoked: Vec::new(),
         };
         creditor.begin_anew(config.incarnation);
         creditor
@@ -138,11 +154,27 @@ impl Creditor {
         self.epoch_base = spread(incarnation ^ 0x6570_6f63_6820_3a29) >> 1;
     }
 
+    /// Blocks that would be lent now. While this instance wants blocks back it lends none: growth goes before lending.
     pub(super) fn lendable(&self, pool: &BlockPool) -> u32 {
+        if !self.recalls.is_empty() {
+            return 0;
+        }
         let counts = pool.counts();
         let most = self.bound.as_ref().map_or(u32::MAX, |(blocks, _)| *blocks).min(self.lend_blocks_max);
         let under_cap = most.saturating_sub(counts.lent);
         under_cap.min(counts.free.saturating_sub(self.lend_reserve_blocks))
+    }
+
+    /// A swap may use the reserve: between full instances it could not start otherwise.
+    fn lendable_for(&self, purpose: LeasePurpose, pool: &BlockPool) -> u32 {
+        let counts = pool.counts();
+        match purpose {
+            LeasePurpose::Swap => {
+                let cap = self.lend_blocks_max.saturating_add(self.lend_reserve_blocks);
+                cap.saturating_sub(counts.lent).min(counts.free)
+            }
+            LeasePurpose::Growth | LeasePurpose::Move => self.lendable(pool),
+        }
     }
 
     pub(super) fn lends_to(&self, debtor: InstanceId) -> bool {
@@ -159,7 +191,8 @@ impl Creditor {
         if let Some(lease) = self.by_request.get(&(from, request.request)) {
             return Ok(self.grant_of(*lease));
         }
-        let lendable = self.lendable(pool);
+        let purpose = request.purpose();
+        let lendable = self.lendable_for(purpose, pool);
         let refuse = |reason: String| LeaseRefuse { request: request.request, blocks_lendable: lendable, reason };
         if request.blocks == 0 || request.blocks_min > request.blocks {
             return Err(refuse(format!("{} to {} blocks make no sense", request.blocks_min, request.blocks)));
@@ -182,7 +215,10 @@ impl Creditor {
         let (renewed_ms, whole) = (now_ms, BTreeMap::new());
         let lent = u32::try_from(blocks.len()).expect("at most the pool's blocks");
         let blocks = blocks.into_iter().map(Some).collect();
-        self.leases.insert(lease, Lease { debtor, seq, epoch, request, blocks, lent, renewed_ms, hasher, whole });
+        let reserved_ms = (purpose != LeasePurpose::Growth).then_some(now_ms);
+        let entry =
+            Lease { debtor, seq, epoch, request, blocks, lent, renewed_ms, hasher, whole, purpose, reserved_ms };
+        self.leases.insert(lease, entry);
         self.by_request.insert((from, request), lease);
         Ok(self.grant_of(lease))
     }
@@ -204,10 +240,13 @@ impl Creditor {
         if let Some(lease) = self.leases.get_mut(&id)
             && (lease.debtor, lease.epoch.0) == (from, m.epoch)
         {
-            pool.free(Owner::Lent(id), &lease.take(m.first..m.entries));
+            let freed = lease.take(m.first..m.entries);
+            pool.free(Owner::Lent(id), &freed);
+            lease.settle(pool);
             if lease.lent == 0 {
                 self.remove(id, pool);
             }
+            self.recalls.returned(from, freed.len());
         }
         LeaseReleased { lease: m.lease, entries: m.entries, first: m.first }
     }
@@ -236,8 +275,81 @@ impl Creditor {
     }
 
     pub(super) fn expire(&mut self, now_ms: u64, pool: &mut BlockPool) -> Vec<LeaseEnded> {
+        self.expire_reservations(now_ms, pool);
+        self.revoked.retain(|(at, _)| now_ms < at + self.ttl_ms);
         let ttl_ms = self.ttl_ms;
         self.remove_where(pool, |l| now_ms > l.renewed_ms + ttl_ms)
+    }
+
+    /// Frees what was reserved for moves and not written for too long. Nobody attends to it: it was not acknowledged.
+    fn expire_reservations(&mut self, now_ms: u64, pool: &mut BlockPool) {
+        let over = |l: &Lease| l.reserved_ms.is_some_and(|at| now_ms > at + limits::MOVE_RESERVE_MS);
+        let ids: Vec<LeaseId> = self.leases.iter().filter(|(_, l)| over(l)).map(|(id, _)| *id).collect();
+        for id in ids {
+            let Some(lease) = self.leases.get_mut(&id) else { continue };
+            for entry in 0..lease.entries() {
+                if lease.blocks[entry as usize].is_some_and(|b| pool.state(b) != BlockState::Sealed) {
+                    pool.free(Owner::Lent(id), &lease.take(entry..entry + 1));
+                }
+            }
+            lease.reserved_ms = None;
+            if lease.lent == 0 {
+                self.remove(id, pool);
+            }
+        }
+    }
+
+    /// Asks debtors for `blocks` back, less what was asked for already: those of the youngest leases first.
+    pub(super) fn recall(&mut self, blocks: u32, take: bool, now_ms: u64) -> Vec<(InstanceId, Recall)> {
+        let youngest = self.leases.values().rev().map(|l| (l.debtor, l.lent));
+        self.recalls.start(blocks, take, now_ms, youngest)
+    }
+
+    pub(super) fn recalling(&self) -> bool {
+        !self.recalls.is_empty()
+    }
+
+    pub(super) fn recalls_met(&self) -> u64 {
+        self.recalls.met
+    }
+
+    pub(super) fn recalls(&mut self) -> &mut Recalls {
+        &mut self.recalls
+    }
+
+    /// Takes `blocks` back from a debtor without its consent: the last entries of its youngest leases.
+    pub(super) fn revoke(
+        &mut self,
+        debtor: InstanceId,
+        blocks: u32,
+        now_ms: u64,
+        pool: &mut BlockPool,
+    ) -> Vec<Revoked> {
+        let ids: Vec<LeaseId> =
+            self.leases.iter().rev().filter(|(_, l)| l.debtor == debtor).map(|(id, _)| *id).collect();
+        let (mut left, mut revoked) = (blocks, Vec::new());
+        for id in ids {
+            let Some(lease) = self.leases.get_mut(&id).filter(|_| left > 0) else { continue };
+            let ranges: Vec<Range<u32>> = lease.ranges().collect();
+            for range in ranges.into_iter().rev() {
+                let entries = range.end - (range.end - range.start).min(left)..range.end;
+                if !entries.is_empty() {
+                    left -= entries.end - entries.start;
+                    pool.free(Owner::Lent(id), &lease.take(entries.clone()));
+                    revoked.push(Revoked { debtor, lease: id, entries });
+                }
+            }
+            lease.settle(pool);
+            if lease.lent == 0 {
+                self.remove(id, pool);
+            }
+        }
+        self.revoked.extend(revoked.iter().map(|r| (now_ms, r.clone())));
+        revoked
+    }
+
+    pub(super) fn revoked(&self) -> impl Iterator<Item = &Revoked> {
+        self.revoked.iter().map(|(_, r)| r)
     }
 
     pub(super) fn free_debtor(&mut self, debtor: InstanceId, pool: &mut BlockPool) -> Vec<LeaseEnded> {
@@ -263,7 +375,11 @@ impl Creditor {
     }
 
     pub(super) fn next_wake_ms(&self) -> Option<u64> {
-        self.leases.values().map(|l| l.renewed_ms + self.ttl_ms + 1).min()
+        let of = |l: &Lease| {
+            let reserved = l.reserved_ms.map_or(u64::MAX, |at| at + limits::MOVE_RESERVE_MS + 1);
+            reserved.min(l.renewed_ms + self.ttl_ms + 1)
+        };
+        self.leases.values().map(of).chain(self.recalls.next_wake_ms()).min()
     }
 
     pub(super) fn debts(&self) -> Vec<Debt> {
@@ -349,8 +465,9 @@ impl Creditor {
         Ok(lease.hasher.written(layer as usize))
     }
 
-    pub(super) fn commit_write(&mut self, id: LeaseId, layer: u32, bytes: &[u8], pool: &mut BlockPool) {
+    pub(super) fn commit_write(&mut self, id: LeaseId, layer: u32, bytes: &[u8], now_ms: u64, pool: &mut BlockPool) {
         let lease = self.leases.get_mut(&id).expect("a commit follows its begin at once");
+        lease.reserved_ms = lease.reserved_ms.map(|at| at.max(now_ms));
         let first = lease.hasher.written(layer as usize) / self.block_tokens;
         let mut whole = Vec::new();
         lease.hasher.write(layer as usize, bytes, &mut whole);
@@ -373,15 +490,17 @@ impl Creditor {
         entry: u32,
         hash: &ContentHash,
         pool: &mut BlockPool,
-    ) -> Result<(), RefuseCode> {
+    ) -> Result<bool, RefuseCode> {
         let lease = self.find(from, key)?;
         let block = *lease.blocks.get(entry as usize).ok_or(RefuseCode::OutOfRange)?;
-        let Some(block) = block else { return Ok(()) };
+        let Some(block) = block else { return Ok(false) };
         let own = lease.whole.get(&entry).ok_or(RefuseCode::OutOfRange)?;
         if own != hash {
             return Err(RefuseCode::HashMismatch);
         }
         pool.mark(block, BlockState::Sealed);
-        Ok(())
+        let lease = self.leases.get_mut(&key.0).expect("it was found");
+        lease.settle(pool);
+        Ok(lease.purpose != LeasePurpose::Growth)
     }
 }

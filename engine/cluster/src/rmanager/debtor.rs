@@ -9,13 +9,15 @@
 //! * a grant belongs to a borrow that waits for it, or it is released at once; nothing leaks;
 //! * a candidate is asked at most once per borrow.
 
-use super::held::{Held, HeldLeases};
+use super::held::{Held, HeldLeases, Reserved};
 use lagoon_kv::{RangeSet, RemoteGrant};
 use lagoon_protocol::{
-    BorrowAdvice, BorrowQuery, Candidate, ControlBody, LeaseGrant, LeaseRefuse, LeaseRenewed, LeaseRequest, Refusal,
+    BorrowAdvice, BorrowQuery, Candidate, ControlBody, LeaseGrant, LeasePurpose, LeaseRefuse, LeaseRenewed,
+    LeaseRequest, LeaseRevoked, Refusal,
 };
 use lagoon_types::{Epoch, InstanceId, LeaseId, SeqId, limits};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::ops::Range;
 
 /// One negotiation; unique in its rManager.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -80,6 +82,38 @@ pub enum Output {
         creditor: InstanceId,
         lease: LeaseId,
     },
+    /// The KV in some entries of such a lease is gone: the creditor took them back.
+    EntriesLost {
+        seq: SeqId,
+        creditor: InstanceId,
+        lease: LeaseId,
+        entries: Range<u32>,
+    },
+    /// A reservation for a move stands; it may have fewer blocks than were asked for.
+    Reserved {
+        borrow: BorrowId,
+        seq: SeqId,
+        lease: BorrowedLease,
+    },
+    /// Nobody reserves anything for a move. What the target could lend, if it said so.
+    NotReserved {
+        borrow: BorrowId,
+        seq: SeqId,
+        blocks_lendable: Option<u32>,
+    },
+    /// Entries of a reservation are verified: the sequence may switch to them.
+    Sealed {
+        seq: SeqId,
+        creditor: InstanceId,
+        lease: LeaseId,
+        entries: Vec<u32>,
+    },
+    /// A reservation was not written for too long. What is not sealed of it was released.
+    ReservationLost {
+        seq: SeqId,
+        creditor: InstanceId,
+        lease: LeaseId,
+    },
 }
 
 #[derive(Debug)]
@@ -101,6 +135,10 @@ struct Borrow {
     asked: BTreeSet<InstanceId>,
     granted: Vec<(InstanceId, LeaseId)>,
     got: u32,
+    /// [`LeasePurpose::Growth`] is all or nothing; a move takes what the first candidate that lends has.
+    purpose: LeasePurpose,
+    /// What the last candidate said that it could lend.
+    lendable: Option<u32>,
 }
 
 /// A request whose borrow does not wait for it any more.
@@ -118,13 +156,22 @@ pub(super) struct Debtor {
     issued: u64,
     borrows: BTreeMap<BorrowId, Borrow>,
     late: BTreeMap<u64, Late>,
+    /// Creditors that recalled blocks, and until when nothing is borrowed from them.
+    paused: BTreeMap<InstanceId, u64>,
     pub(super) held: HeldLeases,
 }
 
 impl Debtor {
     pub(super) fn new() -> Self {
         let held = HeldLeases::default();
-        Self { instance: None, issued: 0, borrows: BTreeMap::new(), late: BTreeMap::new(), held }
+        Self {
+            instance: None,
+            issued: 0,
+            borrows: BTreeMap::new(),
+            late: BTreeMap::new(),
+            paused: BTreeMap::new(),
+            held,
+        }
     }
 
     pub(super) fn instance(&self) -> Option<InstanceId> {
@@ -145,6 +192,40 @@ impl Debtor {
     }
 
     pub(super) fn borrow(&mut self, seq: SeqId, blocks: u32, now_ms: u64) -> BorrowId {
+        let id = self.start(seq, blocks, LeasePurpose::Growth, now_ms);
+        self.start_round(id, now_ms);
+        id
+    }
+
+    /// `try_move_kvcache` (v2 §6.2) at `target`, or at whoever the gManager names.
+    pub(super) fn reserve(
+        &mut self,
+        seq: SeqId,
+        target: Option<(InstanceId, String)>,
+        blocks: u32,
+        purpose: LeasePurpose,
+        now_ms: u64,
+    ) -> BorrowId {
+        assert_ne!(purpose, LeasePurpose::Growth, "growth borrows");
+        let id = self.start(seq, blocks, purpose, now_ms);
+        if let Some((instance, quic_addr)) = target {
+            let candidate = Candidate { instance: instance.0, quic_addr, ..Candidate::default() };
+            let borrow = self.borrows.get_mut(&id).expect("just started");
+            borrow.candidates.push_back(candidate);
+            borrow.round = 1;
+            self.ask_next(id, now_ms);
+        } else {
+            self.start_round(id, now_ms);
+        }
+        id
+    }
+
+    /// Nothing is borrowed from `creditor` for a while.
+    pub(super) fn pause(&mut self, creditor: InstanceId, until_ms: u64) {
+        self.paused.insert(creditor, until_ms);
+    }
+
+    fn start(&mut self, seq: SeqId, blocks: u32, purpose: LeasePurpose, now_ms: u64) -> BorrowId {
         assert!(blocks > 0, "a borrow is of something");
         let id = BorrowId(self.issue());
         let borrow = Borrow {
@@ -157,9 +238,10 @@ impl Debtor {
             asked: BTreeSet::new(),
             granted: Vec::new(),
             got: 0,
+            purpose,
+            lendable: None,
         };
         self.borrows.insert(id, borrow);
-        self.start_round(id, now_ms);
         id
     }
 
@@ -169,14 +251,20 @@ impl Debtor {
             return true;
         }
         let queued = self.held.outputs.iter().position(|o| match o {
-            Output::Borrowed { borrow, .. } | Output::BorrowFailed { borrow, .. } => *borrow == id,
+            Output::Borrowed { borrow, .. }
+            | Output::BorrowFailed { borrow, .. }
+            | Output::Reserved { borrow, .. }
+            | Output::NotReserved { borrow, .. } => *borrow == id,
             _ => false,
         });
         let Some(output) = queued.and_then(|at| self.held.outputs.remove(at)) else { return false };
-        if let Output::Borrowed { leases, .. } = output {
-            for lease in leases {
-                self.held.release(lease.creditor, lease.lease, 0..lease.blocks, now_ms);
-            }
+        let leases = match output {
+            Output::Borrowed { leases, .. } => leases,
+            Output::Reserved { lease, .. } => vec![lease],
+            _ => Vec::new(),
+        };
+        for lease in leases {
+            self.held.release(lease.creditor, lease.lease, 0..lease.blocks, now_ms);
         }
         true
     }
@@ -198,9 +286,12 @@ impl Debtor {
 
     fn fail(&mut self, id: BorrowId, reason: BorrowFailure, now_ms: u64) {
         let borrow = self.borrows.remove(&id).expect("a borrow fails once");
-        let seq = borrow.seq;
+        let (seq, purpose, blocks_lendable) = (borrow.seq, borrow.purpose, borrow.lendable);
         self.abandon(borrow, now_ms);
-        self.held.outputs.push_back(Output::BorrowFailed { borrow: id, seq, reason });
+        self.held.outputs.push_back(match purpose {
+            LeasePurpose::Growth => Output::BorrowFailed { borrow: id, seq, reason },
+            LeasePurpose::Move | LeasePurpose::Swap => Output::NotReserved { borrow: id, seq, blocks_lendable },
+        });
     }
 
     /// Asks the gManager for candidates.
@@ -208,7 +299,8 @@ impl Debtor {
         let query = self.issue();
         let borrow = self.borrows.get_mut(&id).expect("the borrow goes on");
         borrow.round += 1;
-        if borrow.round > limits::BORROW_ROUNDS_MAX {
+        let rounds_max = if borrow.purpose == LeasePurpose::Growth { limits::BORROW_ROUNDS_MAX } else { 1 };
+        if borrow.round > rounds_max {
             return self.fail(id, BorrowFailure::Refused, now_ms);
         }
         borrow.state = State::Advice { query, asked_ms: None };
@@ -221,7 +313,8 @@ impl Debtor {
         let borrow = self.borrows.get_mut(&id).expect("the borrow goes on");
         let State::Advice { query, asked_ms } = &mut borrow.state else { panic!("{id:?} waits for no advice") };
         *asked_ms = Some(now_ms);
-        let exclude = borrow.asked.iter().map(|i| i.0).collect();
+        let exclude: BTreeSet<u32> = borrow.asked.iter().chain(self.paused.keys()).map(|i| i.0).collect();
+        let exclude = exclude.into_iter().collect();
         let message = BorrowQuery {
             query: *query,
             debtor: debtor.0,
@@ -241,7 +334,8 @@ impl Debtor {
         }
         let usable = |c: &&Candidate| {
             let instance = InstanceId(c.instance);
-            c.instance != 0 && Some(instance) != self.instance && !borrow.asked.contains(&instance)
+            let asked = borrow.asked.contains(&instance) || self.paused.contains_key(&instance);
+            c.instance != 0 && Some(instance) != self.instance && !asked
         };
         borrow.candidates = advice.candidates.iter().filter(usable).take(limits::CANDIDATES).cloned().collect();
         if borrow.candidates.is_empty() {
@@ -261,14 +355,17 @@ impl Debtor {
         borrow.asked.insert(instance);
         let blocks = borrow.wanted - borrow.got;
         // Less per creditor, and the sequence would need more creditors than it may have.
-        let blocks_min = blocks.div_ceil(u32::try_from(limits::CREDITORS_MAX).expect("a small constant"));
+        let blocks_min = match borrow.purpose {
+            LeasePurpose::Growth => blocks.div_ceil(u32::try_from(limits::CREDITORS_MAX).expect("a small constant")),
+            LeasePurpose::Move | LeasePurpose::Swap => 1,
+        };
         borrow.state = State::Asking { request, candidate, sent_ms: now_ms, blocks };
         let body = ControlBody::LeaseRequest(LeaseRequest {
             request,
             seq: borrow.seq.0,
             blocks,
             blocks_min,
-            ..Default::default()
+            purpose: borrow.purpose.into(),
         });
         self.held.outputs.push_back(Output::ToPeer { instance, quic_addr, body });
     }
@@ -310,8 +407,10 @@ impl Debtor {
             ttl_ms: grant.ttl_ms,
             confirmed_ms,
             borrow: Some(id),
+            reserved: (borrow.purpose != LeasePurpose::Growth)
+                .then(|| Reserved { sealed: RangeSet::default(), written_ms: confirmed_ms }),
         };
-        let complete = borrow.got == borrow.wanted;
+        let complete = borrow.got == borrow.wanted || borrow.purpose != LeasePurpose::Growth;
         self.held.insert(from, lease, held, now_ms);
         if complete { self.complete(id) } else { self.ask_next(id, now_ms) }
     }
@@ -324,8 +423,12 @@ impl Debtor {
             let (quic_addr, epoch, blocks) = (held.quic_addr.clone(), held.epoch, held.blocks);
             BorrowedLease { creditor, quic_addr, lease, epoch, blocks }
         });
-        let leases = leases.collect();
-        self.held.outputs.push_back(Output::Borrowed { borrow: id, seq: borrow.seq, leases });
+        let mut leases: Vec<BorrowedLease> = leases.collect();
+        let seq = borrow.seq;
+        self.held.outputs.push_back(match (borrow.purpose, leases.pop()) {
+            (LeasePurpose::Move | LeasePurpose::Swap, Some(lease)) => Output::Reserved { borrow: id, seq, lease },
+            (_, last) => Output::Borrowed { borrow: id, seq, leases: leases.into_iter().chain(last).collect() },
+        });
     }
 
     pub(super) fn on_refuse(&mut self, from: InstanceId, refuse: &LeaseRefuse, now_ms: u64) {
@@ -341,6 +444,9 @@ impl Debtor {
 
     /// Tells the gManager, and goes on with the next candidate.
     fn refused(&mut self, id: BorrowId, creditor: InstanceId, blocks_lendable: u32, now_ms: u64) {
+        if let Some(borrow) = self.borrows.get_mut(&id) {
+            borrow.lendable = Some(blocks_lendable);
+        }
         let refusal = Refusal { creditor: creditor.0, blocks_lendable };
         self.held.outputs.push_back(Output::ToGManager(ControlBody::Refusal(refusal)));
         self.ask_next(id, now_ms);
@@ -371,6 +477,20 @@ impl Debtor {
             None => self.held.outputs.push_back(Output::LeaseLost { seq: held.seq, creditor, lease }),
         }
         Some(held)
+    }
+
+    /// The creditor has taken entries (all of them, if `entries` is 0) of a lease back.
+    pub(super) fn on_revoked(&mut self, from: InstanceId, m: &LeaseRevoked) {
+        let lease = LeaseId(m.lease);
+        let unfinished = self.held.get(from, lease).is_some_and(|h| h.borrow.is_some());
+        if m.entries == 0 || unfinished {
+            self.lose(from, lease);
+            return;
+        }
+        let entries = m.first..m.entries;
+        if let Some((seq, _)) = self.held.on_revoked(from, lease, entries.clone()) {
+            self.held.outputs.push_back(Output::EntriesLost { seq, creditor: from, lease, entries });
+        }
     }
 
     fn asking(&self, wanted: impl Fn(&Candidate, u64) -> bool) -> Vec<BorrowId> {
@@ -432,6 +552,7 @@ impl Debtor {
             self.query(id, now_ms);
         }
         self.late.retain(|_, late| now_ms < late.forget_ms);
+        self.paused.retain(|_, until_ms| now_ms < *until_ms);
         self.held.tick(now_ms);
     }
 

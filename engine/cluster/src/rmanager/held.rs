@@ -10,7 +10,7 @@
 use super::debtor::{BorrowId, Output};
 use crate::mutants::{self, Mutant};
 use lagoon_kv::RangeSet;
-use lagoon_protocol::{ControlBody, LeaseRelease, LeaseReleased, LeaseRenew, LeaseRenewed};
+use lagoon_protocol::{ControlBody, LeaseRelease, LeaseReleased, LeaseRenew, LeaseRenewed, LeaseSealed};
 use lagoon_types::{Epoch, InstanceId, LeaseId, SeqId, limits};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
@@ -35,9 +35,34 @@ pub(super) struct Held {
     pub(super) confirmed_ms: u64,
     /// The borrow that it belongs to, until that is complete.
     pub(super) borrow: Option<BorrowId>,
+    /// Of a lease for a move, until its entries are all sealed.
+    pub(super) reserved: Option<Reserved>,
+}
+
+/// A reservation for a move, on the debtor.
+#[derive(Clone, Debug)]
+pub(super) struct Reserved {
+    pub(super) sealed: RangeSet,
+    /// When the last write was sent, or the request.
+    pub(super) written_ms: u64,
+}
+
+impl Reserved {
+    /// Before the creditor may free it: that counts from when it received what was sent here.
+    fn lost_at_ms(&self) -> u64 {
+        self.written_ms + limits::MOVE_RESERVE_MS - limits::MOVE_RESERVE_MS / MARGIN
+    }
 }
 
 impl Held {
+    /// A reservation whose entries are all sealed or released is a lease like any other.
+    fn settle(&mut self) {
+        let open = |r: &Reserved| r.sealed.gaps(0..self.blocks).any(|gap| self.released.gaps(gap).next().is_some());
+        if self.reserved.as_ref().is_some_and(|r| !open(r)) {
+            self.reserved = None;
+        }
+    }
+
     fn lost_at_ms(&self) -> u64 {
         self.confirmed_ms + self.ttl_ms - self.ttl_ms / MARGIN
     }
@@ -115,6 +140,7 @@ impl HeldLeases {
             return;
         }
         let (quic_addr, epoch) = (held.quic_addr.clone(), held.epoch);
+        held.settle();
         if held.released.len() == held.blocks {
             self.leases.remove(&key);
         }
@@ -192,6 +218,58 @@ impl HeldLeases {
         self.leases.keys().copied().collect()
     }
 
+    /// KV for a reservation was sent: it lives on.
+    pub(super) fn note_written(&mut self, creditor: InstanceId, lease: LeaseId, now_ms: u64) {
+        if let Some(reserved) = self.leases.get_mut(&(creditor, lease)).and_then(|h| h.reserved.as_mut()) {
+            reserved.written_ms = reserved.written_ms.max(now_ms);
+        }
+    }
+
+    /// The creditor has verified entries of a reservation. Those that were released meanwhile are left out.
+    pub(super) fn on_sealed(&mut self, from: InstanceId, m: &LeaseSealed) {
+        let lease = LeaseId(m.lease);
+        let Some(held) = self.leases.get_mut(&(from, lease)).filter(|h| h.epoch.0 == m.epoch) else { return };
+        let Some(reserved) = &mut held.reserved else { return };
+        let (blocks, released) = (held.blocks, &held.released);
+        let mut entries = m.entries.clone();
+        entries.retain(|e| *e < blocks && !released.contains(*e) && reserved.sealed.insert(*e..*e + 1) == 1);
+        held.settle();
+        let seq = held.seq;
+        if !entries.is_empty() {
+            self.outputs.push_back(Output::Sealed { seq, creditor: from, lease, entries });
+        }
+    }
+
+    /// Gives up reservations that were not written for too long, what is not sealed of them.
+    fn expire_reservations(&mut self, now_ms: u64) {
+        let over = |h: &Held| h.reserved.as_ref().is_some_and(|r| now_ms >= r.lost_at_ms());
+        let over: Vec<_> = self.leases.iter().filter(|(_, h)| over(h)).map(|(key, _)| *key).collect();
+        for (creditor, lease) in over {
+            let Some(held) = self.leases.get_mut(&(creditor, lease)) else { continue };
+            let Some(reserved) = held.reserved.take() else { continue };
+            let (seq, gaps) = (held.seq, reserved.sealed.gaps(0..held.blocks).collect::<Vec<_>>());
+            gaps.into_iter().for_each(|gap| self.release(creditor, lease, gap, now_ms));
+            self.outputs.push_back(Output::ReservationLost { seq, creditor, lease });
+        }
+    }
+
+    /// The creditor took entries back. Returns the lease's sequence and whether nothing of it is left.
+    pub(super) fn on_revoked(
+        &mut self,
+        from: InstanceId,
+        lease: LeaseId,
+        entries: Range<u32>,
+    ) -> Option<(SeqId, bool)> {
+        let held = self.leases.get_mut(&(from, lease))?;
+        let new = held.released.insert(entries.start..entries.end.min(held.blocks));
+        let (seq, gone) = (held.seq, held.released.len() == held.blocks);
+        held.settle();
+        if gone {
+            self.leases.remove(&(from, lease));
+        }
+        (new > 0).then_some((seq, gone))
+    }
+
     /// Stops holding a lease.
     pub(super) fn remove(&mut self, creditor: InstanceId, lease: LeaseId) -> Option<Held> {
         self.leases.remove(&(creditor, lease))
@@ -204,6 +282,7 @@ impl HeldLeases {
 
     /// Repeats releases and sends renewals that are due.
     pub(super) fn tick(&mut self, now_ms: u64) {
+        self.expire_reservations(now_ms);
         self.releasing.retain(|_, r| now_ms < r.give_up_ms);
         for (key, r) in &mut self.releasing {
             if now_ms >= r.sent_ms + limits::CONTROL_REPEAT_MS {
@@ -232,7 +311,8 @@ impl HeldLeases {
 
     pub(super) fn next_wake_ms(&self) -> Option<u64> {
         let repeats = self.releasing.values().map(|r| r.give_up_ms.min(r.sent_ms + limits::CONTROL_REPEAT_MS));
-        let lost = self.leases.values().map(Held::lost_at_ms);
+        let reserved = self.leases.values().filter_map(|h| h.reserved.as_ref()).map(Reserved::lost_at_ms);
+        let lost = self.leases.values().map(Held::lost_at_ms).chain(reserved);
         let renewals = self.renewals.values().map(|r| r.sent_ms + limits::LEASE_RENEW_MS);
         repeats.chain(lost).chain(renewals).min()
     }

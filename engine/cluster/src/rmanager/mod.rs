@@ -17,12 +17,14 @@ mod creditor;
 mod debtor;
 mod fence;
 mod held;
+mod recall;
 mod report;
 #[cfg(test)]
 mod tests;
 
 pub use creditor::{LeaseEnded, WritePiece};
 pub use debtor::{BorrowFailure, BorrowId, BorrowedLease, Output};
+pub use recall::{Revoked, Unmet};
 pub use report::PlacementReport;
 
 use creditor::Creditor;
@@ -30,7 +32,8 @@ use debtor::Debtor;
 use lagoon_kv::hash::ContentHash;
 use lagoon_kv::{Advance, BlockPool, LeaseHasher, Owner, PoolCounts, RemoteEntries};
 use lagoon_protocol::{
-    BorrowAdvice, ControlBody, Heartbeat, LeaseGrant, LeaseRefuse, LeaseRequest, Link, PlacementEntry, RefuseCode,
+    BorrowAdvice, ControlBody, Heartbeat, LeaseGrant, LeasePurpose, LeaseRefuse, LeaseRequest, Link, PlacementEntry,
+    Recall, RefuseCode,
 };
 use lagoon_types::{Epoch, InstanceId, KvRun, KvShape, LeaseId, LeaseRun, PhysBlock, SeqId, limits};
 use std::collections::BTreeMap;
@@ -237,6 +240,14 @@ impl RManager {
                 self.debtor.on_renewed(from, &m);
                 None
             }
+            ControlBody::LeaseSealed(m) => {
+                self.debtor.held.on_sealed(from, &m);
+                None
+            }
+            ControlBody::LeaseRevoked(m) => {
+                self.debtor.on_revoked(from, &m);
+                None
+            }
             _ => None,
         }
     }
@@ -283,6 +294,31 @@ impl RManager {
     /// [`Output::BorrowFailed`] follows within [`limits::BORROW_DEADLINE_MS`], unless it is cancelled.
     pub fn borrow(&mut self, seq: SeqId, blocks: u32, now_ms: u64) -> BorrowId {
         self.debtor.borrow(seq, blocks, now_ms)
+    }
+
+    /// Reserves up to `blocks` (not 0) for a move of a sequence (`try_move_kvcache`, v2 §6.2), at `target` with its
+    /// address, or at whoever the gManager names. Exactly one [`Output::Reserved`] or [`Output::NotReserved`] follows
+    /// within [`limits::BORROW_DEADLINE_MS`], unless it is cancelled. The reservation is given up if it is not written
+    /// for [`limits::MOVE_RESERVE_MS`]: see [`RManager::note_written`].
+    pub fn reserve(
+        &mut self,
+        seq: SeqId,
+        target: Option<(InstanceId, String)>,
+        blocks: u32,
+        purpose: LeasePurpose,
+        now_ms: u64,
+    ) -> BorrowId {
+        self.debtor.reserve(seq, target, blocks, purpose, now_ms)
+    }
+
+    /// KV for a reservation was sent.
+    pub fn note_written(&mut self, creditor: InstanceId, lease: LeaseId, now_ms: u64) {
+        self.debtor.held.note_written(creditor, lease, now_ms);
+    }
+
+    /// A creditor recalled blocks: nothing is borrowed from it before `until_ms`.
+    pub fn pause_creditor(&mut self, creditor: InstanceId, until_ms: u64) {
+        self.debtor.pause(creditor, until_ms);
     }
 
     /// Ends a borrow; what it has got is released. Says whether it had not been handed out yet: if it had, the caller
@@ -376,8 +412,42 @@ impl RManager {
     ///
     /// # Panics
     /// If the lease is gone or `bytes` does not continue it: the calls belong together.
-    pub fn commit_write(&mut self, lease: LeaseId, layer: u32, bytes: &[u8]) {
-        self.creditor.commit_write(lease, layer, bytes, &mut self.pool);
+    pub fn commit_write(&mut self, lease: LeaseId, layer: u32, bytes: &[u8], now_ms: u64) {
+        self.creditor.commit_write(lease, layer, bytes, now_ms, &mut self.pool);
+    }
+
+    /// Wants `blocks` lent blocks back: the messages to send to debtors. What was asked for already counts. With `take`
+    /// they are taken when nobody returns them in time. Until the recalls have ended, nothing is lent.
+    pub fn recall(&mut self, blocks: u32, take: bool, now_ms: u64) -> Vec<(InstanceId, Recall)> {
+        self.creditor.recall(blocks, take, now_ms)
+    }
+
+    /// Recalls whose deadline is over; they have ended.
+    pub fn unmet_recalls(&mut self, now_ms: u64) -> Vec<Unmet> {
+        self.creditor.recalls().overdue(now_ms)
+    }
+
+    /// Whether recalls are under way.
+    #[must_use]
+    pub fn recalling(&self) -> bool {
+        self.creditor.recalling()
+    }
+
+    /// Recalls that were met.
+    #[must_use]
+    pub fn recalls_met(&self) -> u64 {
+        self.creditor.recalls_met()
+    }
+
+    /// Takes blocks back from a debtor, which must be told ([`lagoon_protocol::LeaseRevoked`]); steps that attend to them
+    /// must be refused.
+    pub fn revoke(&mut self, debtor: InstanceId, blocks: u32, now_ms: u64) -> Vec<Revoked> {
+        self.creditor.revoke(debtor, blocks, now_ms, &mut self.pool)
+    }
+
+    /// What was taken back within a lease's time to live: their debtors may hold it in their belief still.
+    pub fn revoked(&self) -> impl Iterator<Item = &Revoked> {
+        self.creditor.revoked()
     }
 
     /// Tokens written in `layer` of a lease of `from`, from its first entry on.
@@ -386,8 +456,8 @@ impl RManager {
     }
 
     /// Seals a written entry if its content has `hash`. Idempotent. [`RefuseCode::OutOfRange`] if it is not written in
-    /// every layer. An
-    /// entry that was freed meanwhile needs no seal: `Ok`.
+    /// every layer. An entry that was freed meanwhile needs no seal: `Ok`. Says whether the debtor waits for a
+    /// [`lagoon_protocol::LeaseSealed`], because it moves.
     pub fn seal(
         &mut self,
         from: InstanceId,
@@ -395,7 +465,7 @@ impl RManager {
         epoch: Epoch,
         entry: u32,
         hash: &ContentHash,
-    ) -> Result<(), RefuseCode> {
+    ) -> Result<bool, RefuseCode> {
         self.creditor.seal(from, (lease, epoch), entry, hash, &mut self.pool)
     }
 

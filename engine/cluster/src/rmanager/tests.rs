@@ -1,5 +1,6 @@
 //! The creditor call by call: what it lends, writes, seals, refuses and frees.
 
+mod moves;
 mod negotiation;
 
 use super::*;
@@ -54,7 +55,7 @@ fn release(rm: &mut RManager, from: InstanceId, lease: LeaseId, epoch: Epoch, en
 fn write(rm: &mut RManager, (lease, epoch): (LeaseId, Epoch), layer: u32, tokens: u32, fill: u8) -> Vec<WritePiece> {
     let offset = rm.written(A, lease, epoch, layer).unwrap();
     let pieces = rm.begin_write(A, lease, epoch, layer, offset, tokens).unwrap();
-    rm.commit_write(lease, layer, &vec![fill; tokens as usize * SHAPE.layer_token_bytes()]);
+    rm.commit_write(lease, layer, &vec![fill; tokens as usize * SHAPE.layer_token_bytes()], 0);
     pieces
 }
 
@@ -186,8 +187,8 @@ fn a_block_is_sealed_by_the_hash_of_its_content() {
     assert_eq!(rm.seal(A, lease, epoch, 0, &[1; 32]), Err(RefuseCode::HashMismatch));
     assert_eq!(rm.pool().state(block), BlockState::Filling);
     assert_eq!(rm.seal(A, lease, epoch, 1, &hash), Err(RefuseCode::OutOfRange), "it is not whole");
-    assert_eq!(rm.seal(A, lease, epoch, 0, &hash), Ok(()));
-    assert_eq!(rm.seal(A, lease, epoch, 0, &hash), Ok(()));
+    assert_eq!(rm.seal(A, lease, epoch, 0, &hash), Ok(false));
+    assert_eq!(rm.seal(A, lease, epoch, 0, &hash), Ok(false));
     assert_eq!(rm.seal(A, lease, epoch, 0, &[1; 32]), Err(RefuseCode::HashMismatch));
     assert_eq!(rm.pool().state(block), BlockState::Sealed);
 }
@@ -206,7 +207,7 @@ fn leading_entries_are_freed_once_and_writes_may_come_after() {
     // Layer 1 was on its way when entries 0 and 1 (tokens 0..8) were freed.
     assert_eq!(write(&mut rm, (lease, epoch), 1, 10, 0), [WritePiece { token0: 8, slot0: 8, tokens: 2 }]);
     assert_eq!(write(&mut rm, (lease, epoch), 0, 4, 0), [WritePiece { token0: 2, slot0: 8, tokens: 2 }]);
-    assert_eq!(rm.seal(A, lease, epoch, 1, &[0; 32]), Ok(()), "a freed entry needs no seal");
+    assert_eq!(rm.seal(A, lease, epoch, 1, &[0; 32]), Ok(false), "a freed entry needs no seal");
     assert_eq!(rm.resolve(A, &run(8), &mut Vec::new()), Ok(()));
     release(&mut rm, A, lease, epoch, 9);
     assert_eq!(rm.counts().free, 20);
@@ -238,7 +239,7 @@ fn any_entries_are_freed_and_reads_of_them_refused() {
     // A layer that was on its way goes around the holes; freed blocks may have another owner by now.
     let piece = |token0, slot0, tokens| WritePiece { token0, slot0, tokens };
     assert_eq!(write(&mut rm, (lease, epoch), 1, 24, 0), [piece(0, 0, 8), piece(16, 16, 4)]);
-    assert_eq!(rm.seal(A, lease, epoch, 3, &[0; 32]), Ok(()), "a freed entry needs no seal");
+    assert_eq!(rm.seal(A, lease, epoch, 3, &[0; 32]), Ok(false), "a freed entry needs no seal");
     assert_eq!(rm.seal(A, lease, epoch, 0, &[0; 32]), Err(RefuseCode::HashMismatch));
     rm.pool().check();
     release(&mut rm, 0, 6);

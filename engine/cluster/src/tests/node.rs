@@ -238,7 +238,7 @@ impl Node {
     }
 
     /// The creditor's side of data messages. The answer goes back.
-    pub(super) fn on_data(&mut self, from: InstanceId, data: &Data) -> Option<Data> {
+    pub(super) fn on_data(&mut self, from: InstanceId, data: &Data, now_ms: u64) -> Option<Data> {
         let mut read_offset = None;
         let (lease, result) = match *data {
             Data::Write { lease, epoch, layer, offset, tokens, uid, pos } => {
@@ -246,7 +246,7 @@ impl Node {
                 let done = pieces.map(|pieces| {
                     let mut bytes = Vec::new();
                     kv_bytes(uid, pos..pos + tokens, layer, &mut bytes);
-                    self.rm.commit_write(lease, layer, &bytes);
+                    self.rm.commit_write(lease, layer, &bytes, now_ms);
                     for p in pieces {
                         let token = |i| Some((uid, pos + p.token0 + i));
                         (0..p.tokens).for_each(|i| self.store[(p.slot0 + i) as usize] = token(i));
@@ -254,7 +254,9 @@ impl Node {
                 });
                 (lease, done)
             }
-            Data::Seal { lease, epoch, entry, hash } => (lease, self.rm.seal(from, lease, epoch, entry, &hash)),
+            Data::Seal { lease, epoch, entry, hash } => {
+                (lease, self.rm.seal(from, lease, epoch, entry, &hash).map(drop))
+            }
             Data::Read { run, uid } => {
                 read_offset = Some(run.offset);
                 let mut runs = Vec::new();

@@ -435,7 +435,7 @@ impl World {
                 self.nodes[to].lose_creditor(sender, Some(lease), self.now_ms);
             }
             Body::Data(data) => {
-                if let Some(answer) = self.nodes[to].on_data(sender, &data) {
+                if let Some(answer) = self.nodes[to].on_data(sender, &data, self.now_ms) {
                     self.send(to, sender, Body::Data(answer));
                 }
             }

@@ -7,7 +7,7 @@
 //!   it;
 //! * nothing new is written while something is lost, and what is lost is written in ascending order.
 
-use super::{Advance, Placement, RemoteBlock, RemoteEntries, RemoteGrant, SeqBlocks, add_entry, index};
+use super::{Advance, Placement, RemoteBlock, RemoteEntries, RemoteGrant, SeqBlocks, index, push_entry};
 use lagoon_types::run::visible;
 use lagoon_types::{InstanceId, LeaseId, PhysBlock};
 use std::ops::Range;
@@ -34,13 +34,27 @@ impl SeqBlocks {
     /// Makes holes of all blocks in leases that `is_lost` names. Returns those leases, each with the span of its
     /// entries that the table had: it does not hold them any more.
     pub fn lose(&mut self, is_lost: impl Fn(InstanceId, LeaseId) -> bool) -> Vec<RemoteEntries> {
-        let (mut leases, mut lost) = (Vec::new(), Vec::new());
+        let mut leases: Vec<RemoteEntries> = Vec::new();
+        for entries in self.lose_where(|b| is_lost(b.creditor, b.lease)) {
+            match leases.iter_mut().find(|l| (l.creditor, l.lease) == (entries.creditor, entries.lease)) {
+                Some(span) => {
+                    (span.first, span.entries) = (span.first.min(entries.first), span.entries.max(entries.entries));
+                }
+                None => leases.push(entries),
+            }
+        }
+        leases
+    }
+
+    /// Makes holes of all blocks that `is_lost` names, and returns exactly their entries.
+    pub fn lose_where(&mut self, is_lost: impl Fn(&RemoteBlock) -> bool) -> Vec<RemoteEntries> {
+        let (mut entries, mut lost): (Vec<RemoteEntries>, _) = (Vec::new(), Vec::new());
         for (block, placement) in (0..).zip(&mut self.blocks) {
             let Placement::Remote(remote) = *placement else { continue };
-            if !is_lost(remote.creditor, remote.lease) {
+            if !is_lost(&remote) {
                 continue;
             }
-            add_entry(&mut leases, &remote);
+            push_entry(&mut entries, &remote);
             *placement = Placement::Hole;
             self.holes += 1;
             let start = block * self.block_tokens;
@@ -50,7 +64,7 @@ impl SeqBlocks {
             }
         }
         self.lost = union(&self.lost, &lost);
-        leases
+        entries
     }
 
     /// Whether what is lost can be computed from what is left: the KV that its first row attends to must be here still.

@@ -14,12 +14,20 @@ impl SeqBlocks {
         self.gone.min(full)..full
     }
 
-    /// Puts a movable block to another place and returns the old one, which is the caller's to free.
+    /// Whether a block has a place and is written in every token and layer.
+    #[must_use]
+    pub fn is_whole(&self, block: u32) -> bool {
+        let (start, end) = (block * self.block_tokens(), (block + 1) * self.block_tokens());
+        let lost = self.lost.iter().any(|l| l.start < end && start < l.end);
+        block >= self.gone && end <= self.written() && !lost
+    }
+
+    /// Puts a whole block to another place and returns the old one, which is the caller's to free.
     ///
     /// # Panics
-    /// If the block is not [`SeqBlocks::movable`], `to` is no place, or `to` is in the table already.
+    /// If the block is not [`SeqBlocks::is_whole`], `to` is no place, or `to` is in the table already.
     pub fn relocate(&mut self, block: u32, to: Placement) -> Placement {
-        assert!(self.movable().contains(&block), "block {block} is not whole and cannot move");
+        assert!(self.is_whole(block), "block {block} is not whole and cannot move");
         assert!(matches!(to, Placement::Local(_) | Placement::Remote(_)), "a move has a target");
         let at = &mut self.blocks[index(block)];
         assert_ne!(*at, to, "block {block} is there already");

@@ -9,12 +9,12 @@ fn candidate(instance: InstanceId) -> Candidate {
     Candidate { instance: instance.0, quic_addr: format!("addr-{instance}"), blocks_lendable: 9 }
 }
 
-fn outputs(rm: &mut RManager) -> Vec<Output> {
+pub(super) fn outputs(rm: &mut RManager) -> Vec<Output> {
     std::iter::from_fn(|| rm.poll()).collect()
 }
 
 /// The one query among the outputs.
-fn query(rm: &mut RManager) -> lagoon_protocol::BorrowQuery {
+pub(super) fn query(rm: &mut RManager) -> lagoon_protocol::BorrowQuery {
     let queries: Vec<_> = outputs(rm)
         .into_iter()
         .filter_map(|o| match o {
@@ -26,14 +26,14 @@ fn query(rm: &mut RManager) -> lagoon_protocol::BorrowQuery {
     query.clone()
 }
 
-fn advise(rm: &mut RManager, query: u64, candidates: &[InstanceId], now_ms: u64) {
+pub(super) fn advise(rm: &mut RManager, query: u64, candidates: &[InstanceId], now_ms: u64) {
     let candidates = candidates.iter().map(|c| candidate(*c)).collect();
     let advice = BorrowAdvice { query, candidates, pool_blocks_total: 100, pool_blocks_lendable: 50 };
     rm.on_advice(&advice, now_ms);
 }
 
 /// The one lease request among the outputs, and to whom.
-fn asked(rm: &mut RManager) -> (InstanceId, LeaseRequest) {
+pub(super) fn asked(rm: &mut RManager) -> (InstanceId, LeaseRequest) {
     let all = outputs(rm);
     let asks: Vec<_> = all
         .iter()
@@ -46,12 +46,12 @@ fn asked(rm: &mut RManager) -> (InstanceId, LeaseRequest) {
     ask.clone()
 }
 
-fn grant(rm: &mut RManager, from: InstanceId, request: u64, lease: u64, blocks: u32, now_ms: u64) {
+pub(super) fn grant(rm: &mut RManager, from: InstanceId, request: u64, lease: u64, blocks: u32, now_ms: u64) {
     let m = LeaseGrant { request, lease, epoch: lease + 1000, blocks, ttl_ms: TTL };
     assert_eq!(rm.on_peer_control(from, ControlBody::LeaseGrant(m), now_ms), None);
 }
 
-fn refuse(rm: &mut RManager, from: InstanceId, request: u64, now_ms: u64) {
+pub(super) fn refuse(rm: &mut RManager, from: InstanceId, request: u64, now_ms: u64) {
     let m = LeaseRefuse { request, blocks_lendable: 1, reason: String::new() };
     assert_eq!(rm.on_peer_control(from, ControlBody::LeaseRefuse(m), now_ms), None);
 }
@@ -66,7 +66,7 @@ fn release_to(instance: InstanceId, lease: u64, entries: u32) -> Output {
 }
 
 /// Borrows all of `blocks` from `A` at time 0.
-fn borrowed(rm: &mut RManager, lease: u64, blocks: u32) {
+pub(super) fn borrowed(rm: &mut RManager, lease: u64, blocks: u32) {
     rm.borrow(SeqId(5), blocks, 0);
     let q = query(rm);
     advise(rm, q.query, &[A], 0);

@@ -1,0 +1,228 @@
+//! The copy: one layer of one block at a time, from its source to its target, and the proof that it arrived.
+//!
+//! Reads are bounded by one layer of one block each, so that the device is never held for long; all together by bytes in
+//! flight; and beside a step by the pace. A lease is written block by block in ascending order, as every lease is.
+
+use super::{Item, Move};
+use crate::event::Effect;
+use crate::instance::Instance;
+use bytes::Bytes;
+use lagoon_kv::Placement;
+use lagoon_protocol::{BulkFrame, RefuseCode};
+use lagoon_runner::{Command, GuestRead, GuestTag, GuestWrite};
+use lagoon_types::limits::{MOVE_BYTES_IN_FLIGHT_MAX, MOVE_RESERVE_MS};
+use lagoon_types::{InstanceId, LeaseId};
+
+impl Instance {
+    fn layer_bytes(&self) -> u64 {
+        u64::from(self.config.block_tokens) * self.config.kv.layer_token_bytes() as u64
+    }
+
+    /// Asks sources for as much as may move now, the oldest move first.
+    pub(crate) fn pump_moves(&mut self) {
+        let layers = self.config.kv.layers;
+        let layer_bytes = self.layer_bytes();
+        let most = MOVE_BYTES_IN_FLIGHT_MAX.max(2 * layer_bytes * u64::from(layers));
+        let numbers: Vec<u64> = self.moves.moves.keys().copied().collect();
+        for no in numbers {
+            loop {
+                let busy = self.lanes.iter().any(Option::is_some);
+                if self.moves.bytes_in_flight + layer_bytes > most || busy && !self.moves.pace.allows() {
+                    return;
+                }
+                let next = self.moves.moves.get_mut(&no).and_then(|m| m.items.iter_mut().find(|i| i.asked < layers));
+                let Some(item) = next else { break };
+                let (block, layer, from) = (item.block, item.asked, item.from);
+                item.asked += 1;
+                self.moves.bytes_in_flight += layer_bytes;
+                item.paced |= busy;
+                if busy {
+                    self.moves.pace.spend();
+                }
+                if !self.ask(no, block, layer, from) {
+                    self.close_move(no, "the source is not connected", true);
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Asks for one layer of a block. False if its source cannot be asked.
+    fn ask(&mut self, no: u64, block: u32, layer: u32, from: Placement) -> bool {
+        let tokens = self.config.block_tokens;
+        match from {
+            Placement::Local(phys) => {
+                let tag = self.moves.tag((no, block, layer));
+                let read = GuestRead { tag, layer, pieces: vec![(phys.0 * tokens, tokens)] };
+                self.effects.push(Effect::Runner(Command::GuestRead(read)));
+            }
+            Placement::Remote(b) => {
+                let Some(peer) = self.peers.key(b.creditor) else { return false };
+                if !self.lanes.iter().any(Option::is_some) {
+                    self.peers.transfer(b.creditor, self.now_ms);
+                }
+                self.next_read += 1;
+                let id = self.next_read;
+                self.moves.reads.insert(id, (no, block, layer));
+                let deadline_ms = u32::try_from(MOVE_RESERVE_MS).unwrap_or(u32::MAX);
+                let (lease, epoch, offset) = (b.lease, b.epoch, b.entry * tokens);
+                let frame = BulkFrame::Read { id, lease, epoch, layer, offset, tokens, deadline_ms };
+                self.effects.push(Effect::Bulk { peer, frame });
+            }
+            Placement::Gone | Placement::Hole => panic!("a block that moves has a place"),
+        }
+        true
+    }
+
+    /// KV that was read at a creditor. Says whether a move had asked for it.
+    pub(crate) fn on_move_data(&mut self, from: InstanceId, id: u64, layer: u32, kv: Bytes) -> bool {
+        let Some((no, block, wanted)) = self.moves.reads.remove(&id) else { return false };
+        let paced = self.moves.moves.get(&no).is_none_or(|m| m.items.iter().any(|i| i.block == block && i.paced));
+        if !paced {
+            self.peers.transferred(from, kv.len() as u64, self.now_ms);
+        }
+        if wanted == layer {
+            self.arrived(no, block, layer, kv);
+        } else {
+            self.close_move(no, "a creditor answered another layer", true);
+        }
+        true
+    }
+
+    /// A read at a creditor was refused. Says whether a move had asked for it.
+    pub(crate) fn on_move_refused(&mut self, id: u64, code: RefuseCode) -> bool {
+        let Some((no, _, _)) = self.moves.reads.remove(&id) else { return false };
+        self.close_move(no, &format!("the source refused: {code:?}"), true);
+        true
+    }
+
+    /// KV that was read here. Says whether a move had asked for it.
+    pub(crate) fn on_move_kv(&mut self, tag: GuestTag, kv: &Bytes) -> bool {
+        let Some((no, block, layer)) = self.moves.tags.remove(&tag) else { return false };
+        self.arrived(no, block, layer, kv.clone());
+        true
+    }
+
+    /// The device stored a layer of a block that comes home.
+    pub(crate) fn on_move_stored(&mut self, tag: GuestTag) {
+        let Some((no, block, _)) = self.moves.tags.remove(&tag) else { return };
+        let (layers, layer_bytes) = (self.config.kv.layers, self.layer_bytes());
+        let items = self.moves.moves.get_mut(&no).map(|m| &mut m.items);
+        let Some(item) = items.and_then(|items| items.iter_mut().find(|i| i.block == block)) else { return };
+        item.stored += 1;
+        if item.stored == layers && item.hash.is_some() {
+            item.verified = true;
+            self.moves.bytes_in_flight -= u64::from(layers) * layer_bytes;
+        }
+    }
+
+    /// The device failed a move. Says whether the tag was a move's.
+    pub(crate) fn on_move_failed(&mut self, tag: GuestTag, error: &str) -> bool {
+        let Some((no, _, _)) = self.moves.tags.remove(&tag) else { return false };
+        self.close_move(no, error, true);
+        true
+    }
+
+    fn arrived(&mut self, no: u64, block: u32, layer: u32, kv: Bytes) {
+        if kv.len() as u64 != self.layer_bytes() {
+            return self.close_move(no, "a source answered with another size", true);
+        }
+        let items = self.moves.moves.get_mut(&no).map(|m| &mut m.items);
+        let Some(item) = items.and_then(|items| items.iter_mut().find(|i| i.block == block)) else { return };
+        item.arrived.insert(layer, kv);
+        while self.pass_next(no) {}
+    }
+
+    /// Hands the next layer that is due to the target; false if it is not here yet.
+    fn pass_next(&mut self, no: u64) -> bool {
+        let layers = self.config.kv.layers;
+        let Some(entry) = self.moves.moves.get_mut(&no) else { return false };
+        // Block by block: an item that is passed on whole waits only for its proof.
+        let Some(at) = entry.items.iter().position(|i| i.passed < layers) else { return false };
+        let item = &mut entry.items[at];
+        let layer = item.passed;
+        let Some(kv) = item.arrived.remove(&layer) else { return false };
+        item.passed += 1;
+        self.moves.status.bytes += kv.len() as u64;
+        match item.to {
+            Placement::Local(_) => self.pass_home(no, at, layer, kv),
+            Placement::Remote(_) => self.pass_on(no, at, layer, kv),
+            Placement::Gone | Placement::Hole => panic!("a move has a target"),
+        }
+        true
+    }
+
+    /// The hash that a block had when it was written, if it was written to a creditor.
+    fn hash_at_source(&self, entry: &Move, item: &Item) -> Option<lagoon_kv::hash::ContentHash> {
+        let Placement::Remote(b) = item.from else { return None };
+        let seq = self.seqs.get(&entry.seq)?;
+        seq.leases.get(&(b.creditor, b.lease))?.hashes.get(&b.entry).copied()
+    }
+
+    fn pass_home(&mut self, no: u64, at: usize, layer: u32, kv: Bytes) {
+        let tokens = self.config.block_tokens;
+        let Some(item) = self.moves.moves.get_mut(&no).map(|m| &mut m.items[at]) else { return };
+        let (block, Placement::Local(phys)) = (item.block, item.to) else { return };
+        item.hash = item.hasher.update(layer as usize, &kv);
+        if item.hash.is_some() && !self.content_is_right(no, at) {
+            return self.damaged(no, at);
+        }
+        let tag = self.moves.tag((no, block, layer));
+        self.guests.queue_write(kv.len());
+        let write = GuestWrite { tag: Some(tag), layer, pieces: vec![(phys.0 * tokens, tokens)], kv };
+        self.effects.push(Effect::Runner(Command::GuestWrite(write)));
+    }
+
+    /// Whether an item's content is what was written to its source.
+    fn content_is_right(&self, no: u64, at: usize) -> bool {
+        let entry = &self.moves.moves[&no];
+        let item = &entry.items[at];
+        matches!(item.from, Placement::Local(_)) || self.hash_at_source(entry, item) == item.hash
+    }
+
+    /// What a creditor has is not what was written there: nobody may attend to it any more.
+    fn damaged(&mut self, no: u64, at: usize) {
+        self.moves.status.damaged += 1;
+        let entry = &self.moves.moves[&no];
+        let (seq, from) = (entry.seq, entry.items[at].from);
+        self.moves.moves.get_mut(&no).into_iter().for_each(|m| m.items[at].hash = None);
+        self.close_move(no, "the source's content is damaged", true);
+        if let Placement::Remote(b) = from {
+            self.lose(seq, b.creditor, Some(b.lease), "a creditor's blocks are damaged");
+        }
+    }
+
+    fn pass_on(&mut self, no: u64, at: usize, layer: u32, kv: Bytes) {
+        let tokens = self.config.block_tokens;
+        let Some(entry) = self.moves.moves.get_mut(&no) else { return };
+        let (Placement::Remote(to), Some(target)) = (entry.items[at].to, entry.lease.as_mut()) else { return };
+        let Some(peer) = self.peers.key(to.creditor) else {
+            return self.close_move(no, "the target is not connected", true);
+        };
+        let offset = to.entry * tokens;
+        assert_eq!(target.hasher.written(layer as usize), offset, "a lease is written in order");
+        let mut whole = Vec::new();
+        target.hasher.write(layer as usize, &kv, &mut whole);
+        let (lease, epoch) = (target.lease, target.epoch);
+        let paced = entry.items[at].paced;
+        if layer == 0 && !paced {
+            self.peers.transfer(to.creditor, self.now_ms);
+        }
+        self.rm.note_written(to.creditor, lease, self.now_ms);
+        let write = BulkFrame::Write { lease, epoch, layer, offset, tokens, kv };
+        self.effects.push(Effect::Bulk { peer, frame: write });
+        let Some(&(sealed, hash)) = whole.first() else { return };
+        assert_eq!(sealed, to.entry, "blocks are passed on one after the other");
+        self.moves.moves.get_mut(&no).into_iter().for_each(|m| m.items[at].hash = Some(hash));
+        if !self.content_is_right(no, at) {
+            return self.damaged(no, at);
+        }
+        let seal = BulkFrame::Seal { lease, epoch, entry: sealed, hash };
+        self.effects.push(Effect::Bulk { peer, frame: seal });
+    }
+
+    /// A target refused a write or a seal. Says whether a move writes there.
+    pub(crate) fn on_move_write_refused(&mut self, creditor: InstanceId, lease: LeaseId, code: RefuseCode) -> bool {
+        self.end_move_to(creditor, lease, &format!("the target refused: {code:?}"), true)
+    }
+}

@@ -1,0 +1,547 @@
+//! Movement of a sequence's rBlocks between instances, on the debtor that runs it (Infinite-LLM v2 §6.2): to a creditor,
+//! home, or from one creditor to another through the debtor. Who decides is elsewhere: the gManager's orders and
+//! creditors' recalls come in here.
+//!
+//! A move reserves at the target before any byte moves; copies blocks that are whole, one layer of one block at a time
+//! (`copy.rs`), beside decoding and at its pace (`pace.rs`); verifies each by its content's hash; switches the block
+//! table when its sequence is in no step; and only then frees the source. Invariants:
+//! * the table lists each position once, at the source until the switch and at the target from then on;
+//! * a block is in at most one move;
+//! * whatever ends a move early (its sequence, source or target is gone, its deadline is over) frees what is reserved
+//!   at the target and not switched to, once, and leaves the source as it is.
+
+mod copy;
+mod pace;
+mod recall;
+
+use crate::event::Effect;
+use crate::instance::Instance;
+use crate::sequence::HeldLease;
+use bytes::Bytes;
+use lagoon_cluster::{BorrowId, BorrowedLease};
+use lagoon_kv::hash::ContentHash;
+use lagoon_kv::seq::push_entry;
+use lagoon_kv::{Advance, BlockHasher, LeaseHasher, Placement, RemoteBlock, RemoteEntries};
+use lagoon_protocol::{ControlBody, LeasePurpose, MoveKvCache, MoveOutcome, MoveReason};
+use lagoon_runner::GuestTag;
+use lagoon_types::limits::{INSTANCE_MOVES_MAX, MOVE_MS_MAX};
+use lagoon_types::{Epoch, InstanceId, LeaseId, PhysBlock, SeqId};
+use pace::Pace;
+use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What moved so far, for metrics.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct MoveStatus {
+    /// Moves under way.
+    pub in_progress: usize,
+    /// Tokens per step that move beside a sequence that grows.
+    pub tokens_per_step: u32,
+    /// Blocks that went to a creditor.
+    pub blocks_out: u64,
+    /// Blocks that came home.
+    pub blocks_home: u64,
+    /// Blocks that went from one creditor to another.
+    pub blocks_between: u64,
+    /// Bytes of KV that were copied.
+    pub bytes: u64,
+    /// Moves that no target had room for.
+    pub refused: u64,
+    /// Moves that ended before all of their blocks had moved.
+    pub cut_short: u64,
+    /// Blocks whose copy was not what its hash says.
+    pub damaged: u64,
+    /// Recalls by this instance's creditors.
+    pub recalls_received: u64,
+    /// This instance's own recalls that debtors met.
+    pub recalls_met: u64,
+    /// Blocks that it took back after a recall that was not met.
+    pub blocks_revoked: u64,
+}
+
+/// One end of a move.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    Here,
+    At(InstanceId),
+}
+
+/// Who wants a move.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Why {
+    /// The gManager's order of this number.
+    Order(u64),
+    Recall,
+}
+
+#[derive(Debug)]
+enum Phase {
+    /// Negotiates with the target.
+    Reserving(BorrowId),
+    Copying,
+}
+
+/// A lease at the target.
+#[derive(Debug)]
+struct TargetLease {
+    creditor: InstanceId,
+    lease: LeaseId,
+    epoch: Epoch,
+    hasher: LeaseHasher,
+}
+
+/// One block of a move.
+#[derive(Debug)]
+struct Item {
+    block: u32,
+    from: Placement,
+    to: Placement,
+    /// Layers that were asked for at the source.
+    asked: u32,
+    /// Some of it waited for the pace: its time says nothing of the link.
+    paced: bool,
+    /// Layers that were handed to the target, in order.
+    passed: u32,
+    /// Layers that came from the source and wait for their turn.
+    arrived: BTreeMap<u32, Bytes>,
+    /// Layers that this instance's device has stored, of a block that comes home.
+    stored: u32,
+    hasher: BlockHasher,
+    hash: Option<ContentHash>,
+    /// The copy is whole and its content is right: the sequence may switch to it.
+    verified: bool,
+}
+
+#[derive(Debug)]
+struct Move {
+    seq: SeqId,
+    why: Why,
+    source: Place,
+    target: Place,
+    wanted: u32,
+    moved: u32,
+    deadline_ms: u64,
+    phase: Phase,
+    lease: Option<TargetLease>,
+    /// Ascending in block, and in entry of the target's lease.
+    items: Vec<Item>,
+    /// Why not all of it moves.
+    reason: String,
+    target_lendable: Option<u32>,
+}
+
+/// State of movement.
+#[derive(Debug)]
+pub(crate) struct Moves {
+    issued: u64,
+    /// By number: the oldest first.
+    moves: BTreeMap<u64, Move>,
+    /// Reads under way at creditors: move, block and layer.
+    reads: BTreeMap<u64, (u64, u32, u32)>,
+    /// Reads and writes of this instance's own store: move, block and layer.
+    tags: BTreeMap<GuestTag, (u64, u32, u32)>,
+    next_tag: u64,
+    /// Bytes that were asked for and are not verified yet.
+    bytes_in_flight: u64,
+    pub(crate) pace: Pace,
+    pub(crate) status: MoveStatus,
+}
+
+/// Tags of moves are apart from those of peers' frames.
+const TAG_BASE: u64 = 1 << 63;
+
+impl Moves {
+    pub(crate) fn new(layers: u32, block_tokens: u32) -> Self {
+        Self {
+            issued: 0,
+            moves: BTreeMap::new(),
+            reads: BTreeMap::new(),
+            tags: BTreeMap::new(),
+            next_tag: TAG_BASE,
+            bytes_in_flight: 0,
+            pace: Pace::new(layers, block_tokens),
+            status: MoveStatus::default(),
+        }
+    }
+
+    pub(crate) fn status(&self) -> MoveStatus {
+        MoveStatus { in_progress: self.moves.len(), tokens_per_step: self.pace.tokens(), ..self.status }
+    }
+
+    /// Own blocks that a sequence's moves have reserved.
+    pub(crate) fn reserved_here(&self, seq: SeqId) -> usize {
+        let of = |m: &Move| m.items.iter().filter(|i| matches!(i.to, Placement::Local(_))).count();
+        self.moves.values().filter(|m| m.seq == seq).map(of).sum()
+    }
+
+    /// Hashing state of leases that moves write, for accounting.
+    pub(crate) fn hashers(&self) -> impl Iterator<Item = &LeaseHasher> {
+        self.moves.values().filter_map(|m| m.lease.as_ref()).map(|l| &l.hasher)
+    }
+
+    fn tag(&mut self, what: (u64, u32, u32)) -> GuestTag {
+        self.next_tag += 1;
+        self.tags.insert(GuestTag(self.next_tag), what);
+        GuestTag(self.next_tag)
+    }
+}
+
+impl Instance {
+    /// `move_kvcache` from the gManager. Answered once by a [`MoveOutcome`].
+    pub(crate) fn on_move_order(&mut self, order: &MoveKvCache) {
+        let place = |id: u32| if self.id == Some(InstanceId(id)) { Place::Here } else { Place::At(InstanceId(id)) };
+        let (source, target) = (place(order.source), place(order.target));
+        let purpose = match order.reason() {
+            MoveReason::Swap => LeasePurpose::Swap,
+            MoveReason::Plan | MoveReason::Drain | MoveReason::Operator => LeasePurpose::Move,
+        };
+        let why = Why::Order(order.order);
+        let target_addr = (target != Place::Here).then(|| order.target_addr.clone());
+        let deadline_ms = self.now_ms + u64::from(order.deadline_ms).min(MOVE_MS_MAX);
+        let seq = SeqId(order.seq);
+        let request = Request { seq, why, source, target, target_addr, blocks: order.blocks, purpose, deadline_ms };
+        let frozen = self.frozen().filter(|f| f.seq == seq);
+        let swap = order.reason() == MoveReason::Swap;
+        let started = if swap != frozen.is_some() || frozen.is_some_and(|f| f.cycle != order.cycle) {
+            Err("frozen debts move with their cycle only".to_owned())
+        } else {
+            self.start_move(request)
+        };
+        if let Err(reason) = started {
+            self.outcome(why, 0, reason, None);
+        }
+    }
+
+    fn outcome(&mut self, why: Why, moved: u32, reason: String, target_lendable: Option<u32>) {
+        let Why::Order(order) = why else { return };
+        let outcome = MoveOutcome { order, moved, reason, target_lendable };
+        self.effects.push(Effect::ToGManager(ControlBody::MoveOutcome(outcome)));
+    }
+
+    /// Blocks of a sequence at `source` that can move now and are in no move, ascending.
+    fn candidates(&self, id: SeqId, source: Place) -> Vec<(u32, Placement)> {
+        let Some(seq) = self.seqs.get(&id).filter(|_| self.sched.is_running(id) || self.is_frozen(id)) else {
+            return Vec::new();
+        };
+        let of = self.moves.moves.values().filter(|m| m.seq == id);
+        let moving: BTreeSet<u32> = of.flat_map(|m| m.items.iter().map(|i| i.block)).collect();
+        let at_source = |placement: &Placement| match (placement, source) {
+            (Placement::Local(_), Place::Here) => true,
+            (Placement::Remote(b), Place::At(creditor)) => {
+                let held = seq.leases.get(&(b.creditor, b.lease));
+                b.creditor == creditor && held.is_some_and(|h| h.hashes.contains_key(&b.entry))
+            }
+            _ => false,
+        };
+        let movable = seq.blocks.movable();
+        let blocks = movable.map(|block| (block, seq.blocks.placements()[block as usize]));
+        blocks.filter(|(block, placement)| at_source(placement) && !moving.contains(block)).collect()
+    }
+
+    /// Chooses at most `n` of the candidates: the oldest of those that leave, the newest of those that are elsewhere, so
+    /// that what stays local is the end of the sequence and is one run.
+    fn choose(&self, id: SeqId, source: Place, n: u32) -> Vec<(u32, Placement)> {
+        let mut blocks = self.candidates(id, source);
+        match source {
+            Place::Here => blocks.truncate(n as usize),
+            Place::At(_) => drop(blocks.drain(..blocks.len().saturating_sub(n as usize))),
+        }
+        blocks
+    }
+
+    fn start_move(&mut self, request: Request) -> Result<(), String> {
+        let Request { seq, why, source, target, target_addr, blocks, purpose, deadline_ms } = request;
+        if source == target {
+            return Err("the source is the target".to_owned());
+        }
+        if self.moves.moves.len() >= INSTANCE_MOVES_MAX {
+            return Err(format!("{INSTANCE_MOVES_MAX} moves are under way"));
+        }
+        let n = self.choose(seq, source, blocks).len();
+        let n = u32::try_from(n).unwrap_or(u32::MAX);
+        if n == 0 {
+            return Err(format!("{seq} has no whole blocks there that could move"));
+        }
+        let phase = match target {
+            Place::Here => Phase::Copying,
+            Place::At(instance) => {
+                let at = target_addr.map(|addr| (instance, addr));
+                Phase::Reserving(self.rm.reserve(seq, at, n, purpose, self.now_ms))
+            }
+        };
+        self.moves.issued += 1;
+        let no = self.moves.issued;
+        let entry = Move {
+            seq,
+            why,
+            source,
+            target,
+            wanted: blocks,
+            moved: 0,
+            deadline_ms,
+            phase,
+            lease: None,
+            items: Vec::new(),
+            reason: String::new(),
+            target_lendable: None,
+        };
+        self.moves.moves.insert(no, entry);
+        if target == Place::Here {
+            self.reserve_here(no, n);
+        }
+        Ok(())
+    }
+
+    fn item(&self, (block, from): (u32, Placement), to: Placement) -> Item {
+        let kv = self.config.kv;
+        let layer_bytes = self.config.block_tokens as usize * kv.layer_token_bytes();
+        Item {
+            block,
+            from,
+            to,
+            asked: 0,
+            paced: false,
+            passed: 0,
+            arrived: BTreeMap::new(),
+            stored: 0,
+            hasher: BlockHasher::new(kv.layers as usize, layer_bytes),
+            hash: None,
+            verified: false,
+        }
+    }
+
+    /// Own blocks for what comes home: as many as are free, one left for growth.
+    fn reserve_here(&mut self, no: u64, n: u32) {
+        let Some(entry) = self.moves.moves.get(&no) else { return };
+        let (seq, source) = (entry.seq, entry.source);
+        let n = n.min(self.rm.available().saturating_sub(1));
+        let Some(own) = (n > 0).then(|| self.rm.allocate(seq, n, None)).flatten() else {
+            return self.close_move(no, "this instance has no room", false);
+        };
+        let chosen = self.choose(seq, source, n);
+        let items: Vec<Item> =
+            chosen.into_iter().zip(&own).map(|(from, to)| self.item(from, Placement::Local(*to))).collect();
+        self.rm.free(seq, &own[items.len()..]);
+        if let Some(entry) = self.moves.moves.get_mut(&no) {
+            entry.items = items;
+        }
+    }
+
+    fn move_of_borrow(&self, borrow: BorrowId) -> Option<u64> {
+        let of = |m: &Move| matches!(m.phase, Phase::Reserving(b) if b == borrow);
+        self.moves.moves.iter().find(|(_, m)| of(m)).map(|(no, _)| *no)
+    }
+
+    /// The target reserved blocks. What is not needed any more is given back at once.
+    pub(crate) fn on_reserved(&mut self, borrow: BorrowId, lease: &BorrowedLease) {
+        let &BorrowedLease { creditor, lease: id, epoch, blocks, .. } = lease;
+        let all = RemoteEntries { creditor, lease: id, epoch, first: 0, entries: blocks };
+        let Some(no) = self.move_of_borrow(borrow) else { return self.rm.release(&all, self.now_ms) };
+        let kv = self.config.kv;
+        let hasher = LeaseHasher::new(kv.layers as usize, self.config.block_tokens, kv.layer_token_bytes());
+        let (seq, source) = (self.moves.moves[&no].seq, self.moves.moves[&no].source);
+        let to = |entry: u32| Placement::Remote(RemoteBlock { creditor, lease: id, epoch, entry });
+        let connected = self.peers.key(creditor).is_some() && source != Place::At(creditor);
+        let chosen = if connected { self.choose(seq, source, blocks) } else { Vec::new() };
+        let items: Vec<Item> = chosen.into_iter().zip(0..).map(|(from, entry)| self.item(from, to(entry))).collect();
+        let used = u32::try_from(items.len()).unwrap_or(u32::MAX);
+        if used < blocks {
+            self.rm.release(&RemoteEntries { first: used, ..all }, self.now_ms);
+        }
+        let Some(entry) = self.moves.moves.get_mut(&no) else { return };
+        entry.phase = Phase::Copying;
+        entry.items = items;
+        entry.lease = Some(TargetLease { creditor, lease: id, epoch, hasher });
+        if used < entry.wanted {
+            "the target reserved fewer blocks, or fewer can move".clone_into(&mut entry.reason);
+        }
+        if used == 0 {
+            self.close_move(no, "its blocks or the target are gone", false);
+        }
+    }
+
+    /// No target has room.
+    pub(crate) fn on_not_reserved(&mut self, borrow: BorrowId, lendable: Option<u32>) {
+        let Some(no) = self.move_of_borrow(borrow) else { return };
+        self.moves.status.refused += 1;
+        if let Some(entry) = self.moves.moves.get_mut(&no) {
+            entry.target_lendable = lendable;
+            entry.phase = Phase::Copying;
+        }
+        self.close_move(no, "the target has no room", false);
+    }
+
+    /// The creditor has verified entries.
+    pub(crate) fn on_sealed(&mut self, creditor: InstanceId, lease: LeaseId, entries: &[u32]) {
+        let of = |m: &&mut Move| m.lease.as_ref().is_some_and(|l| (l.creditor, l.lease) == (creditor, lease));
+        let Some(entry) = self.moves.moves.values_mut().find(of) else { return };
+        let block_bytes = u64::from(self.config.block_tokens) * self.config.kv.token_bytes() as u64;
+        for item in &mut entry.items {
+            let Placement::Remote(to) = item.to else { continue };
+            // Only what was passed on whole can have been verified, whatever the creditor says.
+            if entries.contains(&to.entry) && item.hash.is_some() && !item.verified {
+                item.verified = true;
+                self.moves.bytes_in_flight -= block_bytes;
+                if !item.paced {
+                    self.peers.transferred(creditor, block_bytes, self.now_ms);
+                }
+            }
+        }
+    }
+
+    /// Switches sequences that are in no step to what is verified, and frees the sources.
+    pub(crate) fn switch_moves(&mut self) {
+        let ready = |m: &Move| m.items.iter().any(|i| i.verified) && !self.sched.in_step(m.seq);
+        let ready: Vec<u64> = self.moves.moves.iter().filter(|(_, m)| ready(m)).map(|(no, _)| *no).collect();
+        for no in ready {
+            self.switch_move(no);
+            self.end_if_done(no);
+        }
+    }
+
+    fn switch_move(&mut self, no: u64) {
+        let Some(entry) = self.moves.moves.get_mut(&no) else { return };
+        let id = entry.seq;
+        let Some(seq) = self.seqs.get_mut(&id) else { return };
+        let mut freed: Vec<RemoteEntries> = Vec::new();
+        for item in entry.items.extract_if(.., |item| item.verified) {
+            let old = seq.blocks.relocate(item.block, item.to);
+            assert_eq!(old, item.from, "a block that moves stays where it is until the switch");
+            match item.to {
+                Placement::Remote(b) => {
+                    let held = seq.leases.entry((b.creditor, b.lease)).or_insert_with(HeldLease::for_move);
+                    held.blocks += 1;
+                    held.hashes.insert(b.entry, item.hash.expect("verified by it"));
+                }
+                Placement::Local(b) => self.rm.mark_written(&Advance { sealed: vec![b], ..Advance::default() }),
+                Placement::Gone | Placement::Hole => panic!("a move has a target"),
+            }
+            match old {
+                Placement::Local(b) => self.rm.free(id, &[b]),
+                Placement::Remote(b) => {
+                    seq.forget_entries(&RemoteEntries::one(&b));
+                    push_entry(&mut freed, &b);
+                }
+                Placement::Gone | Placement::Hole => panic!("a block that moves has a place"),
+            }
+            entry.moved += 1;
+            let count = match (entry.source, entry.target) {
+                (_, Place::Here) => &mut self.moves.status.blocks_home,
+                (Place::Here, _) => &mut self.moves.status.blocks_out,
+                _ => &mut self.moves.status.blocks_between,
+            };
+            *count += 1;
+        }
+        freed.iter().for_each(|entries| self.rm.release(entries, self.now_ms));
+        if self.sched.is_running(id) {
+            let lane = self.lane_of(id);
+            self.sched.set_lane(id, lane);
+        }
+    }
+
+    fn end_if_done(&mut self, no: u64) {
+        let done = |m: &&Move| m.items.is_empty() && matches!(m.phase, Phase::Copying);
+        if self.moves.moves.get(&no).filter(done).is_none() {
+            return;
+        }
+        let Some(entry) = self.moves.moves.remove(&no) else { return };
+        self.moves.reads.retain(|_, (of, _, _)| *of != no);
+        self.moves.tags.retain(|_, (of, _, _)| *of != no);
+        let all = entry.moved >= entry.wanted;
+        self.moves.status.cut_short += u64::from(!all);
+        let reason = if all { String::new() } else { entry.reason };
+        self.outcome(entry.why, entry.moved, reason, entry.target_lendable);
+    }
+
+    /// Ends a move: what is reserved and not switched to is given back. With `keep`, blocks that are verified are still
+    /// switched to at the end of the sequence's step.
+    fn close_move(&mut self, no: u64, reason: &str, keep: bool) {
+        let Some(entry) = self.moves.moves.get_mut(&no) else { return };
+        if let Phase::Reserving(borrow) = entry.phase {
+            self.rm.cancel(borrow, self.now_ms);
+            entry.phase = Phase::Copying;
+        }
+        reason.clone_into(&mut entry.reason);
+        let id = entry.seq;
+        let layer_bytes = u64::from(self.config.block_tokens) * self.config.kv.layer_token_bytes() as u64;
+        let gone = |item: &Item| {
+            self.seqs.get(&id).is_none_or(|s| s.blocks.placements().get(item.block as usize) != Some(&item.from))
+        };
+        let dropped: Vec<Item> = entry.items.extract_if(.., |i| !keep || !i.verified || gone(i)).collect();
+        let (mut own, mut entries): (Vec<PhysBlock>, Vec<RemoteEntries>) = (Vec::new(), Vec::new());
+        for item in dropped {
+            if !item.verified {
+                self.moves.bytes_in_flight -= u64::from(item.asked) * layer_bytes;
+            }
+            match item.to {
+                Placement::Local(b) => own.push(b),
+                Placement::Remote(b) => push_entry(&mut entries, &b),
+                Placement::Gone | Placement::Hole => panic!("a move has a target"),
+            }
+        }
+        entries.iter().for_each(|e| self.rm.release(e, self.now_ms));
+        self.rm.free(id, &own);
+        self.end_if_done(no);
+    }
+
+    /// Ends the moves for which `which` says so, with a reason.
+    fn close_moves(&mut self, reason: &str, keep: bool, which: impl Fn(&Move) -> bool) {
+        let hit: Vec<u64> = self.moves.moves.iter().filter(|(_, m)| which(m)).map(|(no, _)| *no).collect();
+        hit.into_iter().for_each(|no| self.close_move(no, reason, keep));
+    }
+
+    /// A sequence gives up its memory.
+    pub(crate) fn end_moves_of(&mut self, seq: SeqId) {
+        self.close_moves("the sequence ended or was preempted", false, |m| m.seq == seq);
+    }
+
+    /// Blocks of a sequence fell behind its window. A lease is written in order, so the rest of the move ends.
+    pub(crate) fn end_moves_behind_window(&mut self, seq: SeqId) {
+        let Some(gone) = self.seqs.get(&seq).map(|s| s.blocks.movable().start) else { return };
+        let hit = |m: &Move| m.seq == seq && m.items.iter().any(|i| i.block < gone);
+        self.close_moves("the window moved past its blocks", true, hit);
+    }
+
+    /// A creditor is lost, as source or target: of one sequence, or of all.
+    pub(crate) fn end_moves_with(&mut self, creditor: InstanceId, seq: Option<SeqId>) {
+        let at = |m: &Move| {
+            let target = m.lease.as_ref().map(|l| l.creditor);
+            m.source == Place::At(creditor) || target == Some(creditor)
+        };
+        self.close_moves("an instance was lost", false, |m| at(m) && seq.is_none_or(|s| s == m.seq));
+    }
+
+    /// A lease that a move writes to is of no use; with `keep`, but for what is verified. Says whether there is such a
+    /// move.
+    pub(crate) fn end_move_to(&mut self, creditor: InstanceId, lease: LeaseId, reason: &str, keep: bool) -> bool {
+        let to = |m: &Move| m.lease.as_ref().is_some_and(|l| (l.creditor, l.lease) == (creditor, lease));
+        let hit = self.moves.moves.values().any(&to);
+        self.close_moves(reason, keep, to);
+        hit
+    }
+
+    /// Moves whose time is over end.
+    pub(crate) fn expire_moves(&mut self) {
+        self.moves.pace.tick();
+        let now = self.now_ms;
+        let late = |m: &Move| {
+            m.deadline_ms <= now && m.items.iter().any(|i| !i.verified)
+                || matches!(m.phase, Phase::Reserving(_)) && m.deadline_ms <= now
+        };
+        self.close_moves("the deadline is over", true, late);
+    }
+}
+
+/// A move to start.
+#[derive(Debug)]
+struct Request {
+    seq: SeqId,
+    why: Why,
+    source: Place,
+    target: Place,
+    /// `None` for whoever the gManager names, if the target is not here.
+    target_addr: Option<String>,
+    blocks: u32,
+    purpose: LeasePurpose,
+    deadline_ms: u64,
+}

@@ -1,0 +1,76 @@
+//! Recall: a creditor wants lent blocks back, because growth goes before lending.
+//!
+//! The debtor takes them home if it has room, else moves them to another creditor, else does nothing. At the deadline
+//! the creditor takes what its own running sequences still need; the debtor has lost that. A recall for a request that
+//! only waits takes nothing.
+
+use super::{Place, Request, Why};
+use crate::event::Effect;
+use crate::instance::Instance;
+use lagoon_protocol::{ControlBody, LeasePurpose, LeaseRevoked, PartialsFrame, Recall, RefuseCode};
+use lagoon_types::limits::MOVE_MS_MAX;
+use lagoon_types::{InstanceId, SeqId};
+
+impl Instance {
+    /// A creditor wants blocks back: those of the youngest sequences go first.
+    pub(crate) fn on_recall(&mut self, creditor: InstanceId, recall: &Recall) {
+        self.moves.status.recalls_received += 1;
+        self.rm.pause_creditor(creditor, self.now_ms + u64::from(recall.pause_ms).min(MOVE_MS_MAX));
+        let deadline_ms = self.now_ms + u64::from(recall.deadline_ms).min(MOVE_MS_MAX);
+        let mut left = recall.blocks;
+        let seqs: Vec<SeqId> = self.seqs.keys().rev().copied().filter(|seq| !self.is_frozen(*seq)).collect();
+        for seq in seqs {
+            let there = u32::try_from(self.candidates(seq, Place::At(creditor)).len()).unwrap_or(u32::MAX).min(left);
+            left -= there;
+            // One own block stays free for growth.
+            let home = there.min(self.rm.available().saturating_sub(1));
+            for (blocks, target) in [(home, Place::Here), (there - home, Place::At(InstanceId(0)))] {
+                let (source, why, purpose) = (Place::At(creditor), Why::Recall, LeasePurpose::Move);
+                let request = Request { seq, why, source, target, target_addr: None, blocks, purpose, deadline_ms };
+                // What cannot move is missing at the creditor's deadline, and that is its answer.
+                if blocks > 0 && self.start_move(request).is_err() {
+                    left += blocks;
+                }
+            }
+        }
+    }
+
+    /// Asks debtors for blocks. With `take`, what they do not return in time is taken if it is still needed then.
+    pub(crate) fn want_back(&mut self, blocks: u32, take: bool) {
+        for (debtor, recall) in self.rm.recall(blocks, take, self.now_ms) {
+            if let Some(peer) = self.peers.key(debtor) {
+                self.effects.push(Effect::Control { peer, body: ControlBody::Recall(recall) });
+            }
+        }
+    }
+
+    /// Blocks that running sequences lack to go on.
+    fn missing_blocks(&self) -> u32 {
+        let running = self.seqs.values().filter(|s| self.sched.is_running(s.id));
+        let short: u32 = running.map(|s| s.blocks.shortfall(s.len())).sum();
+        short.saturating_sub(self.rm.available())
+    }
+
+    /// Ends recalls that were not met, and takes what is needed still.
+    pub(crate) fn expire_recalls(&mut self) {
+        for unmet in self.rm.unmet_recalls(self.now_ms) {
+            let blocks = if unmet.take { unmet.missing.min(self.missing_blocks()) } else { 0 };
+            for revoked in self.rm.revoke(unmet.debtor, blocks, self.now_ms) {
+                let tokens = |entries: u32| entries * self.config.block_tokens;
+                let freed = tokens(revoked.entries.start)..tokens(revoked.entries.end);
+                let steps = self.guests.forget_lease(revoked.debtor, revoked.lease, &freed);
+                self.moves.status.blocks_revoked += u64::from(revoked.entries.end - revoked.entries.start);
+                let Some(peer) = self.peers.key(revoked.debtor) else { continue };
+                let reason = "a recall was not met in time".to_owned();
+                let (first, entries) = (revoked.entries.start, revoked.entries.end);
+                let body = ControlBody::LeaseRevoked(LeaseRevoked { lease: revoked.lease.0, reason, first, entries });
+                self.effects.push(Effect::Control { peer, body });
+                for step in steps {
+                    let (code, detail) = (RefuseCode::UnknownLease, format!("{} was taken back", revoked.lease));
+                    let frame = PartialsFrame::Refused { step, code, detail };
+                    self.effects.push(Effect::Partials { peer, frame });
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,246 @@
+//! Blocks move while their sequences decode: to creditors, home, between creditors, back when a creditor wants them. What
+//! a pool says is what a single instance says, before, during and after; nothing leaks whatever ends a move.
+
+use lagoon_instance::{MoveStatus, RemotePolicy};
+use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
+use lagoon_tests::cluster::{PoolSpec, Rng, Spec, World, greedy};
+use std::collections::BTreeMap;
+
+fn pool() -> PoolSpec {
+    PoolSpec::golden("llama3_old", 4)
+}
+
+fn moves(world: &World, node: usize) -> MoveStatus {
+    world.nodes[node].live().status().moves
+}
+
+/// Blocks of a request at each node, its own included.
+fn placed(world: &World, request: usize) -> BTreeMap<usize, u32> {
+    let node = world.requests[request].node;
+    let status = world.nodes[node].live().status();
+    let seq = status.sequences.iter().find(|s| s.seq.0 == request as u64 + 1).unwrap();
+    let at = |id| (0..world.nodes.len()).find(|n| world.nodes[*n].id() == Some(id)).unwrap();
+    let mut all: BTreeMap<usize, u32> = seq.remote_blocks.iter().map(|(id, n)| (at(*id), *n)).collect();
+    all.insert(node, seq.local_blocks);
+    all
+}
+
+fn run_to_token(world: &mut World, request: usize, tokens: usize) {
+    world.run_until(|w| w.requests[request].tokens.len() >= tokens || w.requests[request].is_over());
+    assert!(!world.requests[request].is_over(), "{:?}", world.requests[request].end);
+}
+
+/// Orders a move and runs until it is over.
+fn moved(world: &mut World, request: usize, blocks: u32, source: usize, target: usize) {
+    let node = world.requests[request].node;
+    world.order(request, blocks, source, target);
+    world.run_until(|w| moves(w, node).in_progress == 0);
+    assert!(!world.requests[request].is_over(), "it ended before its blocks had moved");
+}
+
+#[test]
+fn blocks_move_in_every_direction_while_their_sequence_decodes() {
+    for remote in [RemotePolicy::Ship, RemotePolicy::Fetch] {
+        let spec = |blocks| Spec { remote, ..Spec::cpu(blocks) };
+        let mut world = World::pool(pool(), None, &[spec(40), spec(30), spec(30)]);
+        let request = world.submit(0, greedy(prompt(200, 50, 128), 60));
+        let beside = world.submit(0, greedy(prompt(201, 9, 128), 60));
+        run_to_token(&mut world, request, 2);
+        moved(&mut world, request, 6, 0, 1);
+        assert_eq!(placed(&world, request)[&1], 6);
+        moved(&mut world, request, 4, 1, 2);
+        assert_eq!((placed(&world, request)[&1], placed(&world, request)[&2]), (2, 4));
+        // The newest of the four come home, and the middle of the sequence stays away.
+        moved(&mut world, request, 2, 2, 0);
+        moved(&mut world, request, 1, 0, 2);
+        assert_eq!((placed(&world, request)[&1], placed(&world, request)[&2]), (2, 3));
+        moved(&mut world, request, 9, 1, 0);
+        moved(&mut world, request, 9, 2, 0);
+        assert_eq!(placed(&world, request).len(), 1, "all of it is home");
+        let status = moves(&world, 0);
+        assert_eq!((status.blocks_out, status.blocks_home, status.blocks_between), (7, 7, 4));
+        assert_eq!((status.refused, status.damaged), (0, 0));
+        world.run();
+        let diff = assert_equals_single(&format!("{remote:?}"), &world, &pool());
+        println!("largest difference {diff:e}");
+        assert!(!world.requests[beside].is_over() || world.requests[beside].tokens.len() == 60);
+        world.check_empty();
+    }
+}
+
+#[test]
+fn a_move_goes_on_beside_a_long_prompt() {
+    let mut world = World::pool(pool(), None, &[Spec::cpu(60), Spec::cpu(30)]);
+    let request = world.submit(0, greedy(prompt(202, 40, 128), 40));
+    run_to_token(&mut world, request, 2);
+    let long = world.submit(0, greedy(prompt(203, 110, 128), 4));
+    world.order(request, 8, 0, 1);
+    world.run_until(|w| moves(w, 0).in_progress == 0);
+    assert!(!world.requests[long].is_over(), "the prompt was over first");
+    assert_eq!(placed(&world, request)[&1], 8);
+    world.run();
+    assert_equals_single("prefill", &world, &pool());
+    world.check_empty();
+}
+
+#[test]
+fn moves_under_a_window_end_where_it_passes() {
+    let pool = PoolSpec::golden("mistral_window", 4);
+    for remote in [RemotePolicy::Ship, RemotePolicy::Fetch] {
+        let spec = Spec { remote, ..Spec::cpu(40) };
+        let mut world = World::pool(pool.clone(), None, &[spec.clone(), spec.clone(), spec]);
+        let request = world.submit(0, greedy(prompt(204, 40, 144), 80));
+        let mut rng = Rng(7);
+        while !world.requests[request].is_over() {
+            let tokens = world.requests[request].tokens.len() + 1;
+            world.run_until(|w| w.requests[request].tokens.len() >= tokens || w.requests[request].is_over());
+            let (source, target) = (rng.below(3) as usize, rng.below(3) as usize);
+            if !world.requests[request].is_over() {
+                world.order(request, 1 + rng.below(3) as u32, source, target);
+            }
+        }
+        let status = moves(&world, 0);
+        assert!(status.blocks_out > 0 && status.blocks_home > 0 && status.blocks_between > 0, "{status:?}");
+        assert_equals_single(&format!("{remote:?}"), &world, &pool);
+        world.check_empty();
+    }
+}
+
+#[test]
+fn a_target_without_room_refuses_and_nothing_changes() {
+    let mut world = World::pool(pool(), None, &[Spec::cpu(40), Spec { lend_blocks_max: 0, ..Spec::cpu(30) }]);
+    let request = world.submit(0, greedy(prompt(205, 40, 128), 20));
+    run_to_token(&mut world, request, 2);
+    moved(&mut world, request, 4, 0, 1);
+    assert_eq!((moves(&world, 0).refused, placed(&world, request).len()), (1, 1));
+    world.run();
+    assert_equals_single("refused", &world, &pool());
+    world.check_empty();
+}
+
+#[test]
+fn a_damaged_copy_is_not_switched_to() {
+    let mut world = World::pool(pool(), None, &[Spec::cpu(40), Spec::cpu(30)]);
+    let request = world.submit(0, greedy(prompt(206, 40, 128), 20));
+    run_to_token(&mut world, request, 2);
+    world.corrupt_next_write();
+    moved(&mut world, request, 1, 0, 1);
+    assert_eq!((moves(&world, 0).blocks_out, moves(&world, 0).cut_short), (0, 1));
+    assert_eq!(placed(&world, request).len(), 1);
+    moved(&mut world, request, 3, 0, 1);
+    assert_eq!(placed(&world, request)[&1], 3);
+    assert_eq!(world.nodes[0].live().status().recoveries, 0);
+    world.run();
+    assert_equals_single("damaged", &world, &pool());
+    world.check_empty();
+}
+
+#[test]
+fn a_move_that_ends_at_any_moment_leaks_nothing() {
+    #[derive(Clone, Copy, Debug)]
+    enum End {
+        Cancel,
+        KillSource,
+        KillTarget,
+        Cut,
+    }
+    for end in [End::Cancel, End::KillSource, End::KillTarget, End::Cut] {
+        for steps in [0, 1, 2, 3, 5, 8, 12, 18, 26, 40] {
+            let spec = Spec::cpu(40);
+            let mut world = World::pool(pool(), None, &[spec.clone(), spec.clone(), spec]);
+            let request = world.submit(0, greedy(prompt(207, 40, 128), 30));
+            let other = world.submit(0, greedy(prompt(208, 12, 128), 30));
+            run_to_token(&mut world, request, 2);
+            moved(&mut world, request, 4, 0, 1);
+            // From one creditor to another, and more from here.
+            world.order(request, 3, 1, 2);
+            world.order(request, 3, 0, 2);
+            (0..steps).for_each(|_| world.step());
+            match end {
+                End::Cancel => world.cancel(request),
+                End::KillSource => world.kill(1),
+                End::KillTarget => world.kill(2),
+                End::Cut => world.cut(0, 2, 400),
+            }
+            world.run();
+            let what = format!("{end:?} after {steps} steps");
+            assert!(world.requests[other].end.as_ref().is_some_and(Result::is_ok), "{what}");
+            if !matches!(end, End::Cancel) {
+                assert_equals_single(&what, &world, &pool());
+            }
+            world.run_for(16_000);
+            world.check_empty();
+        }
+    }
+}
+
+/// What a creditor lent comes back when its own sequences grow, and nothing of the debtor's is computed again.
+#[test]
+fn a_creditor_gets_its_blocks_back_to_grow() {
+    let mut world = World::pool(pool(), None, &[Spec::cpu(24), Spec::cpu(20)]);
+    let first = world.submit(0, greedy(prompt(209, 40, 128), 4));
+    let guest = world.submit(0, greedy(prompt(210, 80, 128), 30));
+    run_to_token(&mut world, guest, 1);
+    world.run_until(|w| w.requests[first].is_over());
+    assert!(placed(&world, guest).get(&1).is_some_and(|n| *n > 4), "{:?}", placed(&world, guest));
+    let own = world.submit(1, greedy(prompt(211, 40, 128), 20));
+    world.run();
+    let (debtor, creditor) = (moves(&world, 0), moves(&world, 1));
+    assert!(debtor.recalls_received > 0 && creditor.recalls_met > 0, "{debtor:?} {creditor:?}");
+    assert!(debtor.blocks_home > 0 && creditor.blocks_revoked == 0, "{debtor:?} {creditor:?}");
+    assert_eq!(world.nodes[0].live().status().recoveries, 0);
+    assert!(world.requests[own].tokens.len() == 20);
+    assert_equals_single("recall", &world, &pool());
+    world.check_empty();
+}
+
+/// Random requests, moves, cuts and cancellations, delivered in random order.
+#[test]
+fn random_moves_say_what_one_instance_says() {
+    let mut total = MoveStatus::default();
+    for seed in 0..14 {
+        let mut rng = Rng(0x5eed_0000 + seed);
+        let windowed = seed % 3 == 2;
+        let pool = PoolSpec::golden(if windowed { "mistral_window" } else { "llama3_old" }, 4);
+        let specs: Vec<Spec> = (0..3)
+            .map(|_| Spec {
+                remote: if rng.below(2) == 0 { RemotePolicy::Ship } else { RemotePolicy::Fetch },
+                lend_reserve_blocks: rng.below(2) as u32,
+                ..Spec::cpu(24 + rng.below(16) as u32)
+            })
+            .collect();
+        let mut world = World::pool(pool.clone(), Some(seed), &specs);
+        for i in 0..4 {
+            let prompt = prompt(300 + seed * 10 + i, 10 + rng.below(50) as usize, 128);
+            world.submit(rng.below(3) as usize, greedy(prompt, 10 + rng.below(40) as u32));
+        }
+        while !world.requests.iter().all(lagoon_tests::cluster::Log::is_over) {
+            (0..rng.below(60)).for_each(|_| world.step());
+            let request = rng.below(4) as usize;
+            let (source, target) = (rng.below(3) as usize, rng.below(3) as usize);
+            match rng.below(100) {
+                0 if source != target => world.cut(source, target, 200),
+                1 if seed % 4 == 1 && !world.requests[request].is_over() => world.cancel(request),
+                _ if !world.requests[request].is_over() => {
+                    world.order(request, 1 + rng.below(6) as u32, source, target);
+                }
+                _ => {}
+            }
+        }
+        if world.requests.iter().all(|r| !r.cancelled) {
+            assert_equals_single(&format!("seed {seed}"), &world, &pool);
+        }
+        for node in 0..3 {
+            let status = moves(&world, node);
+            total.blocks_out += status.blocks_out;
+            total.blocks_home += status.blocks_home;
+            total.blocks_between += status.blocks_between;
+            total.cut_short += status.cut_short;
+            assert_eq!(status.damaged, 0);
+        }
+        world.run_for(16_000);
+        world.check_empty();
+    }
+    println!("{total:?}");
+    assert!(total.blocks_out > 40 && total.blocks_home > 20 && total.blocks_between > 10 && total.cut_short > 0);
+}
