@@ -8,6 +8,7 @@ mod goldens;
 mod hostile;
 mod membership;
 mod moves;
+mod parking;
 mod pooled;
 mod process_cli;
 mod process_cluster;

@@ -8,6 +8,7 @@ use crate::instance::Instance;
 use crate::sequence::{HeldLease, Hold};
 use lagoon_cluster::{BorrowFailure, BorrowedLease, Output};
 use lagoon_kv::{Freed, LeaseHasher, RemoteEntries, RemoteGrant};
+use lagoon_protocol::TierWish;
 use lagoon_types::limits::{
     ADMISSION_DEADLINE_MS, ADMISSION_RETRY_MAX_MS, ADMISSION_RETRY_MS, GMANAGER_WAIT_MS, GROWTH_BLOCKS,
 };
@@ -67,6 +68,7 @@ impl Instance {
                     return;
                 }
                 Hold::None | Hold::RetryAt(_) => {}
+                Hold::Parking | Hold::Parked => panic!("{} waits and runs", head.seq),
             }
             if !self.place(head.seq) {
                 return;
@@ -270,7 +272,7 @@ impl Instance {
         let retry = match seq.hold {
             Hold::None => true,
             Hold::RetryAt(at) => at <= self.now_ms,
-            Hold::Borrowing(_) => false,
+            Hold::Borrowing(_) | Hold::Parking | Hold::Parked => false,
         };
         if shortfall == 0 || !retry {
             return;
@@ -283,8 +285,17 @@ impl Instance {
         }
         match (self.market(), self.seqs.get_mut(&id)) {
             (Market::Open, Some(seq)) => {
-                let wanted = if seq.frugal { shortfall } else { shortfall.max(GROWTH_BLOCKS) };
-                seq.hold = Hold::Borrowing(self.rm.borrow(id, wanted, self.now_ms));
+                // Host memory is the last resort of a sequence that runs: first a younger one is parked there.
+                let (wanted, tier) = if seq.frugal {
+                    (shortfall, TierWish::Any)
+                } else {
+                    (shortfall.max(GROWTH_BLOCKS), TierWish::DeviceOnly)
+                };
+                if tier == TierWish::Any && self.park_for(id) {
+                    return;
+                }
+                let borrow = self.rm.borrow_in(tier, id, wanted, self.now_ms);
+                self.seqs.entry(id).and_modify(|seq| seq.hold = Hold::Borrowing(borrow));
             }
             (Market::Away, Some(_)) => self.retry_later(id),
             (Market::Closed, _) => self.yield_memory(id),

@@ -46,6 +46,9 @@ pub struct Instance {
     pub(crate) recoveries: u64,
     pub(crate) recomputed_tokens: u64,
     pub(crate) preempted_tokens: u64,
+    pub(crate) offloads: u64,
+    /// Measured time of one row of a prompt, in microseconds; 0 before.
+    pub(crate) prefill_us: f64,
     /// Since when no gManager was there to ask, if it was before.
     pub(crate) away_since_ms: Option<u64>,
     pub(crate) frozen: Option<FrozenDebt>,
@@ -88,6 +91,8 @@ impl Instance {
             recoveries: 0,
             recomputed_tokens: 0,
             preempted_tokens: 0,
+            offloads: 0,
+            prefill_us: 0.0,
             away_since_ms: None,
             frozen: None,
             membership: Membership::new(config.incarnation),
@@ -122,8 +127,10 @@ impl Instance {
     fn pump(&mut self) {
         self.drain_rmanager();
         self.switch_moves();
+        self.end_parking();
         // What runs grows before anything new comes in: what a preempted sequence gave up must not go back to it.
         self.grow();
+        self.resume_parked();
         self.admit();
         for lane in Lane::ALL {
             self.start_lane(lane);

@@ -21,6 +21,7 @@ mod guests;
 mod instance;
 mod membership;
 mod moves;
+mod parking;
 mod peers;
 mod recovery;
 mod sequence;

@@ -80,6 +80,7 @@ impl Instance {
 
     /// Takes the lost blocks out of the table of a running sequence that is in no step.
     fn make_holes(&mut self, id: SeqId, is_lost: impl Fn(&RemoteBlock) -> bool) {
+        let parked = self.seqs.get(&id).is_some_and(|s| s.hold == Hold::Parked);
         self.stop_waiting(id);
         let (now, window) = (self.now_ms, self.config.window);
         let Some(seq) = self.seqs.get_mut(&id) else { return };
@@ -87,6 +88,9 @@ impl Instance {
         gone.iter().for_each(|entries| seq.forget_entries(entries));
         if seq.blocks.holes() > 0 {
             seq.restore_by_ms.get_or_insert(now + RESTORE_DEADLINE_MS);
+        }
+        if parked {
+            seq.hold = Hold::Parked;
         }
         // A creditor that lives and refused has them still.
         gone.iter().for_each(|entries| self.rm.release(entries, now));
@@ -106,7 +110,7 @@ impl Instance {
         }
         let Some(seq) = self.seqs.get(&id) else { return };
         match seq.hold {
-            Hold::Borrowing(_) => return,
+            Hold::Borrowing(_) | Hold::Parking | Hold::Parked => return,
             Hold::RetryAt(at) if at > self.now_ms => return,
             Hold::None | Hold::RetryAt(_) => {}
         }
@@ -129,7 +133,7 @@ impl Instance {
     pub(crate) fn restore_here(&mut self, id: SeqId) -> bool {
         let Some(seq) = self.seqs.get(&id) else { return false };
         let holes = seq.blocks.holes();
-        if matches!(seq.hold, Hold::Borrowing(_)) || holes > self.rm.available() {
+        if matches!(seq.hold, Hold::Borrowing(_) | Hold::Parking | Hold::Parked) || holes > self.rm.available() {
             return false;
         }
         let Some(blocks) = self.rm.allocate(id, holes, None) else { return false };

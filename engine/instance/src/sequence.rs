@@ -40,6 +40,10 @@ pub(crate) enum Hold {
     Borrowing(BorrowId),
     /// There was no memory; tried again at this time.
     RetryAt(u64),
+    /// Its blocks move to host memory; it takes part in no further step.
+    Parking,
+    /// Its KV is in host memory, until there is room.
+    Parked,
 }
 
 #[derive(Debug)]
@@ -65,6 +69,8 @@ pub(crate) struct Sequence {
     pub(crate) recoveries: Vec<u64>,
     /// Until then it looks for memory for what it lost; then it is computed again as a whole.
     pub(crate) restore_by_ms: Option<u64>,
+    /// It is not parked before.
+    pub(crate) park_after_ms: u64,
     /// The client is gone: removed when its step ends.
     pub(crate) cancelled: bool,
     /// When it must have been admitted.
@@ -89,6 +95,7 @@ impl Sequence {
             frugal: false,
             recoveries: Vec::new(),
             restore_by_ms: None,
+            park_after_ms: 0,
             cancelled: false,
             admit_by_ms,
         }

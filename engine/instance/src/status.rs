@@ -2,6 +2,7 @@
 
 use crate::instance::Instance;
 use crate::moves::MoveStatus;
+use crate::sequence::Hold;
 use lagoon_cluster::RManager;
 use lagoon_kv::KvAccount;
 use lagoon_types::{InstanceId, SeqId};
@@ -34,6 +35,10 @@ pub struct InstanceStatus {
     pub preemptions: u64,
     /// Tokens whose KV these had and must compute again.
     pub preempted_tokens: u64,
+    /// Times that a running sequence gave its memory up and kept its KV in host memory.
+    pub offloads: u64,
+    /// Sequences whose KV is in host memory until there is room for them to go on.
+    pub parked: usize,
     /// Times that a sequence lost KV with a creditor.
     pub recoveries: u64,
     /// Tokens that were computed again because their KV was lost.
@@ -126,6 +131,8 @@ impl Instance {
             guest_frames: self.guests.load(),
             preemptions: self.preemptions,
             preempted_tokens: self.preempted_tokens,
+            offloads: self.offloads,
+            parked: self.seqs.values().filter(|s| s.hold == Hold::Parked).count(),
             recoveries: self.recoveries,
             recomputed_tokens: self.recomputed_tokens,
             steps_shed: self.threshold.as_ref().map_or(0, crate::threshold::Threshold::shed),

@@ -276,6 +276,9 @@ impl Instance {
         let growing = flight.chunks.iter().filter(|c| c.len == 1).count();
         let prompt_rows = flight.chunks.iter().filter(|c| c.len > 1).map(|c| c.len).sum();
         self.moves.pace.on_step(as_u32(growing), prompt_rows, self.now_ms - flight.started_ms);
+        if growing == 0 {
+            self.prompt_step_took(self.now_ms - flight.started_ms, prompt_rows);
+        }
         let mut samples = samples.into_iter();
         for chunk in &flight.chunks {
             let Some(seq) = self.seqs.get_mut(&chunk.seq) else { continue };

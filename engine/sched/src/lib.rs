@@ -111,6 +111,11 @@ impl Scheduler {
         self.waiting.iter()
     }
 
+    /// Sequences that run, in order of admission.
+    pub fn running(&self) -> impl DoubleEndedIterator<Item = SeqId> {
+        self.running.iter().map(|r| r.seq)
+    }
+
     /// Sequences that run.
     #[must_use]
     pub fn running_len(&self) -> usize {

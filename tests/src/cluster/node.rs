@@ -57,6 +57,7 @@ impl PoolSpec {
 pub struct Spec {
     pub backend: Backend,
     pub role: Role,
+    pub tier: MemoryTier,
     pub blocks: u32,
     pub lend_blocks_max: u32,
     pub lend_reserve_blocks: u32,
@@ -83,6 +84,7 @@ impl Spec {
         Self {
             backend: Backend::Cpu,
             role: Role::Instance,
+            tier: MemoryTier::Device,
             blocks,
             lend_blocks_max: blocks,
             lend_reserve_blocks: 0,
@@ -159,7 +161,7 @@ impl Node {
             http_addr: String::new(),
             backend: format!("{:?}", spec.backend),
             role: spec.role,
-            tier: MemoryTier::Device,
+            tier: spec.tier,
             calibration: None,
             incarnation: 0x1000 * (index as u64 + 1) + life,
             model_hash: hash,

@@ -13,7 +13,7 @@ use super::held::{Held, HeldLeases, Reserved};
 use lagoon_kv::{RangeSet, RemoteGrant};
 use lagoon_protocol::{
     BorrowAdvice, BorrowQuery, Candidate, ControlBody, LeaseGrant, LeasePurpose, LeaseRefuse, LeaseRenewed,
-    LeaseRequest, LeaseRevoked, Refusal,
+    LeaseRequest, LeaseRevoked, Refusal, TierWish,
 };
 use lagoon_types::{Epoch, InstanceId, LeaseId, SeqId, limits};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -137,6 +137,7 @@ struct Borrow {
     got: u32,
     /// [`LeasePurpose::Growth`] is all or nothing; a move takes what the first candidate that lends has.
     purpose: LeasePurpose,
+    tier: TierWish,
     /// What the last candidate said that it could lend.
     lendable: Option<u32>,
 }
@@ -191,8 +192,8 @@ impl Debtor {
         self.issued
     }
 
-    pub(super) fn borrow(&mut self, seq: SeqId, blocks: u32, now_ms: u64) -> BorrowId {
-        let id = self.start(seq, blocks, LeasePurpose::Growth, now_ms);
+    pub(super) fn borrow(&mut self, seq: SeqId, blocks: u32, tier: TierWish, now_ms: u64) -> BorrowId {
+        let id = self.start(seq, blocks, LeasePurpose::Growth, tier, now_ms);
         self.start_round(id, now_ms);
         id
     }
@@ -204,10 +205,11 @@ impl Debtor {
         target: Option<(InstanceId, String)>,
         blocks: u32,
         purpose: LeasePurpose,
+        tier: TierWish,
         now_ms: u64,
     ) -> BorrowId {
         assert_ne!(purpose, LeasePurpose::Growth, "growth borrows");
-        let id = self.start(seq, blocks, purpose, now_ms);
+        let id = self.start(seq, blocks, purpose, tier, now_ms);
         if let Some((instance, quic_addr)) = target {
             let candidate = Candidate { instance: instance.0, quic_addr, ..Candidate::default() };
             let borrow = self.borrows.get_mut(&id).expect("just started");
@@ -225,7 +227,7 @@ impl Debtor {
         self.paused.insert(creditor, until_ms);
     }
 
-    fn start(&mut self, seq: SeqId, blocks: u32, purpose: LeasePurpose, now_ms: u64) -> BorrowId {
+    fn start(&mut self, seq: SeqId, blocks: u32, purpose: LeasePurpose, tier: TierWish, now_ms: u64) -> BorrowId {
         assert!(blocks > 0, "a borrow is of something");
         let id = BorrowId(self.issue());
         let borrow = Borrow {
@@ -239,6 +241,7 @@ impl Debtor {
             granted: Vec::new(),
             got: 0,
             purpose,
+            tier,
             lendable: None,
         };
         self.borrows.insert(id, borrow);
@@ -320,7 +323,7 @@ impl Debtor {
             debtor: debtor.0,
             blocks: borrow.wanted - borrow.got,
             exclude,
-            ..Default::default()
+            tier: borrow.tier.into(),
         };
         self.held.outputs.push_back(Output::ToGManager(ControlBody::BorrowQuery(message)));
     }

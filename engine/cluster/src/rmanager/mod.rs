@@ -33,7 +33,7 @@ use lagoon_kv::hash::ContentHash;
 use lagoon_kv::{Advance, BlockPool, LeaseHasher, Owner, PoolCounts, RemoteEntries};
 use lagoon_protocol::{
     BorrowAdvice, ControlBody, Heartbeat, LeaseGrant, LeasePurpose, LeaseRefuse, LeaseRequest, Link, PlacementEntry,
-    Recall, RefuseCode,
+    Recall, RefuseCode, TierWish,
 };
 use lagoon_types::{Epoch, InstanceId, KvRun, KvShape, LeaseId, LeaseRun, PhysBlock, SeqId, limits};
 use std::collections::BTreeMap;
@@ -293,7 +293,17 @@ impl RManager {
     /// Starts to borrow `blocks` (not 0) for a sequence, all or nothing. Exactly one [`Output::Borrowed`] or
     /// [`Output::BorrowFailed`] follows within [`limits::BORROW_DEADLINE_MS`], unless it is cancelled.
     pub fn borrow(&mut self, seq: SeqId, blocks: u32, now_ms: u64) -> BorrowId {
-        self.debtor.borrow(seq, blocks, now_ms)
+        self.borrow_in(TierWish::Any, seq, blocks, now_ms)
+    }
+
+    /// As [`RManager::borrow`], in memory of this tier.
+    pub fn borrow_in(&mut self, tier: TierWish, seq: SeqId, blocks: u32, now_ms: u64) -> BorrowId {
+        self.debtor.borrow(seq, blocks, tier, now_ms)
+    }
+
+    /// As [`RManager::reserve`] for a move to host memory, wherever the gManager names some.
+    pub fn reserve_host(&mut self, seq: SeqId, blocks: u32, now_ms: u64) -> BorrowId {
+        self.debtor.reserve(seq, None, blocks, LeasePurpose::Move, TierWish::HostOnly, now_ms)
     }
 
     /// Reserves up to `blocks` (not 0) for a move of a sequence (`try_move_kvcache`, v2 §6.2), at `target` with its
@@ -308,7 +318,7 @@ impl RManager {
         purpose: LeasePurpose,
         now_ms: u64,
     ) -> BorrowId {
-        self.debtor.reserve(seq, target, blocks, purpose, now_ms)
+        self.debtor.reserve(seq, target, blocks, purpose, TierWish::Any, now_ms)
     }
 
     /// KV for a reservation was sent.

@@ -24,7 +24,7 @@ use lagoon_kv::seq::push_entry;
 use lagoon_kv::{Advance, BlockHasher, LeaseHasher, Placement, RemoteBlock, RemoteEntries};
 use lagoon_protocol::{ControlBody, LeasePurpose, MoveKvCache, MoveOutcome, MoveReason};
 use lagoon_runner::GuestTag;
-use lagoon_types::limits::{INSTANCE_MOVES_MAX, MOVE_MS_MAX};
+use lagoon_types::limits::{INSTANCE_MOVES_MAX, MOVE_MS_MAX, PARK_DEADLINE_MS};
 use lagoon_types::{Epoch, InstanceId, LeaseId, PhysBlock, SeqId};
 use pace::Pace;
 use serde::Serialize;
@@ -72,6 +72,8 @@ enum Why {
     /// The gManager's order of this number.
     Order(u64),
     Recall,
+    /// The sequence is to stop, with its KV in host memory.
+    Park,
 }
 
 #[derive(Debug)]
@@ -143,6 +145,8 @@ pub(crate) struct Moves {
     next_tag: u64,
     /// Bytes that were asked for and are not verified yet.
     bytes_in_flight: u64,
+    /// Sequences whose move to host memory ended, and whether all of it did move.
+    pub(crate) parked: Vec<(SeqId, bool)>,
     pub(crate) pace: Pace,
     pub(crate) status: MoveStatus,
 }
@@ -159,6 +163,7 @@ impl Moves {
             tags: BTreeMap::new(),
             next_tag: TAG_BASE,
             bytes_in_flight: 0,
+            parked: Vec::new(),
             pace: Pace::new(layers, block_tokens),
             status: MoveStatus::default(),
         }
@@ -172,6 +177,11 @@ impl Moves {
     pub(crate) fn reserved_here(&self, seq: SeqId) -> usize {
         let of = |m: &Move| m.items.iter().filter(|i| matches!(i.to, Placement::Local(_))).count();
         self.moves.values().filter(|m| m.seq == seq).map(of).sum()
+    }
+
+    /// Whether a sequence moves.
+    pub(crate) fn is_moving(&self, seq: SeqId) -> bool {
+        self.moves.values().any(|m| m.seq == seq)
     }
 
     /// Hashing state of leases that moves write, for accounting.
@@ -249,6 +259,18 @@ impl Instance {
         blocks
     }
 
+    /// Whole blocks of a sequence that lie here and could move.
+    pub(crate) fn whole_blocks_here(&self, seq: SeqId) -> u32 {
+        u32::try_from(self.candidates(seq, Place::Here).len()).unwrap_or(u32::MAX)
+    }
+
+    /// Starts to move a sequence's whole blocks to host memory. [`Instance::end_parking`] hears how that ended.
+    pub(crate) fn start_parking(&mut self, seq: SeqId, blocks: u32) -> bool {
+        let (why, purpose, deadline_ms) = (Why::Park, LeasePurpose::Move, self.now_ms + PARK_DEADLINE_MS);
+        let (source, target) = (Place::Here, Place::At(InstanceId(0)));
+        self.start_move(Request { seq, why, source, target, target_addr: None, blocks, purpose, deadline_ms }).is_ok()
+    }
+
     fn start_move(&mut self, request: Request) -> Result<(), String> {
         let Request { seq, why, source, target, target_addr, blocks, purpose, deadline_ms } = request;
         if source == target {
@@ -266,7 +288,10 @@ impl Instance {
             Place::Here => Phase::Copying,
             Place::At(instance) => {
                 let at = target_addr.map(|addr| (instance, addr));
-                Phase::Reserving(self.rm.reserve(seq, at, n, purpose, self.now_ms))
+                Phase::Reserving(match why {
+                    Why::Park => self.rm.reserve_host(seq, n, self.now_ms),
+                    Why::Order(_) | Why::Recall => self.rm.reserve(seq, at, n, purpose, self.now_ms),
+                })
             }
         };
         self.moves.issued += 1;
@@ -449,6 +474,9 @@ impl Instance {
         self.moves.tags.retain(|_, (of, _, _)| *of != no);
         let all = entry.moved >= entry.wanted;
         self.moves.status.cut_short += u64::from(!all);
+        if entry.why == Why::Park {
+            self.moves.parked.push((entry.seq, all));
+        }
         let reason = if all { String::new() } else { entry.reason };
         self.outcome(entry.why, entry.moved, reason, entry.target_lendable);
     }

@@ -67,6 +67,24 @@ impl SeqBlocks {
         entries
     }
 
+    /// Makes holes of all own blocks and returns them: what was written there is lost.
+    pub fn drop_local(&mut self) -> Vec<PhysBlock> {
+        let (mut own, mut lost) = (Vec::new(), Vec::new());
+        for (block, placement) in (0..).zip(&mut self.blocks) {
+            let Placement::Local(phys) = *placement else { continue };
+            own.push(phys);
+            *placement = Placement::Hole;
+            self.holes += 1;
+            let start = block * self.block_tokens;
+            let end = (start + self.block_tokens).min(self.written);
+            if start < end {
+                lost.push(start..end);
+            }
+        }
+        self.lost = union(&self.lost, &lost);
+        own
+    }
+
     /// Whether what is lost can be computed from what is left: the KV that its first row attends to must be here still.
     /// Behind a window it may have been freed, and then only the whole sequence can be computed again.
     #[must_use]
@@ -226,6 +244,7 @@ mod tests {
 
     #[derive(Clone, Debug)]
     enum Op {
+        Drop,
         Grow { creditor: u32, blocks: u32 },
         Write { tokens: u32 },
         Lose { creditor: u32, lease: Option<usize> },
@@ -236,6 +255,7 @@ mod tests {
         prop_oneof![
             2 => (0..3u32, 1..4u32).prop_map(|(creditor, blocks)| Op::Grow { creditor, blocks }),
             5 => (1..14u32).prop_map(|tokens| Op::Write { tokens }),
+            1 => Just(Op::Drop),
             2 => (1..3u32, prop::option::of(0..4usize)).prop_map(|(creditor, lease)| Op::Lose { creditor, lease }),
             4 => (0..3u32, 1..4u32).prop_map(|(creditor, blocks)| Op::Fill { creditor, blocks }),
         ]
@@ -282,6 +302,16 @@ mod tests {
                 Op::Write { tokens } if self.seq.holes() == 0 => self.write(tokens),
                 Op::Write { .. } => {}
                 Op::Lose { creditor, lease } => self.lose(creditor, lease),
+                Op::Drop => {
+                    let gone = |valid: &mut BTreeSet<u32>, block: u32| valid.retain(|pos| pos / BLOCK != block);
+                    for (block, placement) in (0..).zip(self.seq.placements()) {
+                        if matches!(placement, Placement::Local(_)) {
+                            gone(&mut self.valid, block);
+                        }
+                    }
+                    let own = self.seq.drop_local();
+                    self.pool.free(Owner::Own(SeqId(1)), &own);
+                }
             }
         }
 

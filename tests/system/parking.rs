@@ -1,0 +1,81 @@
+//! Preemption that keeps KV: what must yield memory moves to a host tier, and goes on from there.
+
+use lagoon_protocol::{MemoryTier, Role};
+use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
+use lagoon_tests::cluster::{PoolSpec, Spec, World, greedy};
+
+fn pool() -> PoolSpec {
+    PoolSpec::golden("llama3_old", 4)
+}
+
+/// Two requests that together outgrow an instance of 16 blocks, whose steps take `step_ms`, beside a host tier.
+fn world(step_ms: u64, host_blocks: u32) -> World {
+    let host = Spec { role: Role::Kv, tier: MemoryTier::Host, ..Spec::cpu(host_blocks) };
+    let mut world = World::pool(pool(), None, &[Spec { step_ms, ..Spec::cpu(16) }, host]);
+    for seed in [400, 401] {
+        world.submit(0, greedy(prompt(seed, 24, 128), 24));
+    }
+    world
+}
+
+fn offloads(world: &World) -> u64 {
+    world.nodes[0].live().status().offloads
+}
+
+#[test]
+fn a_long_sequence_that_yields_moves_to_host_memory_and_goes_on() {
+    let mut world = world(40, 24);
+    world.run_until(|w| offloads(w) > 0);
+    let status = world.nodes[0].live().status();
+    assert!(status.moves.blocks_out >= 4, "{status:?}");
+    world.run();
+    let status = world.nodes[0].live().status();
+    assert_eq!((status.preemptions, status.parked), (0, 0), "{status:?}");
+    // Only what was left of a block that was not full.
+    assert!(status.recomputed_tokens < 8 * status.offloads, "{status:?}");
+    assert_equals_single("parked", &world, &pool());
+    world.check_empty();
+}
+
+/// Where computing is fast, moving does not pay.
+#[test]
+fn a_short_sequence_is_not_moved() {
+    let mut world = world(1, 24);
+    world.run();
+    assert_eq!(offloads(&world), 0);
+    assert_equals_single("short", &world, &pool());
+    world.check_empty();
+}
+
+/// The host tier is too small: what runs goes on as it would without one.
+#[test]
+fn without_room_there_nothing_is_parked() {
+    let mut world = world(40, 3);
+    world.run();
+    let status = world.nodes[0].live().status();
+    assert!(status.offloads == 0 && status.preemptions > 0, "{status:?}");
+    assert_equals_single("no room", &world, &pool());
+    world.check_empty();
+}
+
+#[test]
+fn a_host_tier_that_dies_costs_what_it_had() {
+    let mut world = world(40, 24);
+    world.run_until(|w| offloads(w) > 0);
+    world.kill(1);
+    world.run();
+    assert!(world.nodes[0].live().status().recoveries > 0);
+    assert_equals_single("died", &world, &pool());
+    world.run_for(16_000);
+    world.check_empty();
+}
+
+#[test]
+fn cancelling_while_blocks_move_or_are_parked_frees_them() {
+    for parked in [false, true] {
+        let mut world = world(40, 24);
+        world.run_until(|w| if parked { offloads(w) > 0 } else { w.nodes[0].live().status().moves.in_progress > 0 });
+        (0..2).for_each(|request| world.cancel(request));
+        world.check_empty();
+    }
+}
