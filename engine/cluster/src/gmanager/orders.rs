@@ -79,7 +79,7 @@ impl Orders {
     /// Nothing is under way and nothing remembered.
     #[cfg(test)]
     pub(super) fn is_idle(&self) -> bool {
-        let open = self.open.is_empty() && self.give_up.is_empty() && self.incoming.is_empty();
+        let open = self.open.is_empty() && self.give_up.is_empty() && self.under_way.is_empty();
         open && self.rests.is_empty() && self.wake.is_empty()
     }
 
