@@ -270,11 +270,16 @@ impl FaultPool {
         }
     }
 
+    /// Names by the gManager's numbers.
+    #[must_use]
+    pub fn instances(&self) -> BTreeMap<String, String> {
+        self.names().into_iter().map(|name| (self.status(&name)["instance"].to_string(), name)).collect()
+    }
+
     /// Who lends to an instance's sequences, by name, with rBlocks.
     #[must_use]
     pub fn creditors(&self, debtor: &str) -> BTreeMap<String, u64> {
-        let ids: BTreeMap<String, String> =
-            self.names().into_iter().map(|name| (self.status(&name)["instance"].to_string(), name)).collect();
+        let ids = self.instances();
         let mut lent = BTreeMap::new();
         for seq in self.status(debtor)["sequences"].as_array().into_iter().flatten() {
             for (id, blocks) in seq["remote_blocks"].as_object().into_iter().flatten() {

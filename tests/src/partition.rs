@@ -20,6 +20,15 @@ pub struct Place {
     pub flags: Vec<String>,
 }
 
+impl Place {
+    /// With a further flag.
+    #[must_use]
+    pub fn with(mut self, flag: &str) -> Self {
+        self.flags.push(flag.to_owned());
+        self
+    }
+}
+
 impl Default for Place {
     /// Free ports of this machine's loopback interface.
     fn default() -> Self {

@@ -16,6 +16,7 @@ mod process_drain;
 mod process_faults;
 mod process_host_tier;
 mod process_http;
+mod process_moves;
 mod process_operate;
 mod process_standby;
 mod process_up;

@@ -1,0 +1,178 @@
+//! KV that moves between real processes while their sequences decode: growth over capacity, mutual borrowing, recall by
+//! a creditor and by an operator, under a window too, and creditors that are killed in the middle of a move. (No model
+//! with ALiBi is supported, so none is here.)
+
+use lagoon_tests::faults::{FaultPool, Watched, number, passkey, prompt};
+use lagoon_tests::golden::Golden;
+use lagoon_tests::partition::Place;
+use lagoon_tests::process::PATIENCE;
+use serde_json::Value;
+use std::time::{Duration, Instant};
+
+/// The bundled model's.
+const VOCAB: u32 = 1024;
+
+fn remote_blocks(status: &Value) -> u64 {
+    let sequences = status["sequences"].as_array().into_iter().flatten();
+    sequences
+        .flat_map(|s| s["remote_blocks"].as_object())
+        .flat_map(|lent| lent.values())
+        .filter_map(Value::as_u64)
+        .sum()
+}
+
+/// The placement map's name of an instance's only request.
+fn request(pool: &FaultPool, debtor: &str) -> String {
+    let status = pool.status(debtor);
+    assert_eq!(status["sequences"].as_array().unwrap().len(), 1, "{status}");
+    format!("{}/{}", status["instance"], status["sequences"][0]["seq"])
+}
+
+/// Two instances lend to each other while both decode; then one grows and gets back what it lent.
+#[test]
+fn growth_mutual_borrowing_and_recall() {
+    const BLOCK: u32 = 32;
+    let pool = FaultPool::new(&passkey(), BLOCK, &[("a", 48), ("b", 32)]);
+    let undisturbed = pool.undisturbed(64);
+    let tokens = |blocks: u32| (blocks * BLOCK) as usize;
+    // 28 rBlocks, so that the next one, of 30, has to borrow; both grow past what `a` has.
+    let room = pool.watch("a", &prompt(10, tokens(26), VOCAB), 60);
+    room.wait_for(1);
+    let stream = pool.watch("a", &prompt(11, tokens(30), VOCAB), 480);
+    stream.wait_for(1);
+    room.finish("makes room", &undisturbed);
+    let lent = number(&pool.status("b"), "blocks_lent");
+    assert!(lent >= 4, "b lends {lent} rBlocks");
+
+    // More than `b` has left: it borrows where room was made.
+    let mutual = pool.watch("b", &prompt(12, tokens(26) - 10, VOCAB), 8);
+    let both = || (remote_blocks(&pool.status("a")), remote_blocks(&pool.status("b")));
+    let deadline = Instant::now() + PATIENCE;
+    let borrowed = loop {
+        match both() {
+            (a, b) if a > 0 && b > 0 => break (a, b),
+            seen => assert!(Instant::now() < deadline && !mutual.is_over(), "not mutual: {seen:?}"),
+        }
+    };
+    println!("a borrows {} rBlocks of b while b borrows {} of a", borrowed.0, borrowed.1);
+    mutual.finish("mutual borrowing", &undisturbed);
+    assert!(!stream.is_over(), "it borrowed and lent all the time");
+
+    // It fits when it begins, and not when it has grown: its instance recalls what it lent.
+    let free = number(&pool.status("b"), "blocks_free");
+    let (before, said) = (pool.status("a"), stream.tokens());
+    assert!(number(&pool.status("b"), "blocks_lent") > 0, "nothing is lent any more");
+    let growing = pool.watch("b", &prompt(13, tokens(free as u32) - 10, VOCAB), 50);
+    growing.finish("grew into what was lent", &undisturbed);
+    let (a, b) = (pool.status("a"), pool.status("b"));
+    let received = number(&a, "moves/recalls_received") - number(&before, "moves/recalls_received");
+    println!(
+        "{received} recalls while {} tokens were said: {} rBlocks came home, {} were taken",
+        stream.tokens() - said,
+        number(&a, "moves/blocks_home"),
+        number(&b, "moves/blocks_revoked")
+    );
+    assert!(received > 0 && number(&b, "moves/recalls_met") > 0, "{a} {b}");
+    assert!(number(&a, "moves/blocks_home") > 0, "{a}");
+    assert_eq!((number(&a, "recomputed_tokens"), number(&b, "moves/blocks_revoked")), (0, 0), "{a} {b}");
+    assert!(!stream.is_over(), "its KV moved while it decoded");
+    stream.finish("recalled", &undisturbed);
+    pool.wait_empty();
+}
+
+/// An operator moves rBlocks out of the middle of a sequence and back while it decodes, with and without a window.
+#[test]
+fn rblocks_move_by_hand_under_a_window_and_without() {
+    for (name, sizes, prompt_tokens, max_tokens) in [
+        ("mistral_window", [("a", 3), ("b", 30), ("c", 40)], 40, 200),
+        ("llama3_old", [("a", 20), ("b", 20), ("c", 40)], 100, 140),
+    ] {
+        let golden = Golden::load(name);
+        let pool = FaultPool::new(&golden.dir, 4, &sizes);
+        let undisturbed = pool.undisturbed(64);
+        let prompt: Vec<u32> = golden.description.tokens.iter().cycle().take(prompt_tokens).copied().collect();
+        let stream = pool.watch("a", &prompt, max_tokens);
+        stream.wait_for(2);
+        let request = request(&pool, "a");
+        let mut orders = 0;
+        let ways: [&[&str]; 4] = [
+            &["move", &request, "--from=b", "--to=c", "--blocks=2"],
+            &["recall", &request, "--from=c", "--blocks=1"],
+            &["move", &request, "--from=a", "--to=b", "--blocks=1"],
+            &["move", &request, "--from=c", "--to=b", "--blocks=1"],
+        ];
+        while stream.tokens() + 40 < max_tokens as usize {
+            // Refused where there is nothing to move.
+            orders += u32::from(pool.try_ask(&[&["kv"], ways[orders as usize % 4]].concat()).is_ok());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        let moves = pool.status("a")["moves"].clone();
+        println!("{name}: {orders} orders: {moves}");
+        let moved: u64 = ["blocks_out", "blocks_home", "blocks_between"].into_iter().map(|f| number(&moves, f)).sum();
+        assert!(moved >= 2, "{moves}");
+        assert_eq!((number(&moves, "damaged"), number(&pool.status("a"), "recomputed_tokens")), (0, 0));
+        stream.finish(name, &undisturbed);
+        pool.wait_empty();
+    }
+}
+
+/// Orders a move of all of a request's rBlocks from one creditor to another and returns while it goes on.
+fn begin_move(pool: &FaultPool, stream: &Watched, from: &str, to: &str) {
+    let request = request(pool, "debtor");
+    let before = number(&pool.status("debtor"), "moves/blocks_between");
+    let moves = pool.ask(&["kv", "move", &request, &format!("--from={from}"), &format!("--to={to}")]);
+    assert!(moves["moves"].as_array().is_some_and(|m| !m.is_empty()), "{moves}");
+    let client = pool.client("debtor");
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let status = client.get("/lagoon/status").json();
+        if number(&status, "moves/in_progress") > 0 && number(&status, "moves/blocks_between") > before {
+            return;
+        }
+        assert!(Instant::now() < deadline && !stream.is_over(), "the move does not begin: {status}");
+    }
+}
+
+/// Both ends of a move die in its middle, one after the other: what was switched over is lost with the target, what was
+/// not yet with the source, and nothing else.
+#[test]
+fn creditors_killed_in_the_middle_of_a_move() {
+    const BLOCK: u32 = 16;
+    let mut pool = FaultPool::new(&passkey(), BLOCK, &[("debtor", 8), ("source", 96)]);
+    let undisturbed = pool.undisturbed(96);
+    let prompt = prompt(20, 70 * BLOCK as usize, VOCAB);
+    let stream = pool.watch("debtor", &prompt, 350);
+    stream.wait_for(5);
+    assert_eq!(pool.creditor("debtor"), "source");
+    // They come later, so that all of it is at one creditor.
+    pool.start(&[("target", 96, Place::default()), ("spare", 96, Place::default())]);
+
+    begin_move(&pool, &stream, "source", "target");
+    let (moved, said) = (pool.creditors("debtor"), stream.tokens());
+    pool.kill("target");
+    pool.wait("debtor", "recovered", |s| {
+        number(s, "recoveries") > 0 && number(s, "moves/in_progress") == 0 && number(s, "sequences/0/lost_tokens") == 0
+    });
+    let first = number(&pool.status("debtor"), "recomputed_tokens");
+    println!("target killed in mid-move after {said} tokens, {moved:?}: {first} tokens computed again");
+    assert!(first < u64::from(70 * BLOCK), "what the source had is not lost");
+    stream.wait_for(said + 20);
+
+    let source = pool.creditor("debtor");
+    let target = if source == "spare" { "source" } else { "spare" };
+    begin_move(&pool, &stream, &source, target);
+    let (moved, said, before) = (pool.creditors("debtor"), stream.tokens(), pool.status("debtor"));
+    pool.kill(&source);
+    pool.wait("debtor", "recovered", |s| {
+        number(s, "recoveries") > number(&before, "recoveries")
+            && number(s, "moves/in_progress") == 0
+            && number(s, "sequences/0/lost_tokens") == 0
+    });
+    let second = number(&pool.status("debtor"), "recomputed_tokens") - first;
+    println!("source killed in mid-move after {said} tokens, {moved:?}: {second} tokens computed again");
+    assert!(second > 0 && !stream.is_over());
+    stream.finish("both ends of a move killed", &undisturbed);
+    assert_eq!(number(&pool.status("debtor"), "preemptions"), 0, "only what was lost is computed again");
+    pool.wait_whole();
+    pool.wait_empty();
+}
