@@ -248,10 +248,12 @@ impl FaultPool {
     /// # Panics
     /// If that takes too long.
     pub fn wait_whole(&self) {
-        let blocks: u64 = self.names().iter().map(|name| number(&self.status(name), "blocks_total")).sum();
-        for name in self.names() {
-            let whole = |s: &Value| s["registered"] == true && s["pool_blocks_total"].as_u64() == Some(blocks);
-            self.wait(&name, &format!("a pool of {blocks}"), whole);
+        let blocks: BTreeMap<String, u64> =
+            self.names().into_iter().map(|name| (name.clone(), number(&self.status(&name), "blocks_total"))).collect();
+        for (name, own) in &blocks {
+            let others: u64 = blocks.iter().filter(|(other, _)| *other != name).map(|(_, b)| lendable(*b)).sum();
+            let whole = |s: &Value| s["registered"] == true && s["pool_blocks_total"].as_u64() == Some(own + others);
+            self.wait(name, &format!("a pool of {}", own + others), whole);
         }
     }
 
@@ -353,6 +355,12 @@ impl FaultPool {
     pub fn watch(&self, name: &str, prompt: &[u32], max_tokens: u32) -> Watched {
         Watched::start(self.member(name).said("http").parse().unwrap(), prompt, max_tokens)
     }
+}
+
+/// What an instance of so many rBlocks may ever lend: all but the reserve that swaps of circular debts start in.
+#[must_use]
+pub fn lendable(blocks: u64) -> u64 {
+    blocks - (blocks / 64).clamp(1, 16)
 }
 
 /// A number of a status.

@@ -95,7 +95,7 @@ impl Net {
     pub fn cut(&self, a: &str, b: &str) {
         match self {
             Self::Namespaces(n) => n.cut(a, b),
-            Self::Relays(r) => drop(r.cuts.lock().unwrap().extend(r.pairs(a, b))),
+            Self::Relays(r) => r.cuts.lock().unwrap().extend(r.pairs(a, b)),
         }
     }
 

@@ -35,6 +35,10 @@ impl Cluster {
     }
 }
 
+/// rBlocks for one of two instances of 8: its own, and what the other lends. One is a reserve.
+pub(crate) const TWO: u64 = 8 + 7;
+
+/// Waits until an instance counts so many rBlocks as its own or lent by others.
 pub(crate) fn wait_for_pool(client: &Client, blocks: u64) {
     client.wait_until("/lagoon/status", "a whole pool", |s| s["pool_blocks_total"].as_u64() == Some(blocks));
 }
@@ -92,7 +96,7 @@ fn a_cpu_and_a_wgpu_instance_serve_one_request() {
     assert_eq!(wgpu.said("backend"), "wgpu");
     for (debtor, creditor) in [(&cpu, &wgpu), (&wgpu, &cpu)] {
         let before = partials_sent(&creditor.client());
-        wait_for_pool(&debtor.client(), 16);
+        wait_for_pool(&debtor.client(), TWO);
         equals_single(&debtor.client(), &model, &prompt);
         assert!(partials_sent(&creditor.client()) > before);
     }

@@ -1,6 +1,6 @@
 //! Draining instances, by an operator and by SIGTERM, and moving KV by hand: no request is lost.
 
-use crate::process_cluster::{Cluster, certificates, wait_for_pool};
+use crate::process_cluster::{Cluster, TWO, certificates, wait_for_pool};
 use crate::process_up::{golden_prompt, single};
 use lagoon_tests::process::{Client, Ended, Events, PATIENCE, Server, completion, run, signal, token_ids};
 use serde_json::{Value, json};
@@ -63,7 +63,7 @@ fn long_prompt() -> (String, Vec<u32>) {
 fn three(cluster: &Cluster, model: &str) -> [Server; 3] {
     let servers = ["one", "two", "three"]
         .map(|name| cluster.serve(name, model, &["--backend=cpu", "--kv-tokens=1024", "--calibrate=off"]));
-    wait_for_pool(&servers[0].client(), 3 * 128);
+    wait_for_pool(&servers[0].client(), 128 + 2 * 126);
     servers
 }
 
@@ -90,7 +90,7 @@ fn a_drained_creditor_stops_without_losing_a_request() {
     assert_eq!(ended.code, Some(0), "{ended:?}");
     stream.finish(&model, &prompt, 700);
     // What is left serves on.
-    wait_for_pool(&client, 2 * 128);
+    wait_for_pool(&client, 128 + 126);
     client.wait_until("/lagoon/status", "empty", |s| s["blocks_free"] == 128);
     Stream::start(&client, &prompt, 8).finish(&model, &prompt, 8);
 }
@@ -103,7 +103,7 @@ fn a_drain_is_seen_and_taken_back() {
     let flags = ["--backend=cpu", "--kv-tokens=64", "--calibrate=off"];
     let instances = ["one", "two"].map(|name| cluster.serve(name, &model, &flags));
     let client = instances[1].client();
-    wait_for_pool(&client, 16);
+    wait_for_pool(&client, TWO);
     let waited = ask(&cluster, &tls, &["drain", "two", "--wait"]);
     assert!(waited.code == Some(0) && waited.stdout.contains("is draining"), "{waited:?}");
     assert!(waited.stdout.ends_with("drained\n"), "{waited:?}");
@@ -116,7 +116,7 @@ fn a_drain_is_seen_and_taken_back() {
     let back = ask(&cluster, &tls, &["drain", "two", "--cancel"]);
     assert!(back.code == Some(0) && back.stdout.contains("serves again"), "{back:?}");
     client.wait_until("/lagoon/status", "serving", |s| s["draining"] == false);
-    wait_for_pool(&instances[0].client(), 16);
+    wait_for_pool(&instances[0].client(), TWO);
     Stream::start(&instances[0].client(), &prompt[..90], 8).finish(&model, &prompt[..90], 8);
 }
 

@@ -61,7 +61,7 @@ fn host_memory_serves_other_instances_too() {
     let lender = cluster.serve("lender", &model, &["--backend=cpu", "--kv-tokens=16", "--host-kv-tokens=128"]);
     let debtor = cluster.serve("debtor", &model, &["--backend=cpu", "--kv-tokens=64", "--remote-attention=fetch"]);
     let client = debtor.client();
-    wait_for_pool(&client, 2 + 16 + 8);
+    wait_for_pool(&client, 1 + 16 + 8);
     equals_single(&client, &model, &prompt);
     let host = lender.client().get("/lagoon/status").json()["host"].clone();
     assert!(host["bulk_bytes_sent"].as_u64() > Some(0), "its KV was brought in: {host}");
@@ -69,7 +69,7 @@ fn host_memory_serves_other_instances_too() {
     let hash = format!("--model-hash={}", lender.said("model_hash"));
     let kv = cluster.serve("kv", &model, &["--role=kv", "--tier=host", "--backend=cpu", "--kv-tokens=64", &hash]);
     assert_eq!(kv.client().get("/lagoon/status").json()["tier"], "host");
-    wait_for_pool(&client, 2 + 16 + 8 + 8);
+    wait_for_pool(&client, 1 + 16 + 8 + 8);
 }
 
 #[test]

@@ -58,22 +58,30 @@ fn growth_mutual_borrowing_and_recall() {
     mutual.finish("mutual borrowing", &undisturbed);
     assert!(!stream.is_over(), "it borrowed and lent all the time");
 
-    // It fits when it begins, and not when it has grown: its instance recalls what it lent.
-    let free = number(&pool.status("b"), "blocks_free");
-    let (before, said) = (pool.status("a"), stream.tokens());
-    assert!(number(&pool.status("b"), "blocks_lent") > 0, "nothing is lent any more");
-    let growing = pool.watch("b", &prompt(13, tokens(free as u32) - 10, VOCAB), 50);
-    growing.finish("grew into what was lent", &undisturbed);
+    // They fit when they begin, and not when they have grown by a token or two: their instance recalls what it lent. The
+    // planner may have brought it home just before; then they are tried again.
+    let received = loop {
+        let before = number(&pool.status("a"), "moves/recalls_received");
+        let free = number(&pool.status("b"), "blocks_free") as u32;
+        let sizes = [free - 3 * (free / 4), free / 4, free / 4, free / 4];
+        let growing: Vec<Watched> = (0..)
+            .zip(sizes)
+            .map(|(i, blocks)| pool.watch("b", &prompt(13 + i, tokens(blocks) - 2, VOCAB), 20))
+            .collect();
+        growing.into_iter().for_each(|stream| _ = stream.finish("grew into what was lent", &undisturbed));
+        let received = number(&pool.status("a"), "moves/recalls_received") - before;
+        if received > 0 {
+            break received;
+        }
+        assert!(!stream.is_over(), "nothing was recalled");
+    };
     let (a, b) = (pool.status("a"), pool.status("b"));
-    let received = number(&a, "moves/recalls_received") - number(&before, "moves/recalls_received");
     println!(
-        "{received} recalls while {} tokens were said: {} rBlocks came home, {} were taken",
-        stream.tokens() - said,
+        "{received} recalls: {} rBlocks came home, {} were taken",
         number(&a, "moves/blocks_home"),
         number(&b, "moves/blocks_revoked")
     );
-    assert!(received > 0 && number(&b, "moves/recalls_met") > 0, "{a} {b}");
-    assert!(number(&a, "moves/blocks_home") > 0, "{a}");
+    assert!(number(&b, "moves/recalls_met") > 0 && number(&a, "moves/blocks_home") > 0, "{a} {b}");
     assert_eq!((number(&a, "recomputed_tokens"), number(&b, "moves/blocks_revoked")), (0, 0), "{a} {b}");
     assert!(!stream.is_over(), "its KV moved while it decoded");
     stream.finish("recalled", &undisturbed);
@@ -85,10 +93,17 @@ fn growth_mutual_borrowing_and_recall() {
 fn rblocks_move_by_hand_under_a_window_and_without() {
     for (name, sizes, prompt_tokens, max_tokens) in [
         ("mistral_window", [("a", 3), ("b", 30), ("c", 40)], 40, 200),
-        ("llama3_old", [("a", 20), ("b", 20), ("c", 40)], 100, 140),
+        ("tied_sentencepiece", [("a", 20), ("b", 20), ("c", 40)], 100, 140),
     ] {
         let golden = Golden::load(name);
-        let pool = FaultPool::new(&golden.dir, 4, &sizes);
+        // It has no tokenizer of its own; only token ids are looked at.
+        let model = tempfile::tempdir().unwrap();
+        for file in ["config.json", "model.safetensors"] {
+            std::fs::copy(golden.dir.join(file), model.path().join(file)).unwrap();
+        }
+        let tokenizer = lagoon_tests::root().join("tests/goldens/tied_sentencepiece/tokenizer.json");
+        std::fs::copy(tokenizer, model.path().join("tokenizer.json")).unwrap();
+        let pool = FaultPool::new(model.path(), 4, &sizes);
         let undisturbed = pool.undisturbed(64);
         let prompt: Vec<u32> = golden.description.tokens.iter().cycle().take(prompt_tokens).copied().collect();
         let stream = pool.watch("a", &prompt, max_tokens);
@@ -116,20 +131,31 @@ fn rblocks_move_by_hand_under_a_window_and_without() {
     }
 }
 
-/// Orders a move of all of a request's rBlocks from one creditor to another and returns while it goes on.
-fn begin_move(pool: &FaultPool, stream: &Watched, from: &str, to: &str) {
+/// Orders a move of all of a request's rBlocks from the creditor that has most to another one, and returns both while it
+/// goes on.
+fn begin_move(pool: &FaultPool, stream: &Watched) -> (String, String) {
     let request = request(pool, "debtor");
-    let before = number(&pool.status("debtor"), "moves/blocks_between");
-    let moves = pool.ask(&["kv", "move", &request, &format!("--from={from}"), &format!("--to={to}")]);
-    assert!(moves["moves"].as_array().is_some_and(|m| !m.is_empty()), "{moves}");
     let client = pool.client("debtor");
-    let deadline = Instant::now() + PATIENCE;
     loop {
-        let status = client.get("/lagoon/status").json();
-        if number(&status, "moves/in_progress") > 0 && number(&status, "moves/blocks_between") > before {
-            return;
+        let source = pool.creditor("debtor");
+        let target = pool.names().into_iter().find(|name| *name != source && name != "debtor").unwrap();
+        let before = number(&pool.status("debtor"), "moves/blocks_between");
+        let order = ["kv", "move", &request, &format!("--from={source}"), &format!("--to={target}")];
+        // The planner may be moving it already.
+        if pool.try_ask(&order).is_err() {
+            std::thread::sleep(Duration::from_millis(100));
+            assert!(!stream.is_over(), "no move is accepted");
+            continue;
         }
-        assert!(Instant::now() < deadline && !stream.is_over(), "the move does not begin: {status}");
+        loop {
+            let status = client.get("/lagoon/status").json();
+            let moved = number(&status, "moves/blocks_between") - before;
+            match number(&status, "moves/in_progress") {
+                0 if moved > 0 => break,
+                in_progress if in_progress > 0 && moved > 0 => return (source, target),
+                _ => assert!(!stream.is_over(), "the move does not begin: {status}"),
+            }
+        }
     }
 }
 
@@ -138,18 +164,18 @@ fn begin_move(pool: &FaultPool, stream: &Watched, from: &str, to: &str) {
 #[test]
 fn creditors_killed_in_the_middle_of_a_move() {
     const BLOCK: u32 = 16;
-    let mut pool = FaultPool::new(&passkey(), BLOCK, &[("debtor", 8), ("source", 96)]);
-    let undisturbed = pool.undisturbed(96);
+    let mut pool = FaultPool::new(&passkey(), BLOCK, &[("debtor", 8), ("source", 128)]);
+    let undisturbed = pool.undisturbed(128);
     let prompt = prompt(20, 70 * BLOCK as usize, VOCAB);
-    let stream = pool.watch("debtor", &prompt, 350);
+    let stream = pool.watch("debtor", &prompt, 700);
     stream.wait_for(5);
     assert_eq!(pool.creditor("debtor"), "source");
     // They come later, so that all of it is at one creditor.
-    pool.start(&[("target", 96, Place::default()), ("spare", 96, Place::default())]);
+    pool.start(&[("target", 128, Place::default()), ("spare", 128, Place::default())]);
 
-    begin_move(&pool, &stream, "source", "target");
+    let (_, target) = begin_move(&pool, &stream);
     let (moved, said) = (pool.creditors("debtor"), stream.tokens());
-    pool.kill("target");
+    pool.kill(&target);
     pool.wait("debtor", "recovered", |s| {
         number(s, "recoveries") > 0 && number(s, "moves/in_progress") == 0 && number(s, "sequences/0/lost_tokens") == 0
     });
@@ -158,9 +184,7 @@ fn creditors_killed_in_the_middle_of_a_move() {
     assert!(first < u64::from(70 * BLOCK), "what the source had is not lost");
     stream.wait_for(said + 20);
 
-    let source = pool.creditor("debtor");
-    let target = if source == "spare" { "source" } else { "spare" };
-    begin_move(&pool, &stream, &source, target);
+    let (source, _) = begin_move(&pool, &stream);
     let (moved, said, before) = (pool.creditors("debtor"), stream.tokens(), pool.status("debtor"));
     pool.kill(&source);
     pool.wait("debtor", "recovered", |s| {

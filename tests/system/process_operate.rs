@@ -1,6 +1,6 @@
 //! What operators see and order: status, calibration, capacity, drains, moves by hand.
 
-use crate::process_cluster::{Cluster, certificates, equals_single, wait_for_pool};
+use crate::process_cluster::{Cluster, TWO, certificates, equals_single, wait_for_pool};
 use crate::process_up::golden_prompt;
 use lagoon_tests::process::{Client, Server, completion, run};
 use serde_json::{Value, json};
@@ -51,8 +51,8 @@ fn a_gateway_follows_the_pool_and_the_gmanager_counts() {
     let (model, prompt) = golden_prompt();
     let flags = ["--backend=cpu", "--kv-tokens=64", "--calibrate=off"];
     let instances = ["one", "two"].map(|name| cluster.serve(name, &model, &flags));
-    wait_for_pool(&instances[0].client(), 16);
-    wait_for_pool(&instances[1].client(), 16);
+    wait_for_pool(&instances[0].client(), TWO);
+    wait_for_pool(&instances[1].client(), TWO);
     let [a, b, c] = certificates(&cluster.ca, "gateway");
     let gmanager = cluster.gmanager.said("quic");
     let flags = ["--listen=127.0.0.1:0", "--block-tokens=8", "--gmanager", &gmanager, &a, &b, &c];

@@ -1,6 +1,6 @@
 //! gManagers that stand by, with a real etcd server: one is killed, one is paused, etcd itself is stopped.
 
-use crate::process_cluster::{certificates, equals_single, new_ca, wait_for_pool};
+use crate::process_cluster::{TWO, certificates, equals_single, new_ca, wait_for_pool};
 use crate::process_up::{golden_prompt, single};
 use lagoon_tests::etcd::EtcdServer;
 use lagoon_tests::process::{Ended, PATIENCE, Server, completion, kill, run, signal, token_ids};
@@ -88,8 +88,8 @@ fn a_standby_takes_over_from_a_killed_leader() {
     let (place, term) = pair.leader(&pair.both());
     let instances = ["one", "two"].map(|name| pair.serve(name, &model));
     let [one, two] = [instances[0].client(), instances[1].client()];
-    wait_for_pool(&one, 16);
-    wait_for_pool(&two, 16);
+    wait_for_pool(&one, TWO);
+    wait_for_pool(&two, TWO);
 
     // Of its 120 tokens an instance alone holds 64: it goes on with what it had borrowed before, and borrows more.
     let mut events = one.stream("/v1/completions", &completion(&prompt[..70], 50, &json!({"stream": true})));
@@ -112,7 +112,7 @@ fn a_standby_takes_over_from_a_killed_leader() {
     // New borrowing, on either.
     for client in [&one, &two] {
         client.wait_until("/lagoon/status", "registered", |s| s["registered"] == true);
-        wait_for_pool(client, 16);
+        wait_for_pool(client, TWO);
         equals_single(client, &model, &prompt);
     }
 }
@@ -148,7 +148,7 @@ fn without_etcd_nobody_leads_and_requests_go_on() {
     let (_, term) = pair.leader(&pair.both());
     let instances = ["one", "two"].map(|name| pair.serve(name, &model));
     let client = instances[0].client();
-    wait_for_pool(&client, 16);
+    wait_for_pool(&client, TWO);
     pair.etcd.stop();
     let stopped = Instant::now();
     let refused = loop {
