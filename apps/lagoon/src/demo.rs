@@ -7,6 +7,7 @@
 use crate::api_client::ApiClient;
 use crate::args::{BackendArg, CalibrateArg, EngineArgs, RemoteArg};
 use crate::local::{EphemeralCa, LocalPool, start_pool, start_single};
+use crate::serve::lend_reserve_blocks;
 use crate::{bundled, device, up};
 use anyhow::{Context, ensure};
 use base64::{Engine as _, engine::general_purpose::STANDARD};
@@ -163,14 +164,16 @@ fn fits(args: &DemoArgs, prompt_tokens: usize) -> bool {
 
 fn check_sizes(args: &DemoArgs, prompt_tokens: usize) -> anyhow::Result<()> {
     let needed = prompt_tokens + ANSWER_TOKENS_MAX as usize + limits::BLOCK_TOKENS_DEFAULT as usize;
-    let pool = args.kv_tokens as usize * usize::from(args.instances);
+    let reserve = lend_reserve_blocks(args.kv_tokens / limits::BLOCK_TOKENS_DEFAULT) * limits::BLOCK_TOKENS_DEFAULT;
+    let lent = args.kv_tokens.saturating_sub(reserve) as usize * usize::from(args.instances).saturating_sub(1);
+    let pool = args.kv_tokens as usize + lent;
     ensure!(
         pool >= needed,
-        "{} instances with {} KV tokens each hold {pool} tokens, and the request needs {needed}\n\
+        "{} instances with {} KV tokens each hold {pool} tokens for one request, and this one needs {needed}\n\
          hint: raise --kv-tokens to {} or add instances",
         args.instances,
         args.kv_tokens,
-        needed.div_ceil(usize::from(args.instances)) + limits::BLOCK_TOKENS_DEFAULT as usize
+        needed.div_ceil(usize::from(args.instances)) + reserve as usize + limits::BLOCK_TOKENS_DEFAULT as usize
     );
     Ok(())
 }
@@ -202,8 +205,9 @@ fn engine_args(args: &DemoArgs, backend: &str) -> EngineArgs {
 async fn wait_for_pool(pool: &LocalPool, engine: &EngineArgs) -> anyhow::Result<()> {
     let debtor = pool.instances.first().context("no instances")?;
     let client = ApiClient::new(&format!("http://{}", debtor.http()?), None)?;
-    let own = u64::from(engine.kv_tokens.unwrap_or(0) / engine.block_tokens);
-    let whole = own * pool.instances.len() as u64;
+    let own = engine.kv_tokens.unwrap_or(0) / engine.block_tokens;
+    let lent = own.saturating_sub(lend_reserve_blocks(own));
+    let whole = u64::from(own) + u64::from(lent) * (pool.instances.len() as u64).saturating_sub(1);
     for _ in 0..100 {
         let status = client.get("/lagoon/status").await?;
         if status["pool_blocks_total"].as_u64() >= Some(whole) {

@@ -273,6 +273,11 @@ async fn run_loop(thread: LoopThread, node: NodeLoop, ending: &Ending) -> anyhow
     result
 }
 
+/// Free rBlocks that an instance of so many never lends.
+pub(crate) fn lend_reserve_blocks(blocks_total: u32) -> u32 {
+    (blocks_total / 64).clamp(1, 16)
+}
+
 fn instance_config(
     args: &ServeArgs,
     model: &OpenModel,
@@ -313,7 +318,7 @@ fn instance_config(
         lend_blocks_max: u32::try_from(lend_blocks_max).unwrap_or(u32::MAX),
         // A kv node owes nobody anything, so it is in no cycle that a swap would have to start in.
         lend_reserve_blocks: match args.role {
-            RoleArg::Instance => (sizes.blocks_total / 64).clamp(1, 16),
+            RoleArg::Instance => lend_reserve_blocks(sizes.blocks_total),
             RoleArg::Kv => 0,
         },
         sched: SchedulerConfig { queue: engine.max_queue, running: engine.max_running, step_rows: engine.step_tokens },
