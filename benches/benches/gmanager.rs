@@ -204,7 +204,7 @@ fn drained(gm: &mut GManager) -> u64 {
 fn measure(args: &Args, instances: u32) -> Result<Row> {
     let before = resident()?;
     let config = GManagerConfig {
-        instances_max: (instances as usize).max(16).min(limits::INSTANCES_MAX),
+        instances_max: (instances as usize).clamp(16, limits::INSTANCES_MAX),
         planner: Some(PlannerConfig::default()),
         plan_ms: u64::MAX / 4,
         ..GManagerConfig::default()

@@ -104,7 +104,7 @@ impl Recalls {
     pub(super) fn overdue(&mut self, now_ms: u64) -> Vec<Unmet> {
         let over = self.wanted.iter().filter(|(_, w)| now_ms >= w.deadline_ms);
         let over: Vec<Unmet> = over.map(|(d, w)| Unmet { debtor: *d, missing: w.missing(), take: w.take }).collect();
-        over.iter().for_each(|unmet| drop(self.wanted.remove(&unmet.debtor)));
+        self.wanted.retain(|_, w| now_ms < w.deadline_ms);
         over
     }
 

@@ -201,13 +201,14 @@ mod tests {
                 report.fill(&mut h, rows.iter().map(|(s, b)| row(*s, *b)));
                 h
             };
+            let index = |at: u64| usize::try_from(at).unwrap();
             for (act, at, blocks) in acts {
                 match act {
                     0..=2 => drop(if blocks == 0 { rows.remove(&at) } else { rows.insert(at, blocks) }),
                     3 | 4 => beats.push_back(beat(&mut report, &rows)),
-                    5 => drop(beats.remove(at as usize).map(|h| acks.push_back(map.take(&h)))),
-                    6 => drop(acks.remove(at as usize).map(|a| report.on_ack(&a))),
-                    7 => drop(beats.remove(at as usize)),
+                    5 => drop(beats.remove(index(at)).map(|h| acks.push_back(map.take(&h)))),
+                    6 => drop(acks.remove(index(at)).map(|a| report.on_ack(&a))),
+                    7 => drop(beats.remove(index(at))),
                     _ if at == 0 => {
                         // Another gManager: the instance registers with it, on a new connection.
                         map = Map::default();

@@ -317,7 +317,8 @@ impl World {
     /// What the gManager says to a node is delayed, and lost at times.
     fn answer(&mut self, node: usize, life: u64, body: ControlBody) {
         let cut = self.gmanager_cut_ms[node] > self.now_ms;
-        if !cut && !(self.faults && self.rng.random_ratio(1, 40)) {
+        let lost = self.faults && self.rng.random_ratio(1, 40);
+        if !(cut || lost) {
             let at_ms = self.now_ms + self.delay_ms();
             self.schedule(at_ms, Event::FromGManager { node, life, body });
         }
@@ -359,11 +360,8 @@ impl World {
                 let ended = self.nodes[node].rm.on_peer_fenced(InstanceId(m.instance), m.incarnation, self.now_ms);
                 ended.iter().for_each(|_| self.count("debtor fenced"));
             }
-            ControlBody::HeartbeatAck(m) if m.fenced => {
-                if self.nodes[node].instance.is_some() {
-                    self.begin_anew(node);
-                }
-            }
+            ControlBody::HeartbeatAck(m) if m.fenced && self.nodes[node].instance.is_some() => self.begin_anew(node),
+            ControlBody::HeartbeatAck(m) if m.fenced => {}
             ControlBody::Registered(m) => {
                 let number = InstanceId(m.instance);
                 assert!(self.node_of(number).is_none_or(|n| n == node), "{number} was given twice");

@@ -553,8 +553,7 @@ impl Instance {
         self.moves.pace.tick();
         let now = self.now_ms;
         let late = |m: &Move| {
-            m.deadline_ms <= now && m.items.iter().any(|i| !i.verified)
-                || matches!(m.phase, Phase::Reserving(_)) && m.deadline_ms <= now
+            m.deadline_ms <= now && (matches!(m.phase, Phase::Reserving(_)) || m.items.iter().any(|i| !i.verified))
         };
         self.close_moves("the deadline is over", true, late);
     }

@@ -76,7 +76,7 @@ fn nobody_is_fenced_by_a_gmanager_that_slept_or_is_cut_off() {
     assert_eq!(fences(&pass(&mut gm, long, long + 10_000, &[1])), []);
     // Another one is heard: the third is dead.
     let fenced = fences(&pass(&mut gm, long + 10_250, long + 11_000, &[1, 2]));
-    assert!(fenced.iter().any(|f| *f == (1, 3, 3)), "{fenced:?}");
+    assert!(fenced.contains(&(1, 3, 3)), "{fenced:?}");
 }
 
 #[test]

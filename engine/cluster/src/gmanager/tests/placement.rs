@@ -23,7 +23,14 @@ fn placed() -> GManager {
     gm
 }
 
-fn request(gm: &GManager, debtor: u32, seq: u64) -> Option<(u32, u32, Vec<(u32, u32)>, bool)> {
+fn heard(gm: &mut GManager, heartbeat: &Heartbeat, now_ms: u64) {
+    let _ = gm.on_heartbeat(heartbeat, now_ms);
+}
+
+/// Local blocks, those of them that are full, blocks by creditor, and whether some are on their way.
+type Request = (u32, u32, Vec<(u32, u32)>, bool);
+
+fn request(gm: &GManager, debtor: u32, seq: u64) -> Option<Request> {
     let r = gm.pool().instances[&InstanceId(debtor)].requests.get(&SeqId(seq))?;
     Some((r.local, r.local_sealed, r.remote.iter().map(|b| (b.creditor.0, b.blocks)).collect(), r.moving))
 }
@@ -130,7 +137,7 @@ fn failures_make_the_rest_longer_and_correct_the_target() {
     let mut rests = Vec::new();
     for beat in 0..4 {
         let seq = 10 + beat;
-        (1..=3).for_each(|i| drop(gm.on_heartbeat(&heartbeat(i, seq, 20), now)));
+        (1..=3).for_each(|i| heard(&mut gm, &heartbeat(i, seq, 20), now));
         assert_eq!(admin(&mut gm, AdminBody::Move(MOVE), now).error, "");
         let order = orders(&mut gm)[0].1.order;
         let refused = MoveOutcome { order, moved: 0, reason: "no room".to_owned(), target_lendable: Some(1) };
@@ -140,7 +147,7 @@ fn failures_make_the_rest_longer_and_correct_the_target() {
         let since = now;
         while request(&gm, 1, 7).unwrap().3 {
             now += 100;
-            (1..=3).for_each(|i| drop(gm.on_heartbeat(&heartbeat(i, seq, 20), now)));
+            (1..=3).for_each(|i| heard(&mut gm, &heartbeat(i, seq, 20), now));
             gm.tick(now);
         }
         rests.push(now - since);
@@ -154,7 +161,7 @@ fn an_order_that_nobody_answers_ends() {
     admin(&mut gm, AdminBody::Move(MOVE), 0);
     let end = limits::MOVE_DEADLINE_MS + limits::MOVE_GRACE_MS;
     for now in (0..=end).step_by(500) {
-        (1..=3).for_each(|i| drop(gm.on_heartbeat(&heartbeat(i, 10, 20), now)));
+        (1..=3).for_each(|i| heard(&mut gm, &heartbeat(i, 10, 20), now));
         gm.tick(now);
         let incoming = gm.pool().instances[&InstanceId(2)].blocks_incoming;
         assert_eq!(incoming, if now < end { 6 } else { 0 }, "at {now}");
@@ -162,7 +169,7 @@ fn an_order_that_nobody_answers_ends() {
     assert_eq!(gm.stats().moves_failed, 1);
     // The target dies: so does the order.
     let now = end + limits::MOVE_RETRY_MS;
-    (1..=3).for_each(|i| drop(gm.on_heartbeat(&heartbeat(i, 11, 20), now)));
+    (1..=3).for_each(|i| heard(&mut gm, &heartbeat(i, 11, 20), now));
     gm.tick(now);
     assert_eq!(admin(&mut gm, AdminBody::Move(MOVE), now).error, "");
     gm.on_deregister(InstanceId(2));
@@ -254,7 +261,7 @@ fn a_round_waits_for_everybody_but_not_for_ever() {
     for i in 1..=3u64 {
         gm.on_register(&register(i), 0).unwrap();
     }
-    let beat = |gm: &mut GManager, i: u32, now: u64| drop(gm.on_heartbeat(&heartbeat(i, 10 + now, 5), now));
+    let beat = |gm: &mut GManager, i: u32, now: u64| heard(gm, &heartbeat(i, 10 + now, 5), now);
     let open = limits::PLAN_MS;
     gm.tick(open);
     assert_eq!(gm.stats().rounds, 0, "nobody was heard in this round");
