@@ -135,6 +135,44 @@ fn a_damaged_copy_is_not_switched_to() {
     world.check_empty();
 }
 
+/// What comes home, or passes through on its way to another creditor, is compared with what was written.
+#[test]
+fn a_creditor_whose_kv_is_not_what_was_written_there_is_not_believed() {
+    for target in [0, 2] {
+        let mut world = World::pool(pool(), None, &[Spec::cpu(40), Spec::cpu(30), Spec::cpu(30)]);
+        let request = world.submit(0, greedy(prompt(212, 40, 128), 30));
+        run_to_token(&mut world, request, 2);
+        moved(&mut world, request, 4, 0, 1);
+        world.corrupt_next_data();
+        moved(&mut world, request, 2, 1, target);
+        let status = world.nodes[0].live().status();
+        assert_eq!((status.moves.damaged, status.recoveries), (1, 1), "to {target}");
+        world.run();
+        assert_equals_single("damaged source", &world, &pool());
+        world.check_empty();
+    }
+}
+
+/// Where the debtor has no room and nobody else lends, the creditor takes what its own sequence needs.
+#[test]
+fn a_creditor_takes_what_nobody_returns() {
+    let mut world = World::pool(pool(), None, &[Spec::cpu(12), Spec::cpu(20)]);
+    let guest = world.submit(0, greedy(prompt(213, 80, 128), 4));
+    run_to_token(&mut world, guest, 1);
+    assert_eq!(placed(&world, guest)[&1], 9);
+    world.stall(0, 1, 5_000);
+    let own = world.submit(1, greedy(prompt(214, 40, 128), 24));
+    world.run();
+    let (debtor, creditor) = (world.nodes[0].live().status(), world.nodes[1].live().status());
+    assert!(debtor.moves.recalls_received > 0 && creditor.moves.blocks_revoked > 0, "{debtor:?} {creditor:?}");
+    assert_eq!(creditor.preemptions, 0, "growth goes before lending");
+    // A step that was on its way to the entries that are gone is refused, which may count as one loss more.
+    assert!(debtor.recoveries <= 1 && debtor.recomputed_tokens > 0, "{debtor:?}");
+    assert_eq!(world.requests[own].tokens.len(), 24);
+    assert_equals_single("taken", &world, &pool());
+    world.check_empty();
+}
+
 #[test]
 fn a_move_that_ends_at_any_moment_leaks_nothing() {
     #[derive(Clone, Copy, Debug)]

@@ -231,7 +231,12 @@ impl World {
 
     /// The next write of KV arrives with another last byte.
     pub fn corrupt_next_write(&mut self) {
-        self.net.corrupt_next_write = true;
+        self.net.corrupt_next = Some("write");
+    }
+
+    /// The next KV that was read at a creditor arrives with another last byte.
+    pub fn corrupt_next_data(&mut self) {
+        self.net.corrupt_next = Some("data");
     }
 
     /// The next frame of a kind that a node sends is dropped, and the node is told.

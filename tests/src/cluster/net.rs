@@ -47,7 +47,8 @@ pub(super) struct Network {
     pub(super) queues: BTreeMap<Key, VecDeque<Item>>,
     /// Frames and bytes that were sent, by kind.
     pub(super) sent: BTreeMap<&'static str, (u64, u64)>,
-    pub(super) corrupt_next_write: bool,
+    /// The next frame of this kind arrives with another last byte.
+    pub(super) corrupt_next: Option<&'static str>,
     /// Attempts to connect nodes that are cut: repeated until this time.
     dials: Vec<(usize, usize, u64)>,
 }
@@ -128,7 +129,7 @@ impl Network {
         let class = frame.class();
         let kind = kind(&frame);
         let mut bytes = lagoon_wire::encode(&frame).unwrap_or_else(|e| panic!("{kind}: {e}")).to_vec();
-        if kind == "write" && std::mem::take(&mut self.corrupt_next_write) {
+        if self.corrupt_next.take_if(|wanted| *wanted == kind).is_some() {
             *bytes.last_mut().unwrap() ^= 1;
         }
         let sent = self.sent.entry(kind).or_default();

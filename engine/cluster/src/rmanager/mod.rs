@@ -449,8 +449,8 @@ impl RManager {
         self.creditor.recalls_met()
     }
 
-    /// Takes blocks back from a debtor, which must be told ([`lagoon_protocol::LeaseRevoked`]); steps that attend to them
-    /// must be refused.
+    /// Takes blocks back from a debtor, which must be told ([`lagoon_protocol::LeaseRevoked`]). Its steps that attend to
+    /// them must not be served any more.
     pub fn revoke(&mut self, debtor: InstanceId, blocks: u32, now_ms: u64) -> Vec<Revoked> {
         self.creditor.revoke(debtor, blocks, now_ms, &mut self.pool)
     }

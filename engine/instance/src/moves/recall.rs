@@ -7,7 +7,7 @@
 use super::{Place, Request, Why};
 use crate::event::Effect;
 use crate::instance::Instance;
-use lagoon_protocol::{ControlBody, LeasePurpose, LeaseRevoked, PartialsFrame, Recall, RefuseCode};
+use lagoon_protocol::{ControlBody, LeasePurpose, LeaseRevoked, Recall};
 use lagoon_types::limits::MOVE_MS_MAX;
 use lagoon_types::{InstanceId, SeqId};
 
@@ -58,18 +58,14 @@ impl Instance {
             for revoked in self.rm.revoke(unmet.debtor, blocks, self.now_ms) {
                 let tokens = |entries: u32| entries * self.config.block_tokens;
                 let freed = tokens(revoked.entries.start)..tokens(revoked.entries.end);
-                let steps = self.guests.forget_lease(revoked.debtor, revoked.lease, &freed);
+                // The debtor ends those steps itself when it hears of it, and loses no more than these entries by it.
+                self.guests.forget_lease(revoked.debtor, revoked.lease, &freed);
                 self.moves.status.blocks_revoked += u64::from(revoked.entries.end - revoked.entries.start);
                 let Some(peer) = self.peers.key(revoked.debtor) else { continue };
                 let reason = "a recall was not met in time".to_owned();
                 let (first, entries) = (revoked.entries.start, revoked.entries.end);
                 let body = ControlBody::LeaseRevoked(LeaseRevoked { lease: revoked.lease.0, reason, first, entries });
                 self.effects.push(Effect::Control { peer, body });
-                for step in steps {
-                    let (code, detail) = (RefuseCode::UnknownLease, format!("{} was taken back", revoked.lease));
-                    let frame = PartialsFrame::Refused { step, code, detail };
-                    self.effects.push(Effect::Partials { peer, frame });
-                }
             }
         }
     }
