@@ -229,13 +229,12 @@ impl Link {
         self.room.notify_waiters();
     }
 
-    /// Ends the stream in order: what QUIC has is still delivered. The stream is given back to wait for that.
-    pub(crate) fn finish(&self) -> Option<SendStream> {
-        let mut stream = lock(&self.writing).stream.take()?;
-        // A stream that is closed already needs no end.
-        drop(stream.finish());
-        self.writer.wake();
-        Some(stream)
+    /// Ends the stream in order: what QUIC has is still delivered.
+    pub(crate) fn finish(&self) {
+        if let Some(stream) = lock(&self.writing).stream.as_mut() {
+            // A stream that is closed already needs no end.
+            drop(stream.finish());
+        }
     }
 
     /// No frame is accepted any more.

@@ -216,7 +216,7 @@ impl Node {
         Some(self.shared().peer(peer)?.addr)
     }
 
-    /// Closes in order: no new frames, those that wait for a connected peer are sent and acknowledged within `deadline`,
+    /// Closes in order: no new frames, those that wait for a connected peer are sent and read by it within `deadline`,
     /// then every connection is closed. Frames for peers that are not connected are dropped.
     pub async fn close(&self, deadline: Duration) {
         let shared = self.shared();
@@ -224,16 +224,23 @@ impl Node {
         peers.iter().for_each(|peer| Class::ALL.iter().for_each(|class| peer.link(*class).close()));
         let flush = async {
             for peer in &peers {
+                // A connection that the peer knows of and we do not would end the session when we give it up.
+                while peer.session.lock().await.is_growing() {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+            }
+            shared.closed.store(true, Relaxed);
+            for peer in &peers {
                 for class in Class::ALL {
                     let link = peer.link(class);
                     while link.is_live() && !link.is_drained() {
                         link.wait_for_progress().await;
                     }
-                    if let Some(stream) = link.finish() {
-                        // An error here means that the connection is gone, and with it the reason to wait.
-                        drop(stream.stopped().await);
-                    }
+                    link.finish();
                 }
+            }
+            for peer in &peers {
+                peer.wait_for_end().await;
             }
         };
         if tokio::time::timeout(deadline, flush).await.is_err() {

@@ -5,9 +5,11 @@ use lagoon_wire::Class;
 use quinn::Connection;
 use std::{
     net::SocketAddr,
+    pin::pin,
     sync::Arc,
     time::{Duration, Instant},
 };
+use tokio::sync::Notify;
 
 /// Which process a session is with, and how often that process has given up a session with us.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,6 +26,8 @@ pub(crate) struct Slot {
     /// We dialed it.
     pub(crate) dialed: bool,
     pub(crate) connection: Connection,
+    /// The remote has ended its direction, and all that it sent is in our inboxes.
+    pub(crate) finished: bool,
 }
 
 /// The session's state. Held under an async lock, so that events leave in the order of the changes they tell.
@@ -51,6 +55,16 @@ impl Session {
         self.slots.iter().any(Option::is_some)
     }
 
+    /// Whether the remote has ended its direction of every connection.
+    pub(crate) fn is_finished(&self) -> bool {
+        self.slots.iter().flatten().all(|slot| slot.finished)
+    }
+
+    /// A connection of the running session is being made by us.
+    pub(crate) fn is_growing(&self) -> bool {
+        self.is_up() && self.attempting.contains(&true)
+    }
+
     pub(crate) fn slot(&self, class: Class) -> Option<&Slot> {
         self.slots.get(class.index()).and_then(Option::as_ref)
     }
@@ -72,6 +86,8 @@ pub(crate) struct Peer {
     pub(crate) id: PeerId,
     pub(crate) addr: SocketAddr,
     pub(crate) session: tokio::sync::Mutex<Session>,
+    /// Told when the session is over, and when the remote has ended its direction of a connection.
+    pub(crate) ending: Notify,
     links: [Link; 3],
     /// For getters that must not wait for the session's lock.
     pub(crate) rtt_source: std::sync::Mutex<Option<Connection>>,
@@ -83,6 +99,7 @@ impl Peer {
             id,
             addr,
             session: tokio::sync::Mutex::default(),
+            ending: Notify::new(),
             links: Class::ALL.map(Link::new),
             rtt_source: std::sync::Mutex::default(),
         })
@@ -94,6 +111,30 @@ impl Peer {
             Class::Control => control,
             Class::Partials => partials,
             Class::Bulk => bulk,
+        }
+    }
+
+    /// Waits until the remote has read all that we sent and has closed the connections, or leaves as well.
+    pub(crate) async fn wait_for_end(&self) {
+        let connections: Vec<Connection> =
+            self.session.lock().await.slots.iter().flatten().map(|slot| slot.connection.clone()).collect();
+        // Our reader may be held up by a full inbox that nobody reads any more, and would not tell.
+        let closed = futures::future::join_all(connections.iter().map(Connection::closed));
+        let told = async {
+            loop {
+                let mut told = pin!(self.ending.notified());
+                told.as_mut().enable();
+                let session = self.session.lock().await;
+                if !session.is_up() || session.is_finished() {
+                    return;
+                }
+                drop(session);
+                told.await;
+            }
+        };
+        tokio::select! {
+            _ = closed => {}
+            () = told => {}
         }
     }
 

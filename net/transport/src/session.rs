@@ -103,7 +103,7 @@ impl Shared {
         }
         let Some(alive) = session.alive.clone() else { return };
         let key = self.next_number();
-        let slot = Slot { key, dialed, connection: wires.connection.clone() };
+        let slot = Slot { key, dialed, connection: wires.connection.clone(), finished: false };
         if let Some(place) = session.slots.get_mut(class.index()) {
             *place = Some(slot);
         }
@@ -148,9 +148,10 @@ impl Shared {
                     reason
                 }
                 Stop::Closed(reason) => cause(&connection, reason),
+                Stop::Finished if shared.finished(&peer, class, key).await => "the peer left: bye".to_owned(),
                 Stop::Finished => {
-                    // The peer is leaving in order: its other classes may still be on their way, and it closes the
-                    // connections when they have arrived.
+                    // The peer is leaving in order, and its other classes are still on their way: whoever reads the
+                    // last of them closes the connections.
                     let closed = tokio::time::timeout(shared.config.idle_timeout, connection.closed()).await;
                     closed.map_or_else(|_elapsed| "the peer closed the stream".to_owned(), |error| error.to_string())
                 }
@@ -158,6 +159,19 @@ impl Shared {
             };
             shared.lost(&peer, class, key, reason).await;
         });
+    }
+
+    /// The peer has ended its direction of a connection and we have read it all. True when that holds for all of them:
+    /// then the connections are ours to close, which tells the leaving peer that nothing was lost. (QUIC's
+    /// acknowledgements do not: closing a connection discards what the other side has received and not read.)
+    async fn finished(&self, peer: &Peer, class: Class, key: u64) -> bool {
+        let mut session = peer.session.lock().await;
+        let slot = session.slots.get_mut(class.index()).and_then(Option::as_mut).filter(|slot| slot.key == key);
+        let Some(slot) = slot else { return false };
+        slot.finished = true;
+        peer.ending.notify_waiters();
+        // Where both leave, both have sent what they had to, and neither waits for the other.
+        session.is_finished() && !self.is_closed()
     }
 
     /// A connection is gone: ends the session it belonged to, and dials again where that is wanted.
@@ -195,6 +209,7 @@ impl Shared {
         let steady = session.since.take().is_some_and(|since| since.elapsed() >= STEADY);
         session.failures = if steady { 0 } else { session.failures.saturating_add(1) };
         tracing::debug!(peer = %peer.addr, reason, "a session is over");
+        peer.ending.notify_waiters();
         self.events.tell(Event::Down { peer: peer.id, session: session.number, reason }).await;
     }
 }
