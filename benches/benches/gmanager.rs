@@ -63,6 +63,8 @@ struct Row {
 }
 
 const BLOCKS: u32 = 10_000;
+/// The request of each debtor that is long.
+const LONG: u32 = 3;
 
 /// SplitMix64.
 fn draw(state: &mut u64) -> u64 {
@@ -124,7 +126,9 @@ impl Pool {
     fn rows(&mut self, i: u32, chosen: impl Fn(u32) -> bool) -> Vec<PlacementEntry> {
         let mut rows = Vec::new();
         let mut row = |debtor: u32, seq: u32, random: &mut u64| {
-            let blocks = u32::try_from(draw(random) % 150).unwrap_or(0) + 1;
+            // A debtor's long request is what a round moves.
+            let long = seq == LONG && debtor % 2 == 1;
+            let blocks = if long { 4_000 } else { u32::try_from(draw(random) % 150).unwrap_or(0) + 1 };
             rows.push(PlacementEntry { debtor, seq: seq.into(), blocks, blocks_sealed: blocks - 1 });
         };
         for seq in (0..self.requests).filter(|s| chosen(*s)) {
@@ -144,7 +148,7 @@ impl Pool {
         let lent =
             if i > 1 && self.creditor(i - 1) == Some(i) { vec![Debt { debtor: i - 1, blocks: 700 }] } else { vec![] };
         let random = u32::try_from(draw(&mut self.random) % 1_000).unwrap_or(0);
-        let free = if self.creditor(i).is_some() { random / 5 } else { 2_000 + random };
+        let free = if self.creditor(i).is_some() { random / 5 } else { 6_000 + random };
         let peers = (1..=4).map(|d| (i + d - 1) % self.instances + 1).filter(|p| *p != i);
         let rtt_us = 50 + random % 100;
         Heartbeat {
@@ -162,8 +166,8 @@ impl Pool {
             placements,
             placements_full: full,
             load: Some(Load {
-                batch: self.requests,
-                context_tokens: u64::from(self.requests) * 2_000,
+                batch: if self.creditor(i).is_some() { self.requests } else { self.requests / 4 },
+                context_tokens: u64::from(self.requests) * if self.creditor(i).is_some() { 2_000 } else { 500 },
                 remote_tokens: if self.creditor(i).is_some() { 20_000 } else { 0 },
                 guest_tokens: 0,
                 queue_blocks: if self.creditor(i).is_some() { vec![200; 8] } else { vec![] },
