@@ -1,5 +1,5 @@
 //! The gManager over the pool's size: `cargo bench -p lagoon-benches --bench gmanager -- [--json] [--instances 10,1000]
-//! [--requests 100]`.
+//! [--requests 100] [--plot FILE.svg]`.
 //!
 //! Every instance runs `--requests` requests, a tenth of which have blocks on a creditor; a heartbeat carries the rows
 //! that changed, an eighth of them. Reported for each size, on one thread unless said otherwise:
@@ -15,6 +15,7 @@
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use lagoon_cluster::{GManager, GManagerConfig, GManagerOutput, PlannerConfig, serve_query};
+use lagoon_plot::{Panel, Series};
 use lagoon_protocol::{
     BatchPoint, BorrowQuery, Calibration, Debt, Heartbeat, Link, Load, PlacementEntry, PoolShape, Register,
     VERSION_MAX, VERSION_MIN,
@@ -37,6 +38,9 @@ struct Args {
     /// Rounds of heartbeats that are measured.
     #[arg(long, default_value_t = 5)]
     rounds: u32,
+    /// Draws how times and memory grow into this SVG file.
+    #[arg(long)]
+    plot: Option<std::path::PathBuf>,
     /// Given by `cargo bench`.
     #[arg(long, hide = true)]
     bench: bool,
@@ -318,9 +322,44 @@ fn queries(gm: &mut GManager, instances: u32, now: u64) -> (f64, f64, f64, usize
     (query_ns, view_ns, asked / seconds, threads)
 }
 
+/// How times and memory grow with the pool.
+fn panels(rows: &[Row]) -> Vec<Panel> {
+    let line = |name: &str, of: &dyn Fn(&Row) -> f64| Series {
+        name: name.to_owned(),
+        points: rows.iter().map(|r| (f64::from(r.instances), of(r))).collect(),
+    };
+    let panel = |title: &str, y_label: &str, series| Panel {
+        title: title.to_owned(),
+        x_label: "instances".to_owned(),
+        y_label: y_label.to_owned(),
+        log_x: true,
+        log_y: true,
+        series,
+    };
+    #[allow(clippy::cast_precision_loss, reason = "a plot")]
+    let mebibytes = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    vec![
+        panel(
+            "a heartbeat",
+            "microseconds",
+            vec![line("median", &|r| r.heartbeat_us), line("99th percentile", &|r| r.heartbeat_p99_us)],
+        ),
+        panel("a planning round", "milliseconds", vec![line("plan and orders", &|r| r.round_ms)]),
+        panel(
+            "memory",
+            "MiB",
+            vec![line("resident", &|r| mebibytes(r.bytes)), line("view", &|r| mebibytes(r.view_bytes))],
+        ),
+    ]
+}
+
 fn main() -> Result<()> {
     let args = Args::parse();
     let rows = args.instances.iter().map(|n| measure(&args, *n)).collect::<Result<Vec<_>>>()?;
+    if let Some(path) = &args.plot {
+        let title = format!("The gManager over the pool's size, {} requests an instance", args.requests);
+        std::fs::write(path, lagoon_plot::figure(&title, &panels(&rows), 3)?).context("write the plot")?;
+    }
     if args.json {
         println!("{}", serde_json::to_string_pretty(&serde_json::json!({ "bench": "gmanager", "rows": rows }))?);
         return Ok(());

@@ -3,9 +3,9 @@
 use super::cluster::{Cluster, SETUPS};
 use super::hardware::LLAMA2_13B;
 use super::measure::{Job, Measured, run_all};
-use super::plot::{Panel, Series};
 use super::traces::{Output, Workload, table_2};
 use super::world::Setting;
+use lagoon_plot::{Panel, Series};
 use std::fmt::Write as _;
 
 /// Dataset 10: 13B on 8 GPUs, 10 % of the requests long.

@@ -10,7 +10,6 @@ mod lengths;
 pub mod measure;
 pub mod migration;
 pub mod model;
-pub mod plot;
 pub mod report;
 pub mod serving;
 pub mod suite;

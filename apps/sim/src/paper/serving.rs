@@ -4,9 +4,9 @@
 //! rates, shares of what the best of them can serve, and the same requests: the curves.
 
 use super::measure::{Job, Measured, System, run_all};
-use super::plot::{Panel, Series};
 use super::traces::{Output, Workload};
 use super::world::Setting;
+use lagoon_plot::{Panel, Series};
 use std::fmt::Write as _;
 
 /// What one panel compares.

@@ -3,12 +3,12 @@
 use super::cluster::{Cluster, SETUPS, Setup};
 use super::hardware::LLAMA2_7B;
 use super::measure::System;
-use super::plot::{self, Panel, Series};
 use super::serving::{Compared, Comparison};
 use super::traces::{Output, TABLE_1, Workload, table_2};
 use super::world::{Setting, Study};
 use super::{context, dgfm, migration, model, report, serving};
 use lagoon_cluster::perf::ModelConfig;
+use lagoon_plot::{Panel, Series};
 use std::path::Path;
 use std::time::Instant;
 
@@ -216,30 +216,24 @@ pub fn run(size: Size, say: &(dyn Fn(&str, usize, usize) + Sync)) -> Results {
 pub fn write(results: &Results, out: &Path) -> std::io::Result<()> {
     std::fs::create_dir_all(out)?;
     let put = |name: &str, text: String| std::fs::write(out.join(name), text);
+    let figure = |title: &str, panels: &[Panel], columns| {
+        lagoon_plot::figure(title, panels, columns).map_err(std::io::Error::other)
+    };
     put("contexts.csv", context::to_csv(&results.bars))?;
-    put("contexts.svg", plot::figure("Throughput by context length (v2 Figure 9)", &context_panels(results), 3))?;
+    put("contexts.svg", figure("Throughput by context length (v2 Figure 9)", &context_panels(results), 3)?)?;
     let panels = |all: &[Compared]| all.iter().map(serving::panel).collect::<Vec<Panel>>();
     let against_multi: Vec<Compared> =
         results.against_multi.iter().chain(&results.against_multi_grown).cloned().collect();
     put("against-multi.csv", serving::to_csv(&against_multi))?;
-    put(
-        "against-multi.svg",
-        plot::figure("Lagoon and vLLM-multi (v2 Figure 10a)", &panels(&results.against_multi), 3),
-    )?;
+    put("against-multi.svg", figure("Lagoon and vLLM-multi (v2 Figure 10a)", &panels(&results.against_multi), 3)?)?;
     put("against-single.csv", serving::to_csv(&results.against_single))?;
-    put(
-        "against-single.svg",
-        plot::figure("Lagoon and vLLM-single (v2 Figure 10b)", &panels(&results.against_single), 3),
-    )?;
+    put("against-single.svg", figure("Lagoon and vLLM-single (v2 Figure 10b)", &panels(&results.against_single), 3)?)?;
     put("datasets.csv", serving::to_csv(&results.datasets))?;
     put("migration.csv", migration::to_csv(&results.migration))?;
     put("debtor-creditor.csv", report::figure_7_csv(results))?;
-    put(
-        "debtor-creditor.svg",
-        plot::figure("Throughput against blocks moved (v2 Figure 7)", &figure_7_panels(results), 2),
-    )?;
+    put("debtor-creditor.svg", figure("Throughput against blocks moved (v2 Figure 7)", &figure_7_panels(results), 2)?)?;
     put("dgfm.csv", results.dgfm.to_csv())?;
-    put("dgfm.svg", plot::figure("DGFM on and off (v1 Figure 10)", &results.dgfm.panels(), 2))?;
+    put("dgfm.svg", figure("DGFM on and off (v1 Figure 10)", &results.dgfm.panels(), 2)?)?;
     put("tables.md", report::tables(results))
 }
 
