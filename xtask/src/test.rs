@@ -19,9 +19,19 @@ use crate::tidy;
 /// The environment variable that names the file to which a test that cannot run appends `name<TAB>reason`.
 const SKIP_LOG: &str = "LAGOON_SKIP_LOG";
 
-/// The simulator finds mistakes made on purpose. The whole workspace is named so that its dependencies stay as built.
-const MUTANTS: [&str; 7] =
-    ["test", "--locked", "--release", "--workspace", "--features=lagoon-sim/mutants", "--test", "mutants"];
+/// The simulator finds mistakes made on purpose, and shows how. The whole workspace is named so that its dependencies
+/// stay as built.
+const MUTANTS: [&str; 9] = [
+    "test",
+    "--locked",
+    "--release",
+    "--workspace",
+    "--features=lagoon-sim/mutants",
+    "--test",
+    "mutants",
+    "--",
+    "--show-output",
+];
 
 pub(crate) fn run(root: &Path, lint: bool) -> Result<bool> {
     environment::prepare();

@@ -2,7 +2,7 @@
 //! `LAGOON_TRACE` the number of lines to tell of a failure.
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests")]
 
-use lagoon_sim::chaos::{Limits, Scenario, replay, shrink, sweep};
+use lagoon_sim::chaos::{Limits, Scenario, replay, run, shrink, sweep};
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
@@ -35,4 +35,13 @@ fn no_seed_fails() {
     }
     assert!(sweep.failures.is_empty(), "replay with `lagoon sim --seed N`\n{said}");
     assert!(sweep.total.recoveries > 0 && sweep.total.preemptions > 0, "nothing went wrong: {:?}", sweep.total);
+}
+
+/// Seeds that found something once and are not among those that CI runs.
+#[test]
+fn seeds_that_failed_once() {
+    // A sequence was parked while the gManager had ordered another move of it.
+    for seed in [4778] {
+        assert_eq!(run(&Scenario::draw(seed, Limits::default())).err(), None, "seed {seed}");
+    }
 }

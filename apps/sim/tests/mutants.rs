@@ -18,9 +18,9 @@ fn hunt(mutant: Mutant) -> (u64, Failure) {
         if let Err(failure) = result {
             let shrunk = shrink(&scenario, &failure, Duration::from_secs(5));
             choose(None);
-            println!("{mutant:?}: seed {seed}: {failure}");
-            println!("{} of {} lines:", shrunk.ops.len(), scenario.ops.len());
-            shrunk.ops.iter().for_each(|op| println!("  {op}"));
+            let ops: String = shrunk.ops.iter().map(|op| format!("  {op}\n")).collect();
+            let (lines, of) = (shrunk.ops.len(), scenario.ops.len());
+            println!("{mutant:?}: seed {seed}: {failure}\nthe shortest history found, {lines} of {of} lines:\n{ops}");
             assert_eq!(run(&scenario).err(), None, "seed {seed} fails without the mistake, too");
             return (seed, failure);
         }
@@ -43,4 +43,22 @@ fn a_dropped_ack_of_a_release_is_found() {
 #[test]
 fn a_skipped_epoch_check_is_found() {
     hunt(Mutant::EpochUnchecked);
+}
+
+#[test]
+fn a_source_that_is_freed_before_the_switch_is_found() {
+    let (_, failure) = hunt(Mutant::FreedBeforeSwitched);
+    assert_eq!(failure.checker, "table");
+}
+
+#[test]
+fn a_dropped_seal_is_found() {
+    let (_, failure) = hunt(Mutant::SealUntold);
+    assert_eq!(failure.checker, "acknowledgement");
+}
+
+#[test]
+fn a_switch_before_the_seal_is_found() {
+    let (_, failure) = hunt(Mutant::SealUnawaited);
+    assert_eq!(failure.checker, "table");
 }

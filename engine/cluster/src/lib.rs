@@ -29,6 +29,6 @@ pub use planner::{
     InstanceView, Order, Plan, Planner, PlannerConfig, PoolView, RemoteBlocks, RequestView, Why, dispatch,
 };
 pub use rmanager::{
-    BorrowFailure, BorrowId, BorrowedLease, ConfigError, LeaseEnded, Output, PlacementReport, RManager, RManagerConfig,
-    Revoked, Unmet,
+    BorrowFailure, BorrowId, BorrowedLease, ConfigError, LeaseEnded, LentEntry, Output, PlacementReport, RManager,
+    RManagerConfig, Revoked, Unmet,
 };

@@ -12,6 +12,12 @@ pub enum Mutant {
     ReleaseUnconfirmed,
     /// A creditor serves whom it lends to, whatever lease and epoch are named.
     EpochUnchecked,
+    /// A debtor frees a block that moves when its copy is verified, before its table points to the copy.
+    FreedBeforeSwitched,
+    /// A creditor does not tell that a block that moves there is sealed.
+    SealUntold,
+    /// A debtor does not wait for that: it switches when it has sent the seal.
+    SealUnawaited,
 }
 
 #[cfg(feature = "mutants")]

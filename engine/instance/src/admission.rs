@@ -353,7 +353,7 @@ impl Instance {
     pub(crate) fn release_memory(&mut self, id: SeqId) {
         // What a freeze protects is given up: nothing is left to swap.
         self.unfreeze(id);
-        self.end_moves_of(id);
+        self.end_moves_of(id, "the sequence ended or was preempted");
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         seq.restore_by_ms = None;
         self.stop_waiting(id);

@@ -92,6 +92,9 @@ impl Instance {
                 (seq.hold, seq.park_after_ms) = (Hold::None, self.now_ms + PARK_RETRY_MS);
                 continue;
             }
+            // Somebody may have ordered another move of it meanwhile: what that copies is dropped here.
+            self.end_moves_of(id, "the sequence was parked");
+            let Some(seq) = self.seqs.get_mut(&id) else { continue };
             let own = seq.blocks.drop_local();
             (seq.hold, seq.admit_by_ms) = (Hold::Parked, self.now_ms + ADMISSION_DEADLINE_MS);
             self.rm.free(id, &own);

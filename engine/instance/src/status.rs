@@ -4,7 +4,7 @@ use crate::instance::Instance;
 use crate::moves::MoveStatus;
 use crate::sequence::Hold;
 use lagoon_cluster::RManager;
-use lagoon_kv::KvAccount;
+use lagoon_kv::{KvAccount, Placement};
 use lagoon_types::{InstanceId, SeqId};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -70,6 +70,11 @@ impl Instance {
     #[must_use]
     pub fn rmanager(&self) -> &RManager {
         &self.rm
+    }
+
+    /// The block tables, to look at: where each block of a sequence is, by position.
+    pub fn tables(&self) -> impl Iterator<Item = (SeqId, &[Placement])> {
+        self.seqs.values().map(|s| (s.id, s.blocks.placements()))
     }
 
     /// Whether a peer's frame is due at any moment: the partials of a layer whose queries are out, or the next queries of

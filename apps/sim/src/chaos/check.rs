@@ -1,14 +1,17 @@
 //! What must hold after every event, and at rest.
 
 use super::run::Failure;
+use super::tables;
 use crate::fabric::Place;
 use crate::process::Process;
 use crate::symbolic::Symbolic;
 use crate::world::World;
+use lagoon_kv::Placement;
 use lagoon_types::{Epoch, InstanceId, LeaseId, limits};
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
-type Pool = World<Symbolic>;
+pub(super) type Pool = World<Symbolic>;
 
 /// How long a lease may be lent that its debtor does not hold, while nothing is wrong.
 const ORPHAN_US: u64 = 5_000_000;
@@ -30,9 +33,10 @@ pub(super) struct Checkers {
     held: BTreeMap<LeaseId, u64>,
     /// Leases that are lent and not held, and since when.
     orphans: BTreeMap<(Place, LeaseId), u64>,
+    untold: tables::Untold,
 }
 
-fn failure<T>(checker: &'static str, detail: String) -> Result<T, Failure> {
+pub(super) fn failure<T>(checker: &'static str, detail: String) -> Result<T, Failure> {
     Err(Failure::new(checker, detail))
 }
 
@@ -60,6 +64,7 @@ impl Checkers {
         if std::mem::replace(&mut self.seen[place], now) == now {
             return Ok(());
         }
+        tables::own(place, process)?;
         self.blocks(place, process)?;
         self.pairs(world, Some(place))
     }
@@ -67,6 +72,7 @@ impl Checkers {
     /// Everything, for what a change of counts does not show.
     pub(super) fn all(&mut self, world: &Pool) -> Result<(), Failure> {
         for (place, process) in world.live() {
+            tables::own(place, process)?;
             self.blocks(place, process)?;
         }
         self.pairs(world, None)
@@ -87,12 +93,11 @@ impl Checkers {
                 format!("node {place}: {counts:?}, but {own} are used here and {lent} are in leases"),
             );
         }
+        // A swap around a frozen cycle may use the reserve that is never lent otherwise, and nothing else may.
         let config = rm.config();
-        if counts.lent > config.lend_blocks_max {
-            return failure(
-                "blocks",
-                format!("node {place} lends {} of at most {}", counts.lent, config.lend_blocks_max),
-            );
+        let most = config.lend_blocks_max + rm.lent_for_swaps().min(config.lend_reserve_blocks);
+        if counts.lent > most {
+            return failure("blocks", format!("node {place} lends {} of at most {most}", counts.lent));
         }
         // One whose debts are frozen stays until the thaw, in no queue.
         if status.running + status.waiting > status.sequences.len() {
@@ -101,32 +106,26 @@ impl Checkers {
         Ok(())
     }
 
-    /// What debtors hold, their creditors lend; of all pairs, or those of one place.
+    /// What debtors hold, and attend to, their creditors lend; of all pairs, or those of one place.
     fn pairs(&mut self, world: &Pool, of: Option<Place>) -> Result<(), Failure> {
         let ids: BTreeMap<InstanceId, (Place, &Process<Symbolic>)> =
             world.live().filter_map(|(place, p)| Some((p.id()?, (place, p)))).collect();
-        for (debtor, process) in world.live() {
+        for (id, (debtor, process)) in &ids {
             // One that was stopped finds out about its leases when it looks at its clock.
             // One that was declared dead has lost what it borrowed, and hears of it in its time.
             if process.dazed || world.fenced.contains(&process.instance.rmanager().config().incarnation) {
                 continue;
             }
+            let home =
+                |creditor| ids.get(&creditor).filter(|(place, _)| of.is_none_or(|of| of == *debtor || of == *place));
             for (creditor, lease, epoch, first, end) in process.instance.rmanager().held() {
-                let home = ids.get(&creditor).filter(|(place, _)| of.is_none_or(|of| of == debtor || of == *place));
-                let Some((place, home)) = home else { continue };
-                let incarnation = home.instance.rmanager().config().incarnation;
-                // One that was fenced has forgotten what it lent; its debtors hear of it in their time.
-                if *self.held.entry(lease).or_insert(incarnation) != incarnation || self.dead.contains(&lease) {
-                    continue;
-                }
-                let rm = home.instance.rmanager();
-                // What was taken back after a recall, the debtor has not heard of yet.
-                if rm.revoked().any(|r| r.lease == lease && r.entries.start < end && first < r.entries.end) {
+                let Some((place, home)) = home(creditor) else { continue };
+                if self.is_excused(home, lease, &(first..end)) {
                     continue;
                 }
                 // Entries that were given back may lie between those that are held.
                 let covers = |&(to, l, e, from, until): &(InstanceId, LeaseId, Epoch, u32, u32)| {
-                    (Some(to), l, e) == (process.id(), lease, epoch) && from <= first && end <= until
+                    (to, l, e) == (*id, lease, epoch) && from <= first && end <= until
                 };
                 if !home.instance.rmanager().lent().any(|lent| covers(&lent)) {
                     let held = format!("{epoch}, entries {first} to {end}");
@@ -137,14 +136,36 @@ impl Checkers {
                     );
                 }
             }
+            for (seq, placements) in process.instance.tables() {
+                for placement in placements {
+                    let Placement::Remote(block) = placement else { continue };
+                    let Some(home) = home(block.creditor) else { continue };
+                    if !self.is_excused(home.1, block.lease, &(block.entry..block.entry + 1)) {
+                        tables::lent((*id, seq, block), *home)?;
+                    }
+                }
+            }
         }
         Ok(())
+    }
+
+    /// What explains that a creditor does not lend what a debtor believes to hold.
+    fn is_excused(&mut self, home: &Process<Symbolic>, lease: LeaseId, entries: &Range<u32>) -> bool {
+        let rm = home.instance.rmanager();
+        let incarnation = rm.config().incarnation;
+        // One that was fenced has forgotten what it lent; its debtors hear of it in their time.
+        if *self.held.entry(lease).or_insert(incarnation) != incarnation || self.dead.contains(&lease) {
+            return true;
+        }
+        // What was taken back after a recall, the debtor has not heard of yet.
+        rm.revoked().any(|r| r.lease == lease && r.entries.start < entries.end && entries.start < r.entries.end)
     }
 
     /// Now and then: what is lent and not held is on its way back, or nothing explains it. A release is repeated until
     /// it is confirmed, for as long as the lease lives; a lease of whose grant the debtor never heard ends when its time
     /// to live does. `calm_us`: how long no fault was at work, any and a long one.
     pub(super) fn orphans(&mut self, world: &Pool, calm_us: [u64; 2]) -> Result<(), Failure> {
+        self.untold.look(world, calm_us[0] > RELEASED_US && calm_us[1] > FORGOTTEN_US)?;
         let now = world.now_us();
         let mut orphans = BTreeMap::new();
         for (place, process) in world.live() {

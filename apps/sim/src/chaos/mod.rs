@@ -11,6 +11,7 @@ mod run;
 mod scenario;
 mod shrink;
 mod sweep;
+mod tables;
 
 pub use ops::{Op, What};
 pub use run::{Failure, Summary, replay, run};

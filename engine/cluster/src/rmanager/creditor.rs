@@ -25,6 +25,17 @@ pub struct LeaseEnded {
     pub lease: LeaseId,
 }
 
+/// One block of a lease, as its creditor has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LentEntry {
+    pub debtor: InstanceId,
+    /// The debtor's sequence.
+    pub seq: SeqId,
+    pub epoch: Epoch,
+    pub block: PhysBlock,
+    pub purpose: LeasePurpose,
+}
+
 /// Part of a write that goes to consecutive slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WritePiece {
@@ -394,6 +405,18 @@ impl Creditor {
         self.leases.iter().flat_map(|(id, l)| l.ranges().map(|r| (l.debtor, *id, l.epoch, r.start, r.end)))
     }
 
+    /// See [`super::RManager::lent_entry`].
+    pub(super) fn entry(&self, lease: LeaseId, entry: u32) -> Option<LentEntry> {
+        let l = self.leases.get(&lease)?;
+        let block = l.blocks.get(entry as usize).copied().flatten()?;
+        Some(LentEntry { debtor: l.debtor, seq: l.seq, epoch: l.epoch, block, purpose: l.purpose })
+    }
+
+    /// Blocks of leases for swaps.
+    pub(super) fn lent_for_swaps(&self) -> u32 {
+        self.leases.values().filter(|l| l.purpose == LeasePurpose::Swap).map(|l| l.lent).sum()
+    }
+
     pub(super) fn hashers(&self) -> impl Iterator<Item = &LeaseHasher> + '_ {
         self.leases.values().map(|l| &l.hasher)
     }
@@ -501,6 +524,6 @@ impl Creditor {
         pool.mark(block, BlockState::Sealed);
         let lease = self.leases.get_mut(&key.0).expect("it was found");
         lease.settle(pool);
-        Ok(lease.purpose != LeasePurpose::Growth)
+        Ok(lease.purpose != LeasePurpose::Growth && !mutants::is(Mutant::SealUntold))
     }
 }

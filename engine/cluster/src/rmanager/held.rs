@@ -113,6 +113,13 @@ impl HeldLeases {
         })
     }
 
+    pub(super) fn unsealed(&self) -> impl Iterator<Item = (InstanceId, LeaseId, u32)> + '_ {
+        self.leases.iter().flat_map(|((creditor, lease), h)| {
+            let open = h.reserved.iter().flat_map(|r| r.sealed.gaps(0..h.blocks)).flatten();
+            open.filter(|entry| !h.released.contains(*entry)).map(|entry| (*creditor, *lease, entry))
+        })
+    }
+
     fn of(&self, creditor: InstanceId) -> impl Iterator<Item = LeaseId> + '_ {
         let all = (creditor, LeaseId(0))..=(creditor, LeaseId(u64::MAX));
         self.leases.range(all).map(|((_, lease), _)| *lease)

@@ -22,7 +22,7 @@ mod report;
 #[cfg(test)]
 mod tests;
 
-pub use creditor::{LeaseEnded, WritePiece};
+pub use creditor::{LeaseEnded, LentEntry, WritePiece};
 pub use debtor::{BorrowFailure, BorrowId, BorrowedLease, Output};
 pub use recall::{Revoked, Unmet};
 pub use report::PlacementReport;
@@ -355,6 +355,11 @@ impl RManager {
         self.debtor.held.iter()
     }
 
+    /// Entries of reservations for moves that are neither acknowledged as sealed nor given back: creditor, lease, entry.
+    pub fn unsealed(&self) -> impl Iterator<Item = (InstanceId, LeaseId, u32)> + '_ {
+        self.debtor.held.unsealed()
+    }
+
     // The creditor.
 
     /// Bounds what is lent from now on, below the configured bounds, and says why. What is lent already stays.
@@ -387,6 +392,19 @@ impl RManager {
     /// What this instance has lent, as in [`RManager::held`]; the first is the debtor.
     pub fn lent(&self) -> impl Iterator<Item = (InstanceId, LeaseId, Epoch, u32, u32)> + '_ {
         self.creditor.iter()
+    }
+
+    /// A block that is lent and was not given back.
+    #[must_use]
+    pub fn lent_entry(&self, lease: LeaseId, entry: u32) -> Option<LentEntry> {
+        self.creditor.entry(lease, entry)
+    }
+
+    /// Blocks that are lent for swaps around frozen cycles: these alone may exceed the bound on what is lent, by the
+    /// reserve at most.
+    #[must_use]
+    pub fn lent_for_swaps(&self) -> u32 {
+        self.creditor.lent_for_swaps()
     }
 
     /// Appends the runs in own slots that a debtor's lease run is. Nothing is appended on an error. Freed entries are

@@ -7,6 +7,7 @@ use super::{Item, Move};
 use crate::event::Effect;
 use crate::instance::Instance;
 use bytes::Bytes;
+use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_kv::Placement;
 use lagoon_protocol::{BulkFrame, RefuseCode};
 use lagoon_runner::{Command, GuestRead, GuestTag, GuestWrite};
@@ -107,12 +108,16 @@ impl Instance {
     pub(crate) fn on_move_stored(&mut self, tag: GuestTag) {
         let Some((no, block, _)) = self.moves.tags.remove(&tag) else { return };
         let (layers, layer_bytes) = (self.config.kv.layers, self.layer_bytes());
-        let items = self.moves.moves.get_mut(&no).map(|m| &mut m.items);
-        let Some(item) = items.and_then(|items| items.iter_mut().find(|i| i.block == block)) else { return };
+        let Some(entry) = self.moves.moves.get_mut(&no) else { return };
+        let Some(item) = entry.items.iter_mut().find(|i| i.block == block) else { return };
         item.stored += 1;
         if item.stored == layers && item.hash.is_some() {
             item.verified = true;
             self.moves.bytes_in_flight -= u64::from(layers) * layer_bytes;
+            if mutants::is(Mutant::FreedBeforeSwitched) {
+                let (seq, from) = (entry.seq, item.from);
+                self.free_sources(seq, &[from]);
+            }
         }
     }
 
@@ -219,6 +224,9 @@ impl Instance {
         }
         let seal = BulkFrame::Seal { lease, epoch, entry: sealed, hash };
         self.effects.push(Effect::Bulk { peer, frame: seal });
+        if mutants::is(Mutant::SealUnawaited) {
+            self.on_sealed(to.creditor, lease, &[sealed]);
+        }
     }
 
     /// A target refused a write or a seal. Says whether a move writes there.

@@ -18,6 +18,7 @@ use crate::event::Effect;
 use crate::instance::Instance;
 use crate::sequence::HeldLease;
 use bytes::Bytes;
+use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_cluster::{BorrowId, BorrowedLease};
 use lagoon_kv::hash::ContentHash;
 use lagoon_kv::seq::push_entry;
@@ -401,6 +402,7 @@ impl Instance {
         let of = |m: &&mut Move| m.lease.as_ref().is_some_and(|l| (l.creditor, l.lease) == (creditor, lease));
         let Some(entry) = self.moves.moves.values_mut().find(of) else { return };
         let block_bytes = u64::from(self.config.block_tokens) * self.config.kv.token_bytes() as u64;
+        let (seq, mut early) = (entry.seq, Vec::new());
         for item in &mut entry.items {
             let Placement::Remote(to) = item.to else { continue };
             // Only what was passed on whole can have been verified, whatever the creditor says.
@@ -410,8 +412,23 @@ impl Instance {
                 if !item.paced {
                     self.peers.transferred(creditor, block_bytes, self.now_ms);
                 }
+                early.extend(mutants::is(Mutant::FreedBeforeSwitched).then_some(item.from));
             }
         }
+        self.free_sources(seq, &early);
+    }
+
+    /// Frees where blocks of a sequence were before they moved.
+    fn free_sources(&mut self, seq: SeqId, sources: &[Placement]) {
+        let mut entries: Vec<RemoteEntries> = Vec::new();
+        for source in sources {
+            match source {
+                Placement::Local(b) => self.rm.free(seq, &[*b]),
+                Placement::Remote(b) => push_entry(&mut entries, b),
+                Placement::Gone | Placement::Hole => panic!("a block that moves has a place"),
+            }
+        }
+        entries.iter().for_each(|entries| self.rm.release(entries, self.now_ms));
     }
 
     /// Switches sequences that are in no step to what is verified, and frees the sources.
@@ -428,7 +445,7 @@ impl Instance {
         let Some(entry) = self.moves.moves.get_mut(&no) else { return };
         let id = entry.seq;
         let Some(seq) = self.seqs.get_mut(&id) else { return };
-        let mut freed: Vec<RemoteEntries> = Vec::new();
+        let mut freed: Vec<Placement> = Vec::new();
         for item in entry.items.extract_if(.., |item| item.verified) {
             let old = seq.blocks.relocate(item.block, item.to);
             assert_eq!(old, item.from, "a block that moves stays where it is until the switch");
@@ -441,14 +458,10 @@ impl Instance {
                 Placement::Local(b) => self.rm.mark_written(&Advance { sealed: vec![b], ..Advance::default() }),
                 Placement::Gone | Placement::Hole => panic!("a move has a target"),
             }
-            match old {
-                Placement::Local(b) => self.rm.free(id, &[b]),
-                Placement::Remote(b) => {
-                    seq.forget_entries(&RemoteEntries::one(&b));
-                    push_entry(&mut freed, &b);
-                }
-                Placement::Gone | Placement::Hole => panic!("a block that moves has a place"),
+            if let Placement::Remote(b) = old {
+                seq.forget_entries(&RemoteEntries::one(&b));
             }
+            freed.extend((!mutants::is(Mutant::FreedBeforeSwitched)).then_some(old));
             entry.moved += 1;
             let count = match (entry.source, entry.target) {
                 (_, Place::Here) => &mut self.moves.status.blocks_home,
@@ -457,7 +470,7 @@ impl Instance {
             };
             *count += 1;
         }
-        freed.iter().for_each(|entries| self.rm.release(entries, self.now_ms));
+        self.free_sources(id, &freed);
         if self.sched.is_running(id) {
             let lane = self.lane_of(id);
             self.sched.set_lane(id, lane);
@@ -518,9 +531,9 @@ impl Instance {
         hit.into_iter().for_each(|no| self.close_move(no, reason, keep));
     }
 
-    /// A sequence gives up its memory.
-    pub(crate) fn end_moves_of(&mut self, seq: SeqId) {
-        self.close_moves("the sequence ended or was preempted", false, |m| m.seq == seq);
+    /// A sequence gives up its memory here.
+    pub(crate) fn end_moves_of(&mut self, seq: SeqId, reason: &str) {
+        self.close_moves(reason, false, |m| m.seq == seq);
     }
 
     /// Blocks of a sequence fell behind its window. A lease is written in order, so the rest of the move ends.
