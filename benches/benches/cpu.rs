@@ -158,7 +158,7 @@ impl Model {
         let slots: Vec<u32> = (pos as u32..(pos + rows) as u32).collect();
         let seqs = [AttnRows { row0: 0, rows: rows as u32, pos0: pos as u32, run0: 0, runs: 1 }];
         let runs = [KvRun { base: 0, len: (pos + rows) as u32, first_pos: 0 }];
-        let batch = AttnBatch { geometry: GEOMETRY, scale: 0.125, window: None, seqs: &seqs, runs: &runs };
+        let batch = AttnBatch { geometry: GEOMETRY, scale: 0.125, window: None, alibi: None, seqs: &seqs, runs: &runs };
         d.embed(&self.embedding, &ids, &mut b.x)?;
         for (i, layer) in self.layers.iter().enumerate() {
             let [qkv, output, gate_up, down] = &layer.projections;

@@ -113,7 +113,7 @@ fn step(device: &mut WgpuDevice, m: &mut Model, pos: u32, rows: u32) -> Vec<f32>
     let slots: Vec<u32> = (pos..pos + rows).collect();
     let seqs = [AttnRows { row0: 0, rows, pos0: pos, run0: 0, runs: 1 }];
     let runs = [KvRun { base: 0, len: pos + rows, first_pos: 0 }];
-    let batch = AttnBatch { geometry: g, scale: 0.1, window: None, seqs: &seqs, runs: &runs };
+    let batch = AttnBatch { geometry: g, scale: 0.1, window: None, alibi: None, seqs: &seqs, runs: &runs };
     device.write(&mut m.rope, 0, &vec![0.7; n * g.head_dim as usize]).unwrap();
     device.embed(&m.embedding, &ids, &mut m.x).unwrap();
     let t = &mut Instant::now();

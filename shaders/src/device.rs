@@ -7,7 +7,7 @@ use crate::memory::{WgpuKv, WgpuTensor, WgpuWeight, quads, word};
 use crate::params;
 use crate::plan::{self, Bounds, ITEMS, Plan};
 use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
-use lagoon_types::{AttentionGeometry, KvRun, KvShape};
+use lagoon_types::{Alibi, AttentionGeometry, KvRun, KvShape};
 use std::ops::Range;
 
 /// Rows up to which each output row streams the weight (matvec) rather than tiles of it.
@@ -48,6 +48,7 @@ pub struct WgpuDevice {
 struct PlanOnDevice {
     geometry: AttentionGeometry,
     window: Option<u32>,
+    alibi: Option<Alibi>,
     seqs: Vec<AttnRows>,
     runs: Vec<KvRun>,
     bounds: Bounds,
@@ -61,6 +62,7 @@ impl PlanOnDevice {
     fn fits(&self, batch: &AttnBatch<'_>, bounds: Bounds) -> bool {
         self.geometry == batch.geometry
             && self.window == batch.window
+            && self.alibi == batch.alibi
             && self.bounds == bounds
             && self.seqs == batch.seqs
             && self.runs == batch.runs
@@ -108,6 +110,7 @@ impl WgpuDevice {
         self.plans.push(PlanOnDevice {
             geometry: batch.geometry,
             window: batch.window,
+            alibi: batch.alibi,
             seqs: batch.seqs.to_vec(),
             runs: batch.runs.to_vec(),
             bounds,
@@ -231,6 +234,23 @@ impl Device for WgpuDevice {
         self.gpu.dispatch(kernel, &params, &buffers, params.rows, 1)
     }
 
+    fn layer_norm(
+        &mut self,
+        x: &WgpuTensor,
+        weight: &WgpuWeight,
+        eps: f32,
+        rows: usize,
+        out: &mut WgpuTensor,
+    ) -> Result<(), DeviceError> {
+        assert!(weight.cols == x.cols && out.cols == x.cols && rows <= x.rows.min(out.rows), "norm shapes");
+        assert_eq!((weight.rows, weight.shards.len()), (1, 1), "a norm's weight is one row");
+        self.gpu.begin()?;
+        let params = params::LayerNorm { rows: word(rows), cols: word(x.cols), quads: word(quads(x.cols)), eps };
+        let kernel = Kernel::LayerNorm(self.gpu.encoding(weight.dtype));
+        let buffers = [Some(&x.buf), Some(&weight.shards[0].buf), Some(&out.buf)];
+        self.gpu.dispatch(kernel, &params, &buffers, params.rows, 1)
+    }
+
     fn matmul(
         &mut self,
         x: &WgpuTensor,
@@ -339,6 +359,7 @@ impl Device for WgpuDevice {
             // Positions stay below 2^31, so that a window of 2^31 is none.
             window: batch.window.map_or(0, |w| w.min(1 << 31)),
             scale: batch.scale,
+            slopes: kept.plan.slopes,
             ..Default::default()
         };
         let kernel = Kernel::Attention(gpu.encoding(kv.shape.dtype), kv.class());
@@ -404,6 +425,14 @@ impl Device for WgpuDevice {
         };
         let groups = (params.rows * params.n).div_ceil(64);
         self.gpu.dispatch(Kernel::SiluMul, &params, &[Some(&x.buf), Some(&out.buf)], groups, 1)
+    }
+
+    fn gelu(&mut self, x: &WgpuTensor, rows: usize, out: &mut WgpuTensor) -> Result<(), DeviceError> {
+        assert!(x.cols == out.cols && rows <= x.rows.min(out.rows), "activation shapes");
+        self.gpu.begin()?;
+        let params = params::Gelu { quads: word(rows * quads(x.cols)), ..Default::default() };
+        let buffers = [Some(&x.buf), Some(&out.buf)];
+        self.gpu.dispatch(Kernel::Gelu, &params, &buffers, params.quads.div_ceil(64), 1)
     }
 
     fn gather_rows(&mut self, x: &WgpuTensor, rows: &[u32], out: &mut WgpuTensor) -> Result<(), DeviceError> {

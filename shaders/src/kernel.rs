@@ -73,6 +73,7 @@ impl HeadClass {
 pub(crate) enum Kernel {
     Embed(Encoding),
     RmsNorm(Encoding),
+    LayerNorm(Encoding),
     /// For few rows.
     Matvec(Encoding, MatvecRows),
     MatmulTiled(Encoding),
@@ -83,6 +84,7 @@ pub(crate) enum Kernel {
     AttentionReduce(HeadClass),
     Merge,
     SiluMul,
+    Gelu,
     GatherRows,
 }
 
@@ -119,11 +121,12 @@ pub(crate) const WORKGROUP_INVOCATIONS: u32 = 128;
 impl Kernel {
     /// Every permutation.
     pub(crate) fn all() -> Vec<Self> {
-        let mut all = vec![Self::Merge, Self::SiluMul, Self::GatherRows];
+        let mut all = vec![Self::Merge, Self::SiluMul, Self::Gelu, Self::GatherRows];
         for encoding in Encoding::ALL {
             all.extend([
                 Self::Embed(encoding),
                 Self::RmsNorm(encoding),
+                Self::LayerNorm(encoding),
                 Self::Matvec(encoding, MatvecRows::One),
                 Self::Matvec(encoding, MatvecRows::Four),
                 Self::MatmulTiled(encoding),
@@ -140,11 +143,13 @@ impl Kernel {
         match self {
             Self::Embed(_) => "embed",
             Self::RmsNorm(_) => "rms_norm",
+            Self::LayerNorm(_) => "layer_norm",
             Self::Matvec(..) | Self::MatmulTiled(_) => "matmul",
             Self::RopeAppend(_) => "rope_append",
             Self::Attention(..) | Self::AttentionReduce(_) => "attention",
             Self::Merge => "merge",
             Self::SiluMul => "silu_mul",
+            Self::Gelu => "gelu",
             Self::GatherRows => "gather_rows",
         }
     }
@@ -164,11 +169,12 @@ impl Kernel {
         match self {
             Self::Embed(e)
             | Self::RmsNorm(e)
+            | Self::LayerNorm(e)
             | Self::Matvec(e, _)
             | Self::MatmulTiled(e)
             | Self::RopeAppend(e)
             | Self::Attention(e, _) => e,
-            Self::AttentionReduce(_) | Self::Merge | Self::SiluMul | Self::GatherRows => Encoding::F32,
+            Self::AttentionReduce(_) | Self::Merge | Self::SiluMul | Self::Gelu | Self::GatherRows => Encoding::F32,
         }
     }
 
@@ -177,14 +183,17 @@ impl Kernel {
     pub(crate) fn bindings(self) -> &'static [(u32, Access)] {
         use Access::{Read, ReadWrite};
         match self {
-            Self::Embed(_) | Self::RmsNorm(_) | Self::Matvec(..) | Self::MatmulTiled(_) | Self::GatherRows => {
-                &[(1, Read), (2, Read), (3, ReadWrite)]
-            }
+            Self::Embed(_)
+            | Self::RmsNorm(_)
+            | Self::LayerNorm(_)
+            | Self::Matvec(..)
+            | Self::MatmulTiled(_)
+            | Self::GatherRows => &[(1, Read), (2, Read), (3, ReadWrite)],
             Self::RopeAppend(_) => &[(1, Read), (2, Read), (3, ReadWrite), (4, ReadWrite)],
             Self::Attention(..) => &[(1, Read), (2, Read), (3, Read), (4, ReadWrite), (5, ReadWrite), (6, ReadWrite)],
             Self::AttentionReduce(_) => &[(1, Read), (4, ReadWrite), (5, ReadWrite), (6, ReadWrite)],
             Self::Merge => &[(1, Read), (2, Read), (3, Read), (4, ReadWrite), (5, ReadWrite)],
-            Self::SiluMul => &[(1, Read), (2, ReadWrite)],
+            Self::SiluMul | Self::Gelu => &[(1, Read), (2, ReadWrite)],
         }
     }
 
@@ -207,7 +216,7 @@ impl Kernel {
         match self {
             Self::Matvec(_, rows) => format!("{base}.r{}", rows.count()),
             Self::Attention(_, class) | Self::AttentionReduce(class) => format!("{base}.q{}", class.quads()),
-            Self::Merge | Self::SiluMul | Self::GatherRows => format!("{}.{}", self.stem(), self.entry()),
+            Self::Merge | Self::SiluMul | Self::Gelu | Self::GatherRows => format!("{}.{}", self.stem(), self.entry()),
             _ => base,
         }
     }
@@ -236,11 +245,13 @@ fn op_source(stem: &str) -> &'static str {
     match stem {
         "embed" => include_str!("../wgsl/embed.wgsl"),
         "rms_norm" => include_str!("../wgsl/rms_norm.wgsl"),
+        "layer_norm" => include_str!("../wgsl/layer_norm.wgsl"),
         "matmul" => include_str!("../wgsl/matmul.wgsl"),
         "rope_append" => include_str!("../wgsl/rope_append.wgsl"),
         "attention" => include_str!("../wgsl/attention.wgsl"),
         "merge" => include_str!("../wgsl/merge.wgsl"),
         "silu_mul" => include_str!("../wgsl/silu_mul.wgsl"),
+        "gelu" => include_str!("../wgsl/gelu.wgsl"),
         "gather_rows" => include_str!("../wgsl/gather_rows.wgsl"),
         _ => unreachable!("no shader {stem}"),
     }

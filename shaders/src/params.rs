@@ -36,6 +36,10 @@ params! {
     SiluMul: 16 { rows: u32, n: u32, x_stride: u32, out_stride: u32 }
     /// See `rms_norm.wgsl`.
     RmsNorm: 16 { rows: u32, cols: u32, quads: u32, eps: f32 }
+    /// See `layer_norm.wgsl`.
+    LayerNorm: 16 { rows: u32, cols: u32, quads: u32, eps: f32 }
+    /// See `gelu.wgsl`.
+    Gelu: 16 { quads: u32, pad0: u32, pad1: u32, pad2: u32 }
     /// See `matmul.wgsl`.
     Matmul: 32 {
         rows: u32, quads: u32, n: u32, out_stride: u32, out_col0: u32, add: u32, pad0: u32, pad1: u32,
@@ -52,6 +56,6 @@ params! {
     /// See `attention.wgsl`.
     Attention: 48 {
         kv_heads: u32, group: u32, head_dim: u32, head_quads: u32, q_stride: u32, out_stride: u32, lse_stride: u32,
-        window: u32, scale: f32, works: u32, work_count: u32, pad0: u32,
+        window: u32, scale: f32, works: u32, work_count: u32, slopes: u32,
     }
 }

@@ -36,12 +36,14 @@ pub(crate) struct ShardWorks {
 /// A planned call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Plan {
-    /// Spans, works and tiles, as in `attention.wgsl`.
+    /// Spans, works, tiles and slopes, as in `attention.wgsl`.
     pub(crate) words: Vec<u32>,
     /// To run one after the other: they share the room for parts.
     pub(crate) rounds: Vec<Round>,
     /// Parts of the largest round.
     pub(crate) parts: u32,
+    /// Place of the heads' slopes in the words; 0 where there are none.
+    pub(crate) slopes: u32,
 }
 
 /// Works of some tiles, and the reduction of those that were split.
@@ -110,7 +112,13 @@ pub(crate) fn plan(batch: &AttnBatch<'_>, bounds: Bounds) -> Plan {
             builder.push_tile(seq, item0, word(range.start), &cut);
         }
     }
-    builder.finish()
+    let mut plan = builder.finish();
+    // Without a work there is nothing before them, and nothing that would read them.
+    if let (Some(alibi), false) = (batch.alibi, plan.words.is_empty()) {
+        plan.slopes = word(plan.words.len());
+        plan.words.extend(alibi.slopes(batch.geometry.heads).map(f32::to_bits));
+    }
+    plan
 }
 
 /// Lays out the words: spans, then for each round its works by shard and its split tiles.
@@ -125,7 +133,7 @@ struct Builder {
 impl Builder {
     fn new(spans: &[Span]) -> Self {
         let words = spans.iter().flat_map(|span| [span.base, span.len, span.pos]).collect();
-        let plan = Plan { words, rounds: Vec::new(), parts: 0 };
+        let plan = Plan { words, rounds: Vec::new(), parts: 0, slopes: 0 };
         Self { plan, works: Vec::new(), tiles: Vec::new(), parts: 0 }
     }
 
@@ -270,7 +278,7 @@ mod tests {
         ];
         for window in [None, Some(1), Some(33), Some(500)] {
             for shard_slots in [64, 1000, 4096] {
-                let batch = AttnBatch { geometry, scale: 1.0, window, seqs: &seqs, runs: &runs };
+                let batch = AttnBatch { geometry, scale: 1.0, window, alibi: None, seqs: &seqs, runs: &runs };
                 let parts = if shard_slots == 64 { 20 } else { 1000 };
                 let plan = plan(&batch, Bounds { shard_slots, parts });
                 assert!(plan.parts <= parts);
@@ -303,7 +311,7 @@ mod tests {
         for (len, parts) in [(200, 0), (1 << 15, 64)] {
             let runs = [KvRun { base: 0, len, first_pos: 0 }];
             let seqs = [AttnRows { row0: 0, rows: 1, pos0: len - 1, run0: 0, runs: 1 }];
-            let batch = AttnBatch { geometry, scale: 1.0, window: None, seqs: &seqs, runs: &runs };
+            let batch = AttnBatch { geometry, scale: 1.0, window: None, alibi: None, seqs: &seqs, runs: &runs };
             assert_eq!(plan(&batch, Bounds { shard_slots: 1 << 20, parts: 1000 }).parts, parts);
         }
     }

@@ -27,6 +27,8 @@ fn fields(kernel: Kernel) -> (Vec<(&'static str, usize, &'static str)>, usize) {
     match kernel {
         Kernel::Embed(_) => (params::Embed::fields(), size_of::<params::Embed>()),
         Kernel::RmsNorm(_) => (params::RmsNorm::fields(), size_of::<params::RmsNorm>()),
+        Kernel::LayerNorm(_) => (params::LayerNorm::fields(), size_of::<params::LayerNorm>()),
+        Kernel::Gelu => (params::Gelu::fields(), size_of::<params::Gelu>()),
         Kernel::Matvec(..) | Kernel::MatmulTiled(_) => (params::Matmul::fields(), size_of::<params::Matmul>()),
         Kernel::RopeAppend(_) => (params::RopeAppend::fields(), size_of::<params::RopeAppend>()),
         Kernel::Attention(..) | Kernel::AttentionReduce(_) => {

@@ -94,7 +94,7 @@ fn attend(device: &mut WgpuDevice, dtype: DType) -> (Vec<f32>, Vec<f32>, Vec<u8>
         AttnRows { row0: 0, rows: 89, pos0: 781, run0: 0, runs: 2 },
         AttnRows { row0: 89, rows: 1, pos0: 900, run0: 0, runs: 2 },
     ];
-    let batch = AttnBatch { geometry: GEOMETRY, scale: 0.25, window: None, seqs: &seqs, runs: &runs };
+    let batch = AttnBatch { geometry: GEOMETRY, scale: 0.25, window: None, alibi: None, seqs: &seqs, runs: &runs };
     let mut out = device.partials(rows, GEOMETRY).unwrap();
     device.attention(&qkv, &batch, &kv, 1, &mut out).unwrap();
     let mut stored = Vec::new();

@@ -22,12 +22,13 @@ struct Params {
     // Works of this dispatch: where they start in `words`, and how many there are (tiles, for `reduce`).
     works: u32,
     work_count: u32,
-    pad0: u32,
+    // Where the heads' slopes start in `words`, as bits of f32; 0: scores have no bias by distance.
+    slopes: u32,
 }
 
 @group(0) @binding(0) var<uniform> params: Params;
-// Spans of keys {base, len, first_pos}, works {row0, rows, pos0, item0, span, skip, keys, part} and tiles
-// {row0, rows, item0, part0, parts, 0, 0, 0}.
+// Spans of keys {base, len, first_pos}, works {row0, rows, pos0, item0, span, skip, keys, part}, tiles
+// {row0, rows, item0, part0, parts, 0, 0, 0}, and a slope for each head, if there are any.
 @group(0) @binding(1) var<storage, read> words: array<u32>;
 @group(0) @binding(2) var<storage, read> q: array<f32>;
 @group(0) @binding(3) var<storage, read> kv: array<Quad>;
@@ -109,6 +110,16 @@ fn seen(key_pos: u32, item: u32, work: Work) -> bool {
     return key_pos <= query_pos && (params.window == 0u || key_pos + params.window > query_pos);
 }
 
+// Of the key at `key_pos` and of the one 16 positions further.
+fn biases(key_pos: u32, item: u32, kv_head: u32, work: Work) -> vec2<f32> {
+    if params.slopes == 0u {
+        return vec2<f32>();
+    }
+    let slope = bitcast<f32>(words[params.slopes + kv_head * params.group + item % params.group]);
+    let distance = f32(i32(key_pos) - i32(work.pos0 + item / params.group));
+    return slope * vec2<f32>(distance, distance + 16.0);
+}
+
 @compute @workgroup_size(64)
 fn partial(
     @builtin(workgroup_id) wid: vec3<u32>,
@@ -171,10 +182,11 @@ fn partial(
                 let item = work.item0 + item4 + i;
                 let at = (item4 + i) * (KEYS + 1u) + key;
                 let key_pos = pos + k0 + key;
+                let bias = biases(key_pos, item, kv_head, work);
                 let seen0 = key < count && seen(key_pos, item, work);
                 let seen1 = key + 16u < count && seen(key_pos + 16u, item, work);
-                scores[at] = select(NEG_MAX, dots0[i] * params.scale, seen0);
-                scores[at + 16u] = select(NEG_MAX, dots1[i] * params.scale, seen1);
+                scores[at] = select(NEG_MAX, dots0[i] * params.scale + bias.x, seen0);
+                scores[at + 16u] = select(NEG_MAX, dots1[i] * params.scale + bias.y, seen1);
             }
             workgroupBarrier();
             // New maximum of the item over its four lanes.

@@ -222,6 +222,17 @@ impl Device for Timed {
         if skipped(rows) { Ok(()) } else { self.inner.rms_norm(x, weight, eps, rows, out) }
     }
 
+    fn layer_norm(
+        &mut self,
+        x: &CpuTensor,
+        weight: &CpuWeight,
+        eps: f32,
+        rows: usize,
+        out: &mut CpuTensor,
+    ) -> Result<(), DeviceError> {
+        if skipped(rows) { Ok(()) } else { self.inner.layer_norm(x, weight, eps, rows, out) }
+    }
+
     fn matmul(
         &mut self,
         x: &CpuTensor,
@@ -277,6 +288,10 @@ impl Device for Timed {
 
     fn silu_mul(&mut self, x: &CpuTensor, rows: usize, out: &mut CpuTensor) -> Result<(), DeviceError> {
         if skipped(rows) { Ok(()) } else { self.inner.silu_mul(x, rows, out) }
+    }
+
+    fn gelu(&mut self, x: &CpuTensor, rows: usize, out: &mut CpuTensor) -> Result<(), DeviceError> {
+        if skipped(rows) { Ok(()) } else { self.inner.gelu(x, rows, out) }
     }
 
     fn gather_rows(&mut self, x: &CpuTensor, rows: &[u32], out: &mut CpuTensor) -> Result<(), DeviceError> {

@@ -10,7 +10,7 @@
 //! device. Nothing is allocated on the host or device per call where it can be kept.
 
 use bytes::Bytes;
-use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
+use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
 use std::fmt;
 use std::ops::Range;
 
@@ -94,6 +94,8 @@ pub struct AttnBatch<'a> {
     /// Factor on scores before the softmax, usually `1 / sqrt(head_dim)`.
     pub scale: f32,
     pub window: Option<u32>,
+    /// Biases by distance, added to scaled scores in the form that [`lagoon_types::alibi`] fixes.
+    pub alibi: Option<Alibi>,
     pub seqs: &'a [AttnRows],
     /// Runs of a sequence are disjoint and ascending in position.
     pub runs: &'a [KvRun],
@@ -192,6 +194,17 @@ pub trait Device: Send + 'static {
         out: &mut Self::Tensor,
     ) -> Result<(), DeviceError>;
 
+    /// `out[r] = (x[r] - mean(x[r])) / sqrt(var(x[r]) + eps) * weight` with the population's variance (Ba, Kiros and
+    /// Hinton 2016, without the bias). `weight` is a vector of the tensor's columns.
+    fn layer_norm(
+        &mut self,
+        x: &Self::Tensor,
+        weight: &Self::Weight,
+        eps: f32,
+        rows: usize,
+        out: &mut Self::Tensor,
+    ) -> Result<(), DeviceError>;
+
     /// `out[r] (=|+=) x[r] · weightᵀ`: `x` is `[rows][weight.cols]`, `out` `[rows][weight.rows]`.
     fn matmul(
         &mut self,
@@ -207,7 +220,7 @@ pub trait Device: Send + 'static {
     /// and then their sines. Element `j < head_dim / 2` of a head is paired with `j + head_dim / 2` (the Hugging
     /// Face convention): `(a, b) -> (a cos - b sin, b cos + a sin)`. Row `r`'s K and V, rounded to the
     /// store's type, go to slot `slots[r]` of `layer`; slot `u32::MAX` stores nothing. `slots.len()` is the number of
-    /// rows.
+    /// rows. Models without rotary positions pass angles of zero, which change nothing.
     fn rope_append(
         &mut self,
         qkv: &mut Self::Tensor,
@@ -219,7 +232,7 @@ pub trait Device: Send + 'static {
     ) -> Result<(), DeviceError>;
 
     /// Micro attention: every row of `batch` against its sequence's runs in `kv`'s `layer`, causal and windowed by
-    /// position. The queries are the first `heads * head_dim` columns of `q` (which may have more). Sets `out.count`
+    /// position, biased by distance where the batch says so. The queries are the first `heads * head_dim` columns of `q` (which may have more). Sets `out.count`
     /// by [`AttnBatch::fill_counts`].
     fn attention(
         &mut self,
@@ -241,6 +254,10 @@ pub trait Device: Send + 'static {
 
     /// `out[r][i] = silu(x[r][i]) * x[r][n + i]` for `i < n`, where `x` has `2 n` columns (gate, then up).
     fn silu_mul(&mut self, x: &Self::Tensor, rows: usize, out: &mut Self::Tensor) -> Result<(), DeviceError>;
+
+    /// `out[r][i] = x[r][i] * Φ(x[r][i])` with the normal distribution function `Φ`: the exact GELU (Hendrycks and
+    /// Gimpel 2016), no approximation by tanh. `out` has the columns of `x`.
+    fn gelu(&mut self, x: &Self::Tensor, rows: usize, out: &mut Self::Tensor) -> Result<(), DeviceError>;
 
     /// `out[i] = x[rows[i]]`.
     fn gather_rows(&mut self, x: &Self::Tensor, rows: &[u32], out: &mut Self::Tensor) -> Result<(), DeviceError>;

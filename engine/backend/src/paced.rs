@@ -234,6 +234,18 @@ impl<D: Device> Device for Paced<D> {
         self.inner.rms_norm(x, &weight.inner, eps, rows, out)
     }
 
+    fn layer_norm(
+        &mut self,
+        x: &Self::Tensor,
+        weight: &Self::Weight,
+        eps: f32,
+        rows: usize,
+        out: &mut Self::Tensor,
+    ) -> Result<(), DeviceError> {
+        self.queue(0.0);
+        self.inner.layer_norm(x, &weight.inner, eps, rows, out)
+    }
+
     fn matmul(
         &mut self,
         x: &Self::Tensor,
@@ -291,6 +303,11 @@ impl<D: Device> Device for Paced<D> {
     fn silu_mul(&mut self, x: &Self::Tensor, rows: usize, out: &mut Self::Tensor) -> Result<(), DeviceError> {
         self.queue(0.0);
         self.inner.silu_mul(x, rows, out)
+    }
+
+    fn gelu(&mut self, x: &Self::Tensor, rows: usize, out: &mut Self::Tensor) -> Result<(), DeviceError> {
+        self.queue(0.0);
+        self.inner.gelu(x, rows, out)
     }
 
     fn gather_rows(&mut self, x: &Self::Tensor, rows: &[u32], out: &mut Self::Tensor) -> Result<(), DeviceError> {

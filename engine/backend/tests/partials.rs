@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "tests")]
 
 use lagoon_backend::{AttnBatch, AttnRows, CpuDevice, Device, Partials};
-use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape, Partial};
+use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape, Partial};
 use proptest::prelude::*;
 
 const GEOMETRY: AttentionGeometry = AttentionGeometry { heads: 2, kv_heads: 1, head_dim: 8 };
@@ -111,12 +111,13 @@ proptest! {
     }
 
     /// Attention over every piece of a random cut, merged in a random order, is attention over all of it, for several
-    /// rows under the causal mask and a window.
+    /// rows under the causal mask, a window and biases by distance.
     #[test]
     fn attention_over_any_cut_merges_to_the_whole(
         context in 1u32..300,
         rows in 1u32..20,
         window in prop::option::of(1u32..200),
+        bias_max in prop::option::of(0.5f32..10.0),
         steepness in prop_oneof![Just(1.0f32), Just(60.0)],
         cuts in prop::collection::vec(0.0f64..1.0, 0..6),
         seed in any::<u64>(),
@@ -138,12 +139,13 @@ proptest! {
         let order = data.permutation(u32::try_from(pieces.len()).unwrap());
         pieces = order.iter().map(|i| pieces[*i as usize]).collect();
 
+        let alibi = bias_max.map(|bias_max| Alibi { bias_max });
         let attend = |device: &mut CpuDevice, from: u32, to: u32| {
             let runs = [KvRun { base: from, len: to - from, first_pos: from }];
             let runs = if from == to { &runs[..0] } else { &runs[..] };
             let seqs =
                 [AttnRows { row0: 0, rows, pos0: context - rows, run0: 0, runs: u32::try_from(runs.len()).unwrap() }];
-            let batch = AttnBatch { geometry: GEOMETRY, scale: 0.35, window, seqs: &seqs, runs };
+            let batch = AttnBatch { geometry: GEOMETRY, scale: 0.35, window, alibi, seqs: &seqs, runs };
             let mut out = device.partials(rows as usize, GEOMETRY).unwrap();
             device.attention(&q, &batch, &kv, 0, &mut out).unwrap();
             out

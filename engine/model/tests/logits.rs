@@ -30,7 +30,7 @@ fn logits(dir: &Path, tokens: &[u32], convert: Option<DType>) -> Vec<f32> {
     let runs = [KvRun { base: 0, len: rows, first_pos: 0 }];
     let seqs = [AttnRows { row0: 0, rows, pos0: 0, run0: 0, runs: 1 }];
     let (scale, window) = (config.attention_scale(), config.window);
-    let batch = AttnBatch { geometry, scale, window, seqs: &seqs, runs: &runs };
+    let batch = AttnBatch { geometry, scale, window, alibi: None, seqs: &seqs, runs: &runs };
     d.embed(&weights.embed, tokens, &mut x).unwrap();
     for (i, layer) in weights.layers.iter().enumerate() {
         d.rms_norm(&x, &layer.attn_norm, config.rms_eps, n, &mut normed).unwrap();

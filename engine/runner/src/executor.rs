@@ -94,8 +94,12 @@ impl<D: Device> Executor<D> {
     ) -> Result<Self, DeviceError> {
         let kv_shape = shape.kv_shape(config.kv_dtype);
         let kv = device.kv(kv_shape, config.slots)?;
-        let attention =
-            AttentionShape { geometry: shape.geometry, scale: shape.attention_scale(), window: shape.window };
+        let attention = AttentionShape {
+            geometry: shape.geometry,
+            scale: shape.attention_scale(),
+            window: shape.window,
+            alibi: None,
+        };
         let forward = match model {
             None => None,
             Some(model) => Some(Forward {

@@ -2,8 +2,8 @@
 
 use crate::work::{GuestQuery, Report};
 use bytes::Bytes;
-use lagoon_backend::{AttnBatch, Device, DeviceError, Partials};
-use lagoon_types::{AttentionGeometry, DType};
+use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, Partials};
+use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun};
 use std::ops::Range;
 
 /// Tensors for guests' queries; grown to the largest frame seen (bounded by what the instance admits).
@@ -34,8 +34,7 @@ impl<D: Device> GuestBuffers<D> {
         query: &GuestQuery,
     ) -> Result<Report, DeviceError> {
         let geometry = shape.geometry;
-        let batch =
-            AttnBatch { geometry, scale: shape.scale, window: shape.window, seqs: &query.seqs, runs: &query.runs };
+        let batch = shape.batch(&query.seqs, &query.runs);
         let rows = batch.rows();
         if rows > self.rows {
             *self = Self::new(device, geometry, rows.next_power_of_two())?;
@@ -60,6 +59,14 @@ pub(crate) struct AttentionShape {
     pub(crate) geometry: AttentionGeometry,
     pub(crate) scale: f32,
     pub(crate) window: Option<u32>,
+    pub(crate) alibi: Option<Alibi>,
+}
+
+impl AttentionShape {
+    pub(crate) fn batch<'a>(&self, seqs: &'a [AttnRows], runs: &'a [KvRun]) -> AttnBatch<'a> {
+        let Self { geometry, scale, window, alibi } = *self;
+        AttnBatch { geometry, scale, window, alibi, seqs, runs }
+    }
 }
 
 fn read_encoded<D: Device>(

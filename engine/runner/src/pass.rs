@@ -8,7 +8,7 @@
 use crate::executor::{Forward, Shared};
 use crate::work::{Fetch, PassError, RemotePart, Report, SampleOut, Ship, StepWork};
 use bytes::Bytes;
-use lagoon_backend::{AttnBatch, AttnRows, Device, Mode};
+use lagoon_backend::{AttnRows, Device, Mode};
 use lagoon_types::run::visible_len;
 use lagoon_types::{DType, KvRun, Lane, StepId};
 
@@ -207,16 +207,10 @@ impl Pass {
         let Forward { lanes, remote, .. } = &mut *shared.forward;
         let lane = &mut lanes[self.work.lane.index()];
         let attention = shared.attention;
-        let batch = AttnBatch {
-            geometry: attention.geometry,
-            scale: attention.scale,
-            window: attention.window,
-            seqs: &self.local,
-            runs: &self.work.runs,
-        };
+        let batch = attention.batch(&self.local, &self.work.runs);
         shared.device.attention(&lane.qkv, &batch, shared.kv, self.layer as usize, &mut lane.attn)?;
         if !self.scratch.is_empty() {
-            let batch = AttnBatch { seqs: &self.scratch, runs: &self.scratch_runs, ..batch };
+            let batch = attention.batch(&self.scratch, &self.scratch_runs);
             shared.device.attention(&lane.qkv, &batch, &remote.scratch, 0, &mut remote.part)?;
             remote.part.count.resize(lane.attn.count.len(), 0);
             shared.device.merge(&mut lane.attn, &remote.part, attention.geometry)?;
@@ -258,13 +252,8 @@ impl Pass {
         shared.device.kv_write(&mut remote.scratch, 0, base, kv)?;
         let seq = AttnRows { run0: 0, runs: 1, ..self.local[fetch.seq_index as usize] };
         let run = KvRun { base, len: fetch.run.len, first_pos: fetch.run.first_pos };
-        let batch = AttnBatch {
-            geometry: shared.attention.geometry,
-            scale: shared.attention.scale,
-            window: shared.attention.window,
-            seqs: &[seq],
-            runs: &[run],
-        };
+        let (seqs, runs) = ([seq], [run]);
+        let batch = shared.attention.batch(&seqs, &runs);
         shared.device.attention(&lane.qkv, &batch, &remote.scratch, 0, &mut remote.part)?;
         remote.part.count.resize(lane.attn.count.len(), 0);
         shared.device.merge(&mut lane.attn, &remote.part, shared.attention.geometry)?;

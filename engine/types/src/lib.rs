@@ -4,6 +4,7 @@
 //! and the empty partial ([`partial`]), the visible range of a query ([`run`]) and every bound ([`limits`]).
 #![forbid(unsafe_code)]
 
+pub mod alibi;
 pub mod dtype;
 pub mod ids;
 pub mod limits;
@@ -13,6 +14,7 @@ pub mod run;
 pub mod shape;
 pub mod step;
 
+pub use alibi::Alibi;
 pub use dtype::DType;
 pub use ids::{BlockIndex, Epoch, InstanceId, LeaseId, PhysBlock, SeqId, StepId};
 pub use partial::Partial;

@@ -4,13 +4,15 @@ use super::Tolerance;
 use super::data::{DTYPES, Data, read, tensor};
 use super::oracle::{self, Attention};
 use crate::{AttnBatch, AttnRows, Device};
-use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
+use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
 
 /// A random situation: sequences whose past lies in runs of random lengths in permuted places of one store.
+#[derive(Clone)]
 struct Case {
     geometry: AttentionGeometry,
     dtype: DType,
     window: Option<u32>,
+    alibi: Option<Alibi>,
     /// Rows and position of the first, of each sequence.
     seqs: Vec<(u32, u32)>,
     /// Longest run, in tokens.
@@ -28,6 +30,7 @@ impl Default for Case {
             geometry: geometry(4, 2, 64),
             dtype: DType::F16,
             window: None,
+            alibi: None,
             seqs: vec![(1, 20)],
             run_max: 16,
             missing: 0,
@@ -87,6 +90,7 @@ impl Case {
             geometry: g,
             scale: 1.0 / (g.head_dim as f32).sqrt(),
             window: self.window,
+            alibi: self.alibi,
             seqs: &layout.seqs,
             runs: &layout.runs,
         };
@@ -96,7 +100,8 @@ impl Case {
         let mut out = device.partials(rows + 3, g).expect("partials");
         device.attention(&q, &batch, &kv, 1, &mut out).expect("attention");
         let want = Attention::of(&batch, &queries, cols, &stored);
-        let what = format!("attention {g:?} {} window {:?} sequences {:?}", self.dtype, self.window, self.seqs);
+        let (dtype, window, alibi) = (self.dtype, self.window, self.alibi);
+        let what = format!("attention {g:?} {dtype} window {window:?} {alibi:?} sequences {:?}", self.seqs);
         oracle::check(device, &what, &want, &out, &batch, tolerance);
     }
 }
@@ -141,6 +146,27 @@ pub fn attention_windows<D: Device>(device: &mut D, tolerance: Tolerance) {
             Case { window: Some(window), run_max, seqs, seed: 60 + u64::from(window), ..Case::default() }
                 .check(device, tolerance);
         }
+    }
+}
+
+/// Biases by distance: any number of heads, steep and flat slopes, with and without a window, over runs cut anywhere, of
+/// which some lie elsewhere, so that a row's nearest key may be far back.
+pub fn attention_alibi<D: Device>(device: &mut D, tolerance: Tolerance) {
+    let alibi = |bias_max| Some(Alibi { bias_max });
+    let geometries =
+        [(1, 1, 40), (8, 8, 16), (12, 4, 64), (6, 2, 80), (3, 3, 128), (14, 2, 96), (5, 1, 172), (7, 7, 8)];
+    for (i, (heads, kv_heads, head_dim)) in geometries.into_iter().enumerate() {
+        let base = Case { geometry: geometry(heads, kv_heads, head_dim), dtype: DTYPES[i % 3], ..Case::default() };
+        for (bias_max, window, missing) in [(8.0, None, 0), (8.0, Some(19), 3), (1.0, None, 2), (16.0, Some(50), 0)] {
+            let seqs = vec![(1, 150), (40, 60), (1, 0), (3, 200), (70, 0)];
+            let seed = 90 + i as u64;
+            Case { alibi: alibi(bias_max), window, missing, seqs, seed, run_max: 40, ..base.clone() }
+                .check(device, tolerance);
+        }
+    }
+    for (window, seqs) in [(None, vec![(1, 6000), (9, 3000)]), (Some(1500), vec![(1, 5000), (40, 2500)])] {
+        let long = Case { geometry: geometry(6, 2, 40), window, seqs, run_max: 2000, seed: 99, ..Case::default() };
+        Case { alibi: alibi(8.0), ..long }.check(device, tolerance);
     }
 }
 
@@ -206,7 +232,7 @@ pub fn attention_leaves_other_rows<D: Device>(device: &mut D, _: Tolerance) {
         device.write(&mut out.out, 0, &marks).expect("write");
         let seqs = [AttnRows { row0: 0, rows, pos0: 30, run0: 0, runs: 1 }];
         let runs = [KvRun { base: 2, len: 35, first_pos: 0 }];
-        let batch = AttnBatch { geometry: g, scale: 0.125, window: None, seqs: &seqs, runs: &runs };
+        let batch = AttnBatch { geometry: g, scale: 0.125, window: None, alibi: None, seqs: &seqs, runs: &runs };
         device.attention(&q, &batch, &kv, 0, &mut out).expect("attention");
         let got = read(device, &out.out, 9, g.q_dim());
         assert!(got[..rows as usize * g.q_dim()].iter().all(|v| *v != 5.0), "rows of the batch are written");

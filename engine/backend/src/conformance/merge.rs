@@ -4,7 +4,7 @@ use super::data::{Data, read};
 use super::oracle::{self, Attention};
 use super::{Tolerance, assert_close};
 use crate::{AttnBatch, AttnRows, Device, Partials};
-use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
+use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
 
 /// Host values of a partial.
 struct Values {
@@ -110,6 +110,18 @@ pub fn merge_extreme_scores<D: Device>(device: &mut D, tolerance: Tolerance) {
 
 /// Attention over parts of the context, merged on the device, is attention over the whole.
 pub fn merge_of_split_attention<D: Device>(device: &mut D, tolerance: Tolerance) {
+    split_attention(device, None, tolerance);
+}
+
+/// The same with biases by distance: parts that lie far back weigh little beside near ones, and exactly as little as in
+/// the whole.
+pub fn merge_of_split_alibi<D: Device>(device: &mut D, tolerance: Tolerance) {
+    for bias_max in [1.0, 8.0] {
+        split_attention(device, Some(Alibi { bias_max }), tolerance);
+    }
+}
+
+fn split_attention<D: Device>(device: &mut D, alibi: Option<Alibi>, tolerance: Tolerance) {
     let g = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64 };
     let mut data = Data::new(92);
     let (context, rows) = (200u32, 9u32);
@@ -128,15 +140,16 @@ pub fn merge_of_split_attention<D: Device>(device: &mut D, tolerance: Tolerance)
         // Out of order, as replies of creditors come.
         for i in [3, 0, 4, 2, 1] {
             let runs = [run(cuts[i], cuts[i + 1])];
-            let batch = AttnBatch { geometry: g, scale: 0.125, window, seqs: &seqs, runs: &runs };
+            let batch = AttnBatch { geometry: g, scale: 0.125, window, alibi, seqs: &seqs, runs: &runs };
             device.attention(&q, &batch, &kv, 0, &mut part).expect("attention");
             device.merge(&mut acc, &part, g).expect("merge");
         }
         let runs = [run(0, context)];
-        let batch = AttnBatch { geometry: g, scale: 0.125, window, seqs: &seqs, runs: &runs };
+        let batch = AttnBatch { geometry: g, scale: 0.125, window, alibi, seqs: &seqs, runs: &runs };
         let want = Attention::of(&batch, &queries, g.q_dim(), &stored);
         // Each of the merges adds a rounding to that of the parts.
         let merged = Tolerance { factor: 2.0 * tolerance.factor };
-        oracle::check(device, &format!("merged attention of {dtype}, window {window:?}"), &want, &acc, &batch, merged);
+        let what = format!("merged attention of {dtype}, window {window:?}, {alibi:?}");
+        oracle::check(device, &what, &want, &acc, &batch, merged);
     }
 }

@@ -28,15 +28,19 @@ mod rope;
 /// The cases, each of which panics on a violation.
 pub mod cases {
     pub use super::attention::{
-        attention_decode_batch, attention_dtypes, attention_geometries, attention_leaves_other_rows,
+        attention_alibi, attention_decode_batch, attention_dtypes, attention_geometries, attention_leaves_other_rows,
         attention_long_context, attention_missing_runs, attention_prefill, attention_steep_scores, attention_windows,
     };
     pub use super::matmul::{
         matmul_add, matmul_bf16, matmul_blocked, matmul_f16, matmul_f32, matmul_large_weight, matmul_parts,
     };
     pub use super::memory::{kv_bytes_round_trip, tensors_round_trip};
-    pub use super::merge::{merge_counts_decide_emptiness, merge_extreme_scores, merge_of_split_attention};
-    pub use super::pointwise::{embed_widens_rows, gather_copies_rows, rms_norm_matches, silu_mul_matches};
+    pub use super::merge::{
+        merge_counts_decide_emptiness, merge_extreme_scores, merge_of_split_alibi, merge_of_split_attention,
+    };
+    pub use super::pointwise::{
+        embed_widens_rows, gather_copies_rows, gelu_matches, layer_norm_matches, rms_norm_matches, silu_mul_matches,
+    };
     pub use super::rope::{rope_append_rotates_and_stores, rope_append_then_attention};
 }
 
@@ -49,6 +53,8 @@ pub use data::Data;
 /// * `matmul`: `(8 + 2 sqrt(k)) u` of the sum of absolute products (`u = 2^-24`; the sum of `k` rounding errors grows
 ///   as `sqrt(k)`). Weights are exact in their type, so the bound is the same for all three.
 /// * `rms_norm`, `silu_mul`: a few `u` relative, from the square root, the division and the exponential.
+/// * `layer_norm`: the same, and the mean's error, some `u` of the row's mean magnitude, before the division.
+/// * `gelu`: a few `u` relative plus those of the square in the exponent, `u x²`; also of the tiny results on the left.
 /// * `rope_append`: `4 u` of the pair's magnitude; stored elements within half a unit of the store's type, and a whole
 ///   one where `factor > 1` (a GPU may round its packing either way).
 /// * `attention`: relative errors of the weights are those of the scores in absolute terms, which grow with the largest
@@ -116,6 +122,8 @@ macro_rules! conformance_suite {
             gather_copies_rows,
             rms_norm_matches,
             silu_mul_matches,
+            layer_norm_matches,
+            gelu_matches,
             matmul_f32,
             matmul_f16,
             matmul_bf16,
@@ -127,6 +135,7 @@ macro_rules! conformance_suite {
             attention_dtypes,
             attention_geometries,
             attention_windows,
+            attention_alibi,
             attention_missing_runs,
             attention_decode_batch,
             attention_prefill,
@@ -136,6 +145,7 @@ macro_rules! conformance_suite {
             merge_counts_decide_emptiness,
             merge_extreme_scores,
             merge_of_split_attention,
+            merge_of_split_alibi,
         );
     };
 }

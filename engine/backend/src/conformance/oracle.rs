@@ -34,10 +34,12 @@ impl Attention {
         for seq in batch.seqs {
             for i in 0..seq.rows {
                 let (row, seen) = ((seq.row0 + i) as usize, visible(seq.pos0 + i, batch.window));
-                let slots: Vec<usize> = batch.runs[seq.run0 as usize..][..seq.runs as usize]
+                let slots: Vec<(usize, f64)> = batch.runs[seq.run0 as usize..][..seq.runs as usize]
                     .iter()
                     .flat_map(|run| run.positions().zip(run.base..))
-                    .filter_map(|(pos, slot)| seen.contains(&pos).then_some(slot as usize))
+                    .filter_map(|(pos, slot)| {
+                        seen.contains(&pos).then_some((slot as usize, f64::from(seq.pos0 + i - pos)))
+                    })
                     .collect();
                 all.count[row] = u32::try_from(slots.len()).expect("fits");
                 if !slots.is_empty() {
@@ -48,24 +50,34 @@ impl Attention {
         all
     }
 
-    fn head(&mut self, batch: &AttnBatch<'_>, query: &[f32], stored: &[f32], row: usize, head: usize, slots: &[usize]) {
+    /// `slots` are those of the keys that the row sees, and how far back they lie.
+    fn head(
+        &mut self,
+        batch: &AttnBatch<'_>,
+        query: &[f32],
+        stored: &[f32],
+        row: usize,
+        head: usize,
+        slots: &[(usize, f64)],
+    ) {
         let g = batch.geometry;
         let (dim, kv_dim, heads) = (g.head_dim as usize, g.kv_dim(), g.heads as usize);
         let query = &query[head * dim..][..dim];
         let at = head / g.group() as usize * dim;
+        let slope = batch.alibi.map_or(0.0, |alibi| slope(f64::from(alibi.bias_max), head, heads));
         let mut scores = Vec::with_capacity(slots.len());
         let mut steepest = 0f64;
-        for slot in slots {
+        for (slot, back) in slots {
             let key = &stored[slot * 2 * kv_dim + at..][..dim];
             let products =
                 || query.iter().zip(key).map(|(a, b)| f64::from(*a) * f64::from(*b) * f64::from(batch.scale));
-            scores.push(products().sum::<f64>());
-            steepest = steepest.max(products().map(f64::abs).sum());
+            scores.push(products().sum::<f64>() - slope * back);
+            steepest = steepest.max(products().map(f64::abs).sum::<f64>() + slope * back);
         }
         let max = scores.iter().fold(f64::NEG_INFINITY, |m, s| m.max(*s));
         let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
         let out = &mut self.out[row * heads * dim + head * dim..][..dim];
-        for (slot, score) in slots.iter().zip(&scores) {
+        for ((slot, _), score) in slots.iter().zip(&scores) {
             let weight = (score - max).exp() / sum;
             let value = &stored[slot * 2 * kv_dim + kv_dim + at..][..dim];
             out.iter_mut().zip(value).for_each(|(o, v)| *o += weight * f64::from(*v));
@@ -73,6 +85,21 @@ impl Attention {
         self.lse[row * heads + head] = max + sum.ln();
         self.steepest[row * heads + head] = steepest;
     }
+}
+
+/// The slope of a head, from the sorted list of all slopes of the next power of two: every other one from the second
+/// on, then from the first on.
+fn slope(bias_max: f64, head: usize, heads: usize) -> f64 {
+    let mut all = 1;
+    while all < heads {
+        all *= 2;
+    }
+    let series: Vec<f64> = (1..=all).map(|i| 2f64.powf(-bias_max * i as f64 / all as f64)).collect();
+    if all == heads {
+        return series[head];
+    }
+    let mut order = series.iter().skip(1).step_by(2).chain(series.iter().step_by(2));
+    *order.nth(head).expect("as many as heads")
 }
 
 /// Compares a device's partials with the oracle, for rows that saw keys.

@@ -69,6 +69,77 @@ pub fn rms_norm_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
     }
 }
 
+/// Norms of rows of ordinary and tiny magnitude, of rows far from zero, and of a constant row, which is all mean.
+pub fn layer_norm_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
+    let mut data = Data::new(7);
+    for dtype in DTYPES {
+        for (rows, cols) in [(1, 40), (2, 172), (5, 768), (17, 97), (65, 71), (3, 2)] {
+            let mut values = data.values(rows * cols);
+            values[..cols].iter_mut().for_each(|v| *v *= 1e-3);
+            if rows > 2 {
+                values[cols..2 * cols].fill(0.75);
+                values[2 * cols..3 * cols].iter_mut().for_each(|v| *v += 50.0);
+            }
+            let x = super::data::tensor(device, cols, &values);
+            let (weight, scale) = data.weight(device, dtype, 1, cols);
+            let mut out = device.tensor(rows, cols).expect("tensor");
+            let eps = 1e-5f32;
+            device.layer_norm(&x, &weight, eps, rows, &mut out).expect("layer_norm");
+            let (mut want, mut mean_error) = (Vec::new(), Vec::new());
+            for row in values.chunks_exact(cols) {
+                let (n, row) = (cols as f64, row.iter().map(|v| f64::from(*v)));
+                let mean = row.clone().sum::<f64>() / n;
+                let variance = row.clone().map(|v| (v - mean).powi(2)).sum::<f64>() / n;
+                let factor = 1.0 / (variance + f64::from(eps)).sqrt();
+                let magnitude = row.clone().map(f64::abs).sum::<f64>() / n;
+                want.extend(row.zip(&scale).map(|(v, s)| (v - mean) * factor * f64::from(*s)));
+                let u = 2f64.powi(-24);
+                let error = (4.0 + 2.0 * n.sqrt()) * u * magnitude * factor;
+                mean_error.extend(scale.iter().map(|s| error * f64::from(s.abs())));
+            }
+            let got = read(device, &out, rows, cols);
+            assert_close(&format!("layer_norm {dtype} {rows}x{cols}"), &got, &want, |i| {
+                tolerance.factor * (1e-6 * want[i].abs() + mean_error[i]) + 1e-12
+            });
+        }
+    }
+}
+
+/// The exact GELU, from where its tail vanishes to where it is the identity.
+pub fn gelu_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
+    let mut data = Data::new(8);
+    for (rows, cols) in [(1, 40), (3, 171), (17, 96), (2, 2048)] {
+        let mut values: Vec<f32> = data.values(rows * cols).into_iter().map(|v| v * 3.0).collect();
+        values[..12].copy_from_slice(&[0.0, -0.0, 1e-6, -1e-6, 0.5, -0.5, 5.0, -5.0, 13.0, -13.0, 300.0, -300.0]);
+        let x = super::data::tensor(device, cols, &values);
+        let mut out = device.tensor(rows, cols).expect("tensor");
+        device.gelu(&x, rows, &mut out).expect("gelu");
+        let want: Vec<f64> = values.iter().map(|v| f64::from(*v) * normal_below(f64::from(*v))).collect();
+        let got = read(device, &out, rows, cols);
+        let u = 2f64.powi(-24);
+        assert_close(&format!("gelu {rows}x{cols}"), &got, &want, |i| {
+            (1e-6 + u * f64::from(values[i]).powi(2)) * tolerance.factor * want[i].abs() + 1e-20
+        });
+    }
+}
+
+/// The normal distribution function. From the middle by the series of the density's integral, in the tails by the
+/// continued fraction of the Mills ratio (Abramowitz and Stegun 26.2.10 and 26.2.14).
+fn normal_below(x: f64) -> f64 {
+    let density = (-0.5 * x * x).exp() / std::f64::consts::TAU.sqrt();
+    if x.abs() < 3.0 {
+        let (mut term, mut sum) = (x, x);
+        for n in 1..80 {
+            term *= -x * x / 2.0 / f64::from(n);
+            sum += term / f64::from(2 * n + 1);
+        }
+        return 0.5 + sum / std::f64::consts::TAU.sqrt();
+    }
+    let fraction = (1..400).rev().fold(0.0, |below, n| f64::from(n) / (x.abs() + below));
+    let tail = density / (x.abs() + fraction);
+    if x < 0.0 { tail } else { 1.0 - tail }
+}
+
 /// The gated activation, also where the gate's exponential over- or underflows.
 pub fn silu_mul_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
     let mut data = Data::new(6);

@@ -111,7 +111,7 @@ pub fn rope_append_then_attention<D: Device>(device: &mut D, tolerance: Toleranc
             let seqs = [AttnRows { row0: 0, rows, pos0: pos, run0: 0, runs: 1 }];
             pos += rows;
             let runs = [KvRun { base: 5, len: pos, first_pos: 0 }];
-            let batch = AttnBatch { geometry, scale: 0.2, window: None, seqs: &seqs, runs: &runs };
+            let batch = AttnBatch { geometry, scale: 0.2, window: None, alibi: None, seqs: &seqs, runs: &runs };
             device.attention(&qkv, &batch, &kv, 0, &mut out).expect("attention");
             // The oracle starts from what the device rotated and stored, which the case above checks.
             let queries = read(device, &qkv, rows as usize, geometry.qkv_dim());

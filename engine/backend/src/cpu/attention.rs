@@ -26,6 +26,7 @@ pub(super) struct Scratch {
     plan: Plan,
     /// Pieces' outputs `[piece rows][heads * head_dim]`, then their log-sum-exps `[piece rows][heads]`.
     pieces: Option<Buffer<f32>>,
+    slopes: Vec<f32>,
 }
 
 /// What all tasks of a call share.
@@ -35,6 +36,8 @@ struct Call<'a> {
     q: &'a CpuTensor,
     kv: &'a CpuKv,
     store: &'a [u8],
+    /// Of each head's bias; none where the model has no ALiBi.
+    slopes: &'a [f32],
     /// Where a task with no pieces writes: the partials' rows.
     whole: Target<'a>,
     /// Where pieces are written.
@@ -108,6 +111,8 @@ pub(super) fn attention(
     if scratch.pieces.as_ref().is_none_or(|p| p.len() < wanted) {
         scratch.pieces = Some(Buffer::zeroed(wanted, "attention scratch")?);
     }
+    scratch.slopes.clear();
+    scratch.slopes.extend(batch.alibi.iter().flat_map(|alibi| alibi.slopes(g.heads)));
     let pieces = &mut scratch.pieces.as_mut().expect("just made")[..wanted];
     let (piece_out, piece_lse) = pieces.split_at_mut(piece_rows * q_dim);
     let call = Call {
@@ -116,6 +121,7 @@ pub(super) fn attention(
         q,
         kv,
         store: kv.layer(layer),
+        slopes: &scratch.slopes,
         whole: Target {
             out: Disjoint::new(partials.out.head_mut(rows)),
             lse: Disjoint::new(partials.lse.head_mut(rows)),

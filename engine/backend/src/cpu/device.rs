@@ -1,7 +1,7 @@
 //! [`Device`] for the host: memory here, each operation in its own file.
 
 use super::{CpuDevice, CpuKv, CpuTensor, CpuWeight};
-use super::{attention, embed, gather_rows, matmul, merge, rms_norm, rope_append, silu_mul};
+use super::{attention, embed, gather_rows, gelu, layer_norm, matmul, merge, rms_norm, rope_append, silu_mul};
 use crate::{AttnBatch, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
 use lagoon_types::{AttentionGeometry, KvShape};
 use std::ops::Range;
@@ -94,6 +94,18 @@ impl Device for CpuDevice {
         Ok(())
     }
 
+    fn layer_norm(
+        &mut self,
+        x: &CpuTensor,
+        weight: &CpuWeight,
+        eps: f32,
+        rows: usize,
+        out: &mut CpuTensor,
+    ) -> Result<(), DeviceError> {
+        layer_norm::layer_norm((&self.threads, self.isa), x, weight, eps, rows, out);
+        Ok(())
+    }
+
     fn matmul(
         &mut self,
         x: &CpuTensor,
@@ -143,6 +155,11 @@ impl Device for CpuDevice {
 
     fn silu_mul(&mut self, x: &CpuTensor, rows: usize, out: &mut CpuTensor) -> Result<(), DeviceError> {
         silu_mul::silu_mul((&self.threads, self.isa), x, rows, out);
+        Ok(())
+    }
+
+    fn gelu(&mut self, x: &CpuTensor, rows: usize, out: &mut CpuTensor) -> Result<(), DeviceError> {
+        gelu::gelu((&self.threads, self.isa), x, rows, out);
         Ok(())
     }
 

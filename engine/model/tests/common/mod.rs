@@ -109,10 +109,12 @@ impl Device for RecordingDevice {
     fn sync(&mut self) -> Result<(), DeviceError> { unreachable!() }
     fn embed(&mut self, _: &WeightSource, _: &[u32], (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
     fn rms_norm(&mut self, (): &(), _: &WeightSource, _: f32, _: usize, (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
+    fn layer_norm(&mut self, (): &(), _: &WeightSource, _: f32, _: usize, (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
     fn matmul(&mut self, (): &(), _: &WeightSource, _: usize, _: Mode, (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
     fn rope_append(&mut self, (): &mut (), (): &(), _: AttentionGeometry, _: &[u32], (): &mut (), _: usize) -> Result<(), DeviceError> { unreachable!() }
     fn attention(&mut self, (): &(), _: &AttnBatch<'_>, (): &(), _: usize, _: &mut Partials<()>) -> Result<(), DeviceError> { unreachable!() }
     fn merge(&mut self, _: &mut Partials<()>, _: &Partials<()>, _: AttentionGeometry) -> Result<(), DeviceError> { unreachable!() }
     fn silu_mul(&mut self, (): &(), _: usize, (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
+    fn gelu(&mut self, (): &(), _: usize, (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
     fn gather_rows(&mut self, (): &(), _: &[u32], (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
 }

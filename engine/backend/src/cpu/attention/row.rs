@@ -1,6 +1,6 @@
 //! One query row over a span: every key and value is read once from memory, for all heads that share it.
 
-use super::super::simd::math::{exp, scale, widen_padded};
+use super::super::simd::math::{add_ramp, exp, scale, widen_padded};
 use super::super::simd::{Element, Kernel, Simd};
 use super::super::threads::with_scratch;
 use super::{Call, Task};
@@ -23,6 +23,7 @@ pub(super) fn attend<E: Element>(call: &Call<'_>, task: &Task) {
     // SAFETY: tasks write disjoint rows of their targets.
     let (out, lse) =
         unsafe { (target.out.slice(row * q_dim..(row + 1) * q_dim), target.lse.slice(row * heads..(row + 1) * heads)) };
+    let position = seq.pos0 + u32::try_from(task.rows.start).expect("positions are u32");
     let query = &call.q.data[(seq.row0 as usize + task.rows.start) * call.q.cols..][..q_dim];
     with_scratch(2 * heads * padded + heads * TILE + GROUP * 16 * 16 + 2 * heads, |scratch| {
         let (q, rest) = scratch.split_at_mut(heads * padded);
@@ -44,13 +45,14 @@ pub(super) fn attend<E: Element>(call: &Call<'_>, task: &Task) {
             products: products.as_mut_ptr(),
             max: max.as_mut_ptr(),
             total: total.as_mut_ptr(),
+            slopes: call.slopes,
         };
         // SAFETY: the device's instruction set is supported; scratch has the sizes that `Row` names.
         unsafe { call.isa.run(Load { row: &mut state, query, scale: call.batch.scale }) };
         for segment in call.segments(seq, &task.span) {
             let tokens: &[E] = bytemuck::cast_slice(call.bytes(&segment));
             // SAFETY: as above; the segment's tokens are whole.
-            unsafe { call.isa.run(Segment { row: &mut state, tokens }) };
+            unsafe { call.isa.run(Segment { row: &mut state, tokens, back: position - segment.first_pos }) };
         }
         for head in 0..heads {
             let seen = total[head] > 0.0;
@@ -64,7 +66,7 @@ pub(super) fn attend<E: Element>(call: &Call<'_>, task: &Task) {
 }
 
 /// The state of one row: pointers into scratch.
-struct Row {
+struct Row<'a> {
     kv_heads: usize,
     group: usize,
     dim: usize,
@@ -82,16 +84,18 @@ struct Row {
     max: *mut f32,
     /// `[heads]`: sum of the weights so far.
     total: *mut f32,
+    /// `[heads]`, or none.
+    slopes: &'a [f32],
 }
 
 /// Brings the scaled queries into the state.
-struct Load<'a> {
-    row: &'a mut Row,
+struct Load<'a, 'r> {
+    row: &'a mut Row<'r>,
     query: &'a [f32],
     scale: f32,
 }
 
-impl Kernel for Load<'_> {
+impl Kernel for Load<'_, '_> {
     type Output = ();
 
     #[inline(always)]
@@ -108,21 +112,24 @@ impl Kernel for Load<'_> {
 }
 
 /// Consecutive tokens, all of which the row sees.
-struct Segment<'a, E> {
-    row: &'a mut Row,
+struct Segment<'a, 'r, E> {
+    row: &'a mut Row<'r>,
     /// `[tokens][k | v][kv_heads][dim]`.
     tokens: &'a [E],
+    /// Positions from the first token to the row.
+    back: u32,
 }
 
-impl<E: Element> Kernel for Segment<'_, E> {
+impl<E: Element> Kernel for Segment<'_, '_, E> {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let row = self.row;
         let token = 2 * row.kv_heads * row.dim;
-        for tile in self.tokens.chunks(TILE * token) {
+        for (index, tile) in self.tokens.chunks(TILE * token).enumerate() {
             let n = tile.len() / token;
+            let distance = (index * TILE) as f32 - self.back as f32;
             for kv_head in 0..row.kv_heads {
                 let mut head = kv_head * row.group;
                 let end = head + row.group;
@@ -132,10 +139,10 @@ impl<E: Element> Kernel for Segment<'_, E> {
                     unsafe {
                         let keys = tile.as_ptr().add(kv_head * row.dim);
                         match heads {
-                            4 => row.tile::<S, E, 4>(keys, token, n, head),
-                            3 => row.tile::<S, E, 3>(keys, token, n, head),
-                            2 => row.tile::<S, E, 2>(keys, token, n, head),
-                            _ => row.tile::<S, E, 1>(keys, token, n, head),
+                            4 => row.tile::<S, E, 4>(keys, token, n, head, distance),
+                            3 => row.tile::<S, E, 3>(keys, token, n, head, distance),
+                            2 => row.tile::<S, E, 2>(keys, token, n, head, distance),
+                            _ => row.tile::<S, E, 1>(keys, token, n, head, distance),
                         }
                     }
                     head += heads;
@@ -154,8 +161,9 @@ unsafe fn multiply<S: Simd, const G: usize>(k: S::V, q: *const f32, padded: usiz
     }
 }
 
-impl Row {
-    /// `n` tokens for `G` heads from `head`, whose keys begin at `keys`, `stride` elements apart.
+impl Row<'_> {
+    /// `n` tokens for `G` heads from `head`, whose keys begin at `keys`, `stride` elements apart; the first lies at
+    /// `distance` from the row's position.
     #[inline(always)]
     unsafe fn tile<S: Simd, E: Element, const G: usize>(
         &mut self,
@@ -163,6 +171,7 @@ impl Row {
         stride: usize,
         n: usize,
         head: usize,
+        distance: f32,
     ) {
         // SAFETY: passed on.
         unsafe {
@@ -171,6 +180,11 @@ impl Row {
                 for g in 0..G {
                     let scores = self.scores.add((head + g) * TILE + first);
                     S::store(scores, S::sums(self.products.add(g * S::LANES * S::LANES)));
+                }
+            }
+            if let Some(slopes) = self.slopes.get(head..head + G) {
+                for (g, slope) in slopes.iter().enumerate() {
+                    add_ramp::<S>(self.scores.add((head + g) * TILE), TILE, distance, *slope);
                 }
             }
             for g in 0..G {

@@ -3,7 +3,7 @@
 
 use super::super::multiply::Multiply;
 use super::super::pack::{Transpose, Widen};
-use super::super::simd::math::{exp, scale};
+use super::super::simd::math::{add_ramp, exp, scale};
 use super::super::simd::{Element, Kernel, Simd};
 use super::super::threads::with_scratch;
 use super::{Call, Task};
@@ -163,6 +163,7 @@ impl Tiles<'_> {
             }
             .run_on(self.call.isa);
         }
+        self.bias(&rows, tile);
         self.mask(&rows, tile);
         // SAFETY: as above; a score row is whole vectors, and so is a row of sums.
         unsafe {
@@ -186,6 +187,20 @@ impl Tiles<'_> {
                 add: true,
             }
             .run_on(self.call.isa);
+        }
+    }
+
+    /// Adds each row's biases by distance, if the model has them.
+    fn bias(&mut self, rows: &Range<usize>, tile: &KvRun) {
+        if self.call.slopes.is_empty() {
+            return;
+        }
+        for (i, row) in rows.clone().enumerate() {
+            let distance = tile.first_pos as f32 - self.position(row / self.group) as f32;
+            let slope = self.call.slopes[self.kv_head * self.group + row % self.group];
+            let scores = &mut self.scores[i * TOKENS..][..TOKENS];
+            // SAFETY: the device's instruction set is supported.
+            unsafe { self.call.isa.run(Bias { scores, distance, slope }) };
         }
     }
 
@@ -220,6 +235,24 @@ impl Tiles<'_> {
             }
             lse[0] = if seen { self.max[row] + self.total[row].ln() } else { Call::lse_of_none(self.task) };
         }
+    }
+}
+
+/// Biases one row's scores, whole vectors of them.
+struct Bias<'a> {
+    scores: &'a mut [f32],
+    /// Of the first score's key.
+    distance: f32,
+    slope: f32,
+}
+
+impl Kernel for Bias<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        // SAFETY: whole vectors.
+        unsafe { add_ramp::<S>(self.scores.as_mut_ptr(), self.scores.len(), self.distance, self.slope) };
     }
 }
 

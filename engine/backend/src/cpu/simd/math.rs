@@ -69,3 +69,23 @@ pub(crate) unsafe fn scale<S: Simd>(x: *mut f32, n: usize, factor: f32) {
         }
     }
 }
+
+/// 0, 1, 2 … for the longest vector.
+const RAMP: [f32; 16] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.];
+
+/// `x[i] += slope * (start + i)`. Integers below 2^24 in `start + i` are exact.
+///
+/// # Safety
+/// `x` is valid for `n` elements, a whole number of vectors.
+#[inline(always)]
+pub(crate) unsafe fn add_ramp<S: Simd>(x: *mut f32, n: usize, start: f32, slope: f32) {
+    const { assert!(S::LANES <= RAMP.len()) };
+    // SAFETY: passed on; the ramp has a vector.
+    unsafe {
+        let slope = S::splat(slope);
+        for i in (0..n).step_by(S::LANES) {
+            let at = S::add(S::splat(start + i as f32), S::load(RAMP.as_ptr()));
+            S::store(x.add(i), S::fma(at, slope, S::load(x.add(i))));
+        }
+    }
+}

@@ -1,0 +1,62 @@
+// out[r] = (x[r] - mean(x[r])) / sqrt(var(x[r]) + eps) * weight. One workgroup per row. The variance is that of the
+// differences from the mean, in a second pass. Padding is zero and, as the weight's is too, stays zero.
+//#include dtype
+//#include grid
+
+struct Params {
+    rows: u32,
+    cols: u32,
+    // Quads of a row, of both tensors and of the weight.
+    quads: u32,
+    eps: f32,
+}
+
+@group(0) @binding(0) var<uniform> params: Params;
+@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
+@group(0) @binding(2) var<storage, read> weight: array<Quad>;
+@group(0) @binding(3) var<storage, read_write> out: array<vec4<f32>>;
+
+const LANES = 128u;
+var<workgroup> sums: array<f32, LANES>;
+
+// The sum of every invocation's `own`, for all of them.
+fn total(own: f32, tid: u32) -> f32 {
+    workgroupBarrier();
+    sums[tid] = own;
+    for (var step = LANES / 2u; step > 0u; step /= 2u) {
+        workgroupBarrier();
+        if tid < step {
+            sums[tid] += sums[tid + step];
+        }
+    }
+    workgroupBarrier();
+    return sums[0];
+}
+
+@compute @workgroup_size(128)
+fn main(
+    @builtin(workgroup_id) wid: vec3<u32>,
+    @builtin(num_workgroups) wcount: vec3<u32>,
+    @builtin(local_invocation_index) tid: u32,
+) {
+    let row = linear_workgroup(wid, wcount);
+    if row >= params.rows {
+        return;
+    }
+    let base = row * params.quads;
+    var sum = 0.0;
+    for (var i = tid; i < params.quads; i += LANES) {
+        sum += dot(x[base + i], vec4<f32>(1.0));
+    }
+    let mean = total(sum, tid) / f32(params.cols);
+    var squares = 0.0;
+    for (var i = tid; i < params.quads; i += LANES) {
+        let inside = vec4<u32>(i * 4u) + vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(params.cols);
+        let d = select(vec4<f32>(), x[base + i] - mean, inside);
+        squares += dot(d, d);
+    }
+    let factor = 1.0 / sqrt(total(squares, tid) / f32(params.cols) + params.eps);
+    for (var i = tid; i < params.quads; i += LANES) {
+        out[base + i] = (x[base + i] - mean) * factor * widen(weight[i]);
+    }
+}
