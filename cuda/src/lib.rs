@@ -3,6 +3,7 @@
 //!
 //! The driver is loaded at run time: this crate builds and runs on machines without CUDA.
 
+pub mod kernels;
 mod probe;
 
 pub use probe::{CudaDevice, CudaProbe, probe};

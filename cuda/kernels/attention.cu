@@ -1,0 +1,25 @@
+// Micro attention: a few rows, many rows, whatever is left, and the reduction of pieces. See shared/attention_*.cuh.
+#include "shared/attention_any.cuh"
+#include "shared/attention_decode.cuh"
+#include "shared/attention_prefill.cuh"
+
+KERNEL(attention_any_f32, 128, 1, AttentionParams) { attention_any<float>(p); }
+KERNEL(attention_any_f16, 128, 1, AttentionParams) { attention_any<f16>(p); }
+KERNEL(attention_any_bf16, 128, 1, AttentionParams) { attention_any<bf16>(p); }
+
+KERNEL(attention_merge, 128, 1, AttentionMergeParams) { attention_merge_rows(p); }
+
+// One block of up to eight warps on a multiprocessor must fit its registers: 255 each.
+#define ATTENTION(TYPE, D)                                                                                              \
+    KERNEL(attention_decode_##TYPE##_##D, 256, 1, AttentionParams) { attention_decode<TYPE, D>(p); }                    \
+    KERNEL(attention_prefill_##TYPE##_##D##_exact, 128, 1, AttentionParams) { attention_prefill<TYPE, D, 2>(p); }       \
+    KERNEL(attention_prefill_##TYPE##_##D##_fast, 128, 1, AttentionParams) { attention_prefill<TYPE, D, 1>(p); }
+
+ATTENTION(f16, 64)
+ATTENTION(f16, 96)
+ATTENTION(f16, 128)
+ATTENTION(f16, 256)
+ATTENTION(bf16, 64)
+ATTENTION(bf16, 96)
+ATTENTION(bf16, 128)
+ATTENTION(bf16, 256)

@@ -1,0 +1,104 @@
+// Micro attention without tensor cores, for what the other kernels do not take: f32 stores, any head size, any alignment.
+// One block serves a query head over an item's rows, one after the other: keys are read again for each row and head. It is
+// bound by the first-level cache (each thread reads a key of its own), several times slower than memory; it exists to be
+// exact and general.
+#pragma once
+#include "keys.cuh"
+
+constexpr uint32_t ANY_THREADS = 128;
+
+template <typename T>
+DEVICE float dot(const float* query, const T* key, uint32_t dim) {
+    float sum = 0;
+    for (uint32_t d = 0; d < dim; d++) sum = fmaf(query[d], widen(key[d]), sum);
+    return sum;
+}
+
+// Grid: heads, items. Shared memory: query [head_dim], accumulator [head_dim], weights and slots of a tile of keys, 16 floats.
+template <typename T>
+DEVICE void attention_any(const AttentionParams& p) {
+    DYNAMIC_SHARED(shared);
+    const AttnItem item = at<const AttnItem>(p.items)[blockIdx.y];
+    const uint32_t dim = p.head_dim, head = blockIdx.x, thread = threadIdx.x;
+    float* query = reinterpret_cast<float*>(shared);
+    float* acc = query + dim;
+    float* weights = acc + dim;
+    uint32_t* slots = reinterpret_cast<uint32_t*>(weights + ANY_THREADS);
+    float* scratch = reinterpret_cast<float*>(slots + ANY_THREADS);
+    const uint64_t kv_head = head / (p.heads / p.kv_heads) * p.kv.head_stride;
+    const T* keys = at<const T>(p.kv.k) + kv_head;
+    const T* values = at<const T>(p.kv.v) + kv_head;
+    const float slope = p.slopes ? at<const float>(p.slopes)[head] : 0.0f;
+    const Target target(p, item);
+    for (uint32_t row = 0; row < item.rows; row++) {
+        const float* q = at<const float>(p.q) + static_cast<uint64_t>(item.row0 + row) * p.q_stride + head * dim;
+        for (uint32_t d = thread; d < dim; d += ANY_THREADS) {
+            query[d] = q[d] * p.scale;
+            acc[d] = 0;
+        }
+        sync_block();
+        const uint32_t position = item.pos0 + row;
+        KeyWalk walk(item, p.runs);
+        float max = NEGATIVE_INFINITY, sum = 0;
+        for (uint32_t first = 0; first < item.keys; first += ANY_THREADS) {
+            const uint32_t index = first + thread;
+            float score = NEGATIVE_INFINITY;
+            if (index < item.keys) {
+                walk.seek(index);
+                const uint32_t key = walk.position(index);
+                slots[thread] = walk.slot(index);
+                if (is_visible(position, key, p.window)) {
+                    const float distance = static_cast<float>(static_cast<int32_t>(key - position));
+                    score = dot(query, keys + slots[thread] * p.kv.token_stride, dim) + slope * distance;
+                }
+            }
+            const float new_max = fmaxf(max, block_max(score, scratch)), base = finite_max(new_max);
+            const float kept = expf(max - base), weight = expf(score - base);
+            max = new_max;
+            weights[thread] = weight;
+            sum = sum * kept + block_sum(weight, scratch);
+            const uint32_t count = min(ANY_THREADS, item.keys - first);
+            for (uint32_t d = thread; d < dim; d += ANY_THREADS) {
+                float a = acc[d] * kept;
+                for (uint32_t j = 0; j < count; j++) {
+                    // What no query sees may be anything, also NaN.
+                    if (weights[j] > 0) a = fmaf(weights[j], widen(values[slots[j] * p.kv.token_stride + d]), a);
+                }
+                acc[d] = a;
+            }
+            sync_block();
+        }
+        const PackedRow at_row(row, 1, head);
+        for (uint32_t d = thread; d < dim; d += ANY_THREADS) target.row(p, at_row)[d] = sum > 0 ? acc[d] / sum : 0.0f;
+        if (thread == 0) target.store_lse(p, at_row, sum > 0, max + logf(sum));
+        sync_block();
+    }
+}
+
+// The reduction of an output row's pieces, one warp a head: reads 4 bytes an element and piece. Grid: blocks of heads, rows.
+DEVICE void attention_merge_rows(const AttentionMergeParams& p) {
+    const MergeItem item = at<const MergeItem>(p.merges)[blockIdx.y];
+    const uint32_t head = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (item.pieces == 0 || head >= p.heads) return;
+    const uint64_t step = static_cast<uint64_t>(item.stride) * p.heads;
+    const uint64_t first = static_cast<uint64_t>(item.piece_row) * p.heads + head;
+    const float* lse = at<const float>(p.piece_lse) + first;
+    const float* pieces = at<const float>(p.piece_out) + first * p.head_dim;
+    float max = NEGATIVE_INFINITY, sum = 0;
+    for (uint32_t i = lane; i < item.pieces; i += 32) max = fmaxf(max, lse[i * step]);
+    max = warp_max(max);
+    const float base = finite_max(max);
+    for (uint32_t i = lane; i < item.pieces; i += 32) sum += expf(lse[i * step] - base);
+    sum = warp_sum(sum);
+    const uint64_t row = static_cast<uint64_t>(item.row) * p.heads + head;
+    float* out = at<float>(p.out) + row * p.head_dim;
+    for (uint32_t d = lane; d < p.head_dim; d += 32) {
+        float total = 0;
+        for (uint32_t i = 0; i < item.pieces; i++) {
+            const float weight = expf(lse[i * step] - base);
+            if (weight > 0) total = fmaf(weight, pieces[i * step * p.head_dim + d], total);
+        }
+        out[d] = sum > 0 ? total / sum : 0.0f;
+    }
+    if (lane == 0) at<float>(p.lse)[row] = sum > 0 ? max + logf(sum) : 0.0f;
+}

@@ -1,0 +1,290 @@
+// Prefill micro attention (FlashAttention-2, Dao 2023): many query rows over shared tiles of keys, with a causal offset, runs and
+// a partial output.
+//
+// Operations: 4 D for each visible pair of query and key; bytes: K and V once for each tile of packed rows. A tile has 128
+// packed rows (64 for D = 256): at 4 D operations for 4 D bytes times 1 / 128, 128 operations a byte, it is bound by
+// arithmetic. Each warp holds 32 rows (16 for D = 256), so that a fragment of K or V that is read from shared memory serves two
+// products: with 16 rows reading would take as long as multiplying on an A100 (256 bytes at 128 a clock against 2 clocks for
+// m16n8k16). Scores are made for 32 keys at a time (16 where registers are short), which keeps outputs (128 registers at D = 128), scores and fragments
+// within 255 registers.
+//
+// TERMS = 2 splits queries and weights into two terms each and multiplies twice: exact to about 16 (bf16) or 22 (f16)
+// bits. TERMS = 1 rounds them to the store's type.
+//
+// Two stages of keys are copied asynchronously: one fills while the other is multiplied.
+#pragma once
+#include "keys.cuh"
+
+template <int D, int TERMS>
+struct PrefillShape {
+    // 16-row products of a warp, packed rows of a block, keys of a stage, keys that are scored at a time.
+    static constexpr int MT = D > 128 ? 1 : 2;
+    static constexpr uint32_t ROWS = MT * 64, KEYS = D > 128 ? 32 : 64,
+                              PART = D >= 128 && TERMS == 2 ? 16 : 32;
+    static constexpr uint32_t ROW = 2 * D + 16;
+    static constexpr uint32_t PLANE = KEYS * ROW;
+    static constexpr uint32_t STAGE = 2 * PLANE + KEYS * 4;
+    static constexpr uint32_t QUERIES = ROWS * ROW;
+};
+
+constexpr uint32_t PREFILL_THREADS = 128;
+
+// What the threads of a block share.
+template <typename T, int D, int TERMS>
+struct PrefillBlock {
+    using S = PrefillShape<D, TERMS>;
+    const AttentionParams& p;
+    const AttnItem& item;
+    uint32_t kv_head, group;
+    unsigned char* shared;
+
+    DEVICE unsigned char* stage(uint32_t i) const { return shared + TERMS * S::QUERIES + i * S::STAGE; }
+
+    // Queries times scale and log2(e) as terms in shared memory; rows beyond the item are zeros.
+    DEVICE void load_queries() const {
+        const float scale = p.scale * LOG2_E;
+        for (uint32_t i = threadIdx.x; i < S::ROWS * (D / 2); i += PREFILL_THREADS) {
+            const uint32_t packed = i / (D / 2), d = i % (D / 2) * 2;
+            float x0 = 0, x1 = 0;
+            if (packed < item.rows * group) {
+                const PackedRow row(packed, group, kv_head);
+                const float* query =
+                    at<const float>(p.q) + static_cast<uint64_t>(item.row0 + row.row) * p.q_stride + row.head * D + d;
+                x0 = query[0] * scale;
+                x1 = query[1] * scale;
+            }
+            uint32_t high, low;
+            split<T>(x0, x1, 1.0f, high, low);
+            const uint32_t to = packed * S::ROW + d * 2;
+            *reinterpret_cast<uint32_t*>(shared + to) = high;
+            if (TERMS == 2) *reinterpret_cast<uint32_t*>(shared + S::QUERIES + to) = low;
+        }
+    }
+
+    // Starts copying a stage of keys from index `first`; keys beyond the item are zeros at NOWHERE.
+    DEVICE void copy(KeyWalk& walk, uint32_t first, unsigned char* to_stage) const {
+        constexpr uint32_t CHUNKS = D / 8;
+        const SharedAddress to = shared_address(to_stage);
+        uint32_t* positions = reinterpret_cast<uint32_t*>(to_stage + 2 * S::PLANE);
+        const uint64_t head = kv_head * p.kv.head_stride;
+        for (uint32_t i = threadIdx.x; i < S::KEYS * CHUNKS; i += PREFILL_THREADS) {
+            const uint32_t key = i / CHUNKS, chunk = i % CHUNKS, index = first + key;
+            const bool valid = index < item.keys;
+            if (valid) walk.seek(index);
+            const uint64_t from = (valid ? walk.slot(index) * p.kv.token_stride : 0) + head + chunk * 8;
+            copy_async(to + key * S::ROW + chunk * 16, at<const T>(p.kv.k) + from, valid);
+            copy_async(to + S::PLANE + key * S::ROW + chunk * 16, at<const T>(p.kv.v) + from, valid);
+            if (chunk == 0) positions[key] = valid ? walk.position(index) : NOWHERE;
+        }
+    }
+};
+
+// A warp's rows: 16 MT of them; thread state for rows lane / 4 and lane / 4 + 8 of each 16.
+template <typename T, int D, int TERMS>
+struct PrefillWarp {
+    using S = PrefillShape<D, TERMS>;
+    static constexpr int MT = S::MT, COLS = D / 8, NT = S::PART / 8;
+    float o[MT][COLS][4];
+    float max[MT][2], sum[MT][2], slope[MT][2];
+    uint32_t position[MT][2];
+    // Positions of the warp's first and last rows that exist.
+    uint32_t position_min, position_max;
+    uint32_t row0;
+
+    DEVICE PrefillWarp(const PrefillBlock<T, D, TERMS>& block) : row0(threadIdx.x / 32 * 16 * MT) {
+        const uint32_t rows = block.item.rows * block.group, lane = threadIdx.x % 32;
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                // Rows that do not exist take the last one's place; they are not written.
+                const uint32_t packed = min(row0 + 16 * m + lane / 4 + 8 * h, rows - 1);
+                const PackedRow row(packed, block.group, block.kv_head);
+                position[m][h] = block.item.pos0 + row.row;
+                slope[m][h] = block.p.slopes ? at<const float>(block.p.slopes)[row.head] * LOG2_E : 0.0f;
+                max[m][h] = NEGATIVE_INFINITY;
+                sum[m][h] = 0;
+            }
+#pragma unroll
+            for (int i = 0; i < COLS; i++) o[m][i][0] = o[m][i][1] = o[m][i][2] = o[m][i][3] = 0;
+        }
+        position_min = block.item.pos0 + min(row0, rows - 1) / block.group;
+        position_max = block.item.pos0 + min(row0 + 16 * MT - 1, rows - 1) / block.group;
+    }
+
+    // s += one term of the queries times PART keys.
+    DEVICE void multiply_keys(const unsigned char* queries, const unsigned char* keys, float (&s)[MT][NT][4]) const {
+        const uint32_t lane = threadIdx.x % 32;
+        const SharedAddress q = shared_address(queries) + (row0 + lane % 16) * S::ROW + lane / 16 * 16;
+        const SharedAddress k = shared_address(keys) + (lane / 16 * 8 + lane % 8) * S::ROW + lane / 8 % 2 * 16;
+#pragma unroll
+        for (int i = 0; i < D / 16; i++) {
+            uint32_t a[MT][4];
+#pragma unroll
+            for (int m = 0; m < MT; m++) ldmatrix_x4(a[m], q + 16 * m * S::ROW + i * 32);
+#pragma unroll
+            for (int n = 0; n < NT; n += 2) {
+                uint32_t b[4];
+                ldmatrix_x4(b, k + 8 * n * S::ROW + i * 32);
+#pragma unroll
+                for (int m = 0; m < MT; m++) {
+                    mma<T>(s[m][n], a[m], b[0], b[1]);
+                    mma<T>(s[m][n + 1], a[m], b[2], b[3]);
+                }
+            }
+        }
+    }
+
+    // Distances and visibility; `positions` are those of the PART keys.
+    DEVICE void mask(const uint32_t* positions, uint32_t window, float (&s)[MT][NT][4]) const {
+        const uint32_t t = threadIdx.x % 4;
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const uint32_t key = positions[8 * n + 2 * t + e];
+#pragma unroll
+                for (int m = 0; m < MT; m++) {
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const uint32_t query = position[m][h];
+                        const float distance = static_cast<float>(static_cast<int32_t>(key - query));
+                        float& x = s[m][n][2 * h + e];
+                        x = is_visible(query, key, window) ? x + slope[m][h] * distance : NEGATIVE_INFINITY;
+                    }
+                }
+            }
+        }
+    }
+
+    // Scores become weights; the state is scaled to the new maxima.
+    DEVICE void soften(float (&s)[MT][NT][4]) {
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float tile = NEGATIVE_INFINITY;
+#pragma unroll
+                for (int n = 0; n < NT; n++) tile = fmaxf(tile, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
+                tile = fmaxf(tile, shuffle_xor(tile, 1));
+                tile = fmaxf(tile, shuffle_xor(tile, 2));
+                const float new_max = fmaxf(max[m][h], tile), base = finite_max(new_max);
+                const float kept = exp2_fast(max[m][h] - base);
+                max[m][h] = new_max;
+                float part = 0;
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+#pragma unroll
+                    for (int e = 2 * h; e < 2 * h + 2; e++) {
+                        s[m][n][e] = exp2_fast(s[m][n][e] - base);
+                        part += s[m][n][e];
+                    }
+                }
+                sum[m][h] = sum[m][h] * kept + part;
+#pragma unroll
+                for (int i = 0; i < COLS; i++) {
+                    o[m][i][2 * h] *= kept;
+                    o[m][i][2 * h + 1] *= kept;
+                }
+            }
+        }
+    }
+
+    // o += weights times the values of PART keys.
+    DEVICE void multiply_values(const unsigned char* values, const float (&s)[MT][NT][4]) {
+        const uint32_t lane = threadIdx.x % 32;
+        const SharedAddress v = shared_address(values) + lane % 16 * S::ROW + lane / 16 * 16;
+#pragma unroll
+        for (int k = 0; k < NT / 2; k++) {
+            uint32_t high[MT][4], low[MT][4];
+#pragma unroll
+            for (int m = 0; m < MT; m++) {
+                const float(&x)[4] = s[m][2 * k];
+                const float(&y)[4] = s[m][2 * k + 1];
+                split<T>(x[0], x[1], 1.0f, high[m][0], low[m][0]);
+                split<T>(x[2], x[3], 1.0f, high[m][1], low[m][1]);
+                split<T>(y[0], y[1], 1.0f, high[m][2], low[m][2]);
+                split<T>(y[2], y[3], 1.0f, high[m][3], low[m][3]);
+            }
+#pragma unroll
+            for (int i = 0; i < COLS; i += 2) {
+                uint32_t b[4];
+                ldmatrix_x4_trans(b, v + 16 * k * S::ROW + i * 16);
+#pragma unroll
+                for (int m = 0; m < MT; m++) {
+                    mma<T>(o[m][i], high[m], b[0], b[1]);
+                    mma<T>(o[m][i + 1], high[m], b[2], b[3]);
+                    if (TERMS == 2) {
+                        mma<T>(o[m][i], low[m], b[0], b[1]);
+                        mma<T>(o[m][i + 1], low[m], b[2], b[3]);
+                    }
+                }
+            }
+        }
+    }
+
+    // Attends to keys `part` to `part + PART - 1` of a stage.
+    DEVICE void attend(const PrefillBlock<T, D, TERMS>& block, const unsigned char* stage, uint32_t part) {
+        const uint32_t* positions = reinterpret_cast<const uint32_t*>(stage + 2 * S::PLANE) + part;
+        // Positions ascend, and keys beyond the item are last, at NOWHERE, which nobody sees.
+        const uint32_t first = positions[0], last = positions[S::PART - 1];
+        if (first > position_max) return;
+        float s[MT][NT][4] = {};
+        const unsigned char* keys = stage + part * S::ROW;
+        multiply_keys(block.shared, keys, s);
+        if (TERMS == 2) multiply_keys(block.shared + S::QUERIES, keys, s);
+        const bool whole = last <= position_min && is_visible(position_max, first, block.p.window);
+        if (!whole || block.p.slopes) mask(positions, block.p.window, s);
+        soften(s);
+        multiply_values(keys + S::PLANE, s);
+    }
+
+    DEVICE void store(const PrefillBlock<T, D, TERMS>& block) {
+        const uint32_t lane = threadIdx.x % 32, rows = block.item.rows * block.group;
+        const Target target(block.p, block.item);
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float total = sum[m][h];
+                total += shuffle_xor(total, 1);
+                total += shuffle_xor(total, 2);
+                const uint32_t packed = row0 + 16 * m + lane / 4 + 8 * h;
+                if (packed >= rows) continue;
+                const PackedRow row(packed, block.group, block.kv_head);
+                const float factor = total > 0 ? 1.0f / total : 0.0f;
+                float* out = target.row(block.p, row) + lane % 4 * 2;
+#pragma unroll
+                for (int i = 0; i < COLS; i++) {
+                    *reinterpret_cast<float2*>(out + 8 * i) = {o[m][i][2 * h] * factor, o[m][i][2 * h + 1] * factor};
+                }
+                if (lane % 4 == 0) target.store_lse(block.p, row, total > 0, max[m][h] / LOG2_E + logf(total));
+            }
+        }
+    }
+};
+
+// Grid: KV heads, items. `PREFILL_THREADS` threads.
+template <typename T, int D, int TERMS>
+DEVICE void attention_prefill(const AttentionParams& p) {
+    using S = PrefillShape<D, TERMS>;
+    DYNAMIC_SHARED(shared);
+    const AttnItem item = at<const AttnItem>(p.items)[blockIdx.y];
+    if (item.rows == 0) return;
+    const PrefillBlock<T, D, TERMS> block = {p, item, blockIdx.x, p.heads / p.kv_heads, shared};
+    KeyWalk walk(item, p.runs);
+    block.copy(walk, 0, block.stage(0));
+    copy_commit();
+    block.load_queries();
+    PrefillWarp<T, D, TERMS> warp(block);
+    for (uint32_t first = 0, i = 0; first < item.keys; first += S::KEYS, i ^= 1) {
+        if (first + S::KEYS < item.keys) block.copy(walk, first + S::KEYS, block.stage(i ^ 1));
+        copy_commit();
+        copy_wait<1>();
+        sync_block();
+        for (uint32_t part = 0; part < S::KEYS; part += S::PART) warp.attend(block, block.stage(i), part);
+        // The stage is filled again in the next round.
+        sync_block();
+    }
+    warp.store(block);
+}

@@ -1,0 +1,130 @@
+// Parameters of every kernel: the same fields in the same order as the Rust structures in cuda/src/kernels.
+#pragma once
+#include <stdint.h>
+
+typedef uint64_t Address;
+
+struct KvView {
+    Address k, v;
+    uint64_t token_stride, head_stride;
+};
+
+struct EmbedParams {
+    Address table, ids, out;
+    uint32_t cols, ld, table_type, add;
+};
+
+struct GatherParams {
+    Address x, rows, out;
+    uint32_t cols, pad;
+};
+
+struct NormParams {
+    Address x, delta, weight, bias, out;
+    uint32_t cols;
+    float eps;
+    uint32_t weight_type, pad;
+};
+
+struct GateParams {
+    Address x, out;
+    uint32_t n, pad;
+};
+
+struct GeluParams {
+    Address x, out;
+    uint64_t count;
+    uint32_t tanh, pad;
+};
+
+struct BiasParams {
+    Address x, bias;
+    uint32_t cols, bias_type;
+};
+
+struct RopeParams {
+    Address qkv, rope, slots;
+    KvView kv;
+    uint32_t heads, kv_heads, head_dim, kv_type;
+};
+
+struct KvCopyParams {
+    KvView kv;
+    Address packed;
+    uint32_t slot0, kv_heads, head_bytes, element_bytes;
+};
+
+struct MergeParams {
+    Address acc_out, acc_lse, out, lse, acc_count, count;
+    uint32_t heads, head_dim;
+};
+
+struct KvRun {
+    uint32_t base, len, first_pos;
+};
+
+struct AttnItem {
+    uint32_t row0, rows, pos0, runs, run0, base, len, first_pos, out_row, piece, keys, pad;
+};
+
+struct MergeItem {
+    uint32_t row, piece_row, pieces, stride;
+};
+
+struct AttentionParams {
+    Address q;
+    KvView kv;
+    Address items, runs, slopes, out, lse, piece_out, piece_lse;
+    uint32_t q_stride, heads, kv_heads, head_dim, window;
+    float scale;
+    uint32_t stages, pad;
+};
+
+struct AttentionMergeParams {
+    Address merges, piece_out, piece_lse, out, lse;
+    uint32_t heads, head_dim;
+};
+
+struct GemvParams {
+    Address x, w, bias, out;
+    uint32_t rows, n, k, ldw, x_stride, out_stride, add, pad;
+};
+
+struct SplitParams {
+    Address x, hi, lo, scale;
+    uint32_t k, x_stride, ld, pad;
+};
+
+struct GemmParams {
+    Address hi, lo, scale, w, bias, out, partial;
+    uint32_t m, n, k, lda, ldw, ldo, k_part, add;
+};
+
+struct GemmReduceParams {
+    Address partial, bias, out;
+    uint32_t m, n, ldo, parts, add, bias_type;
+};
+
+struct SampleRow {
+    double uniform;
+    float temperature, top_p, min_p;
+    uint32_t top_k;
+};
+
+struct SampledRow {
+    uint32_t token, status;
+};
+
+struct SampleParams {
+    Address logits, rows, out;
+    uint32_t vocab, stride;
+};
+
+static_assert(sizeof(KvView) == 32 && sizeof(EmbedParams) == 40 && sizeof(GatherParams) == 32, "as in Rust");
+static_assert(sizeof(NormParams) == 56 && sizeof(GateParams) == 24 && sizeof(GeluParams) == 32, "as in Rust");
+static_assert(sizeof(BiasParams) == 24 && sizeof(RopeParams) == 72 && sizeof(KvCopyParams) == 56, "as in Rust");
+static_assert(sizeof(MergeParams) == 56 && sizeof(KvRun) == 12 && sizeof(AttnItem) == 48, "as in Rust");
+static_assert(sizeof(MergeItem) == 16 && sizeof(AttentionParams) == 128, "as in Rust");
+static_assert(sizeof(AttentionMergeParams) == 48 && sizeof(GemvParams) == 64 && sizeof(SplitParams) == 48, "as in Rust");
+static_assert(sizeof(GemmParams) == 88 && sizeof(GemmReduceParams) == 48, "as in Rust");
+static_assert(sizeof(SampleRow) == 24 && sizeof(SampledRow) == 8 && sizeof(SampleParams) == 32, "as in Rust");

@@ -1,0 +1,154 @@
+// The machine, once: every PTX instruction that a kernel uses is wrapped here in one function. With LAGOON_SHIM the same
+// functions come from cuda/shim/machine.h, which models them on the host; kernels include this file and no other header of a
+// toolkit.
+//
+// Invariants: all 32 lanes of a warp call a warp's function together; all threads of a block call sync_block together.
+#pragma once
+#include <stdint.h>
+
+#ifdef LAGOON_SHIM
+#include "../../shim/machine.h"
+#else
+
+#define DEVICE __device__ __forceinline__
+// A kernel has one parameter. The launch bounds give the compiler its register budget.
+#define KERNEL(NAME, THREADS, BLOCKS, PARAMS) \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_constant__ PARAMS p)
+// Static shared memory, and the launch's dynamic shared memory.
+#define SHARED __shared__
+#define DYNAMIC_SHARED(NAME) extern __shared__ __align__(16) unsigned char NAME[]
+// An address in shared memory as the instructions take it.
+typedef uint32_t SharedAddress;
+
+DEVICE SharedAddress shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+struct f16 {
+    uint16_t bits;
+};
+struct bf16 {
+    uint16_t bits;
+};
+
+DEVICE float widen(float x) { return x; }
+DEVICE float widen(f16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+DEVICE float widen(bf16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
+
+template <typename T>
+DEVICE T narrow(float x);
+template <>
+DEVICE float narrow<float>(float x) {
+    return x;
+}
+template <>
+DEVICE f16 narrow<f16>(float x) {
+    f16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+template <>
+DEVICE bf16 narrow<bf16>(float x) {
+    bf16 y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+
+// Two numbers rounded into one register, `low` in its lower half.
+template <typename T>
+DEVICE uint32_t pack(float low, float high);
+template <>
+DEVICE uint32_t pack<f16>(float low, float high) {
+    uint32_t y;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+template <>
+DEVICE uint32_t pack<bf16>(float low, float high) {
+    uint32_t y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+
+// d += a · b: a is 16 by 16 in row order, b is 16 by 8 in column order, d is 16 by 8 in f32. Fragments as in the PTX
+// manual's "mma.m16n8k16": with g = lane / 4 and t = lane % 4, a holds (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8)
+// and the element after each; b holds rows 2t and 2t + 8 (and the ones after) of column g; d holds (g, 2t), (g, 2t + 1),
+// (g + 8, 2t), (g + 8, 2t + 1).
+template <typename T>
+DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+template <>
+DEVICE void mma<f16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+DEVICE void mma<bf16>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four 8 by 8 matrices of 16-bit elements from shared memory: lanes 8i to 8i + 7 give the rows of matrix i, 16 bytes each;
+// r[i] holds row lane / 4, elements 2 (lane % 4) and the one after, of matrix i (transposed first for `_trans`).
+DEVICE void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row)
+                 : "memory");
+}
+DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], SharedAddress row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+// Copies 16 bytes to shared memory, or zeroes them there, without waiting; past the first-level cache.
+DEVICE void copy_async(SharedAddress to, const void* from, bool valid) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)),
+                 "r"(valid ? 16 : 0)
+                 : "memory");
+}
+// Ends a group of this thread's copies; copy_wait<N> waits until at most N groups are under way.
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+DEVICE void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+DEVICE void sync_block() { __syncthreads(); }
+DEVICE void sync_warp() { __syncwarp(); }
+DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+DEVICE uint64_t shuffle_xor(uint64_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+DEVICE uint64_t shuffle_up(uint64_t x, int delta) { return __shfl_up_sync(0xffffffffu, x, delta); }
+DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
+
+// 2^x, off by 2 units in the last place at most; 0 for negative infinity.
+DEVICE float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// A 16-byte load that does not displace what other threads share: weights are read once.
+DEVICE uint4 load_once(const void* from) {
+    uint4 y;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w)
+                 : "l"(__cvta_generic_to_global(from)));
+    return y;
+}
+
+DEVICE uint64_t add_shared(uint64_t* to, uint64_t x) {
+    return atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(x));
+}
+DEVICE uint32_t add_shared(uint32_t* to, uint32_t x) { return atomicAdd(to, x); }
+DEVICE uint32_t min_shared(uint32_t* to, uint32_t x) { return atomicMin(to, x); }
+#endif

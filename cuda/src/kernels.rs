@@ -1,0 +1,63 @@
+//! The kernels of `cuda/kernels/` as the host sees them: names, parameters, launch geometry.
+//!
+//! Every kernel takes exactly one argument, a `repr(C)` structure passed by value, so that a launch is a name, a grid, a
+//! block, bytes of dynamic shared memory and the bytes of one structure. Addresses are raw device addresses (`u64`; 0
+//! where an optional array is absent), sizes and strides are in elements unless a name says bytes, and element types are
+//! given by [`lagoon_types::DType::code`]. Structures here and in `cuda/kernels/shared/params.cuh` have the same fields in
+//! the same order; their sizes are asserted on both sides.
+//!
+//! Conventions that every kernel relies on, and that the caller guarantees:
+//!
+//! * activations are f32, rows `stride` elements apart;
+//! * weights are `[rows][ld]` in their own type, where `ld` is [`weight_ld`] of the columns: rows start at multiples of 16
+//!   bytes, and the elements between `cols` and `ld` are zero;
+//! * a KV store's layer is two planes, K and V, in which the element `d` of KV head `h` of slot `s` lies at
+//!   `plane + (s * token_stride + h * head_stride + d) * size`. The kernels for tensor cores want planes and strides in
+//!   multiples of 16 bytes ([`attention::KvView::is_aligned`]); others take any.
+//!
+//! A grid whose x dimension would be 0 must not be launched. A launch with more than [`SHARED_BYTES_DEFAULT`] bytes of
+//! dynamic shared memory needs `CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES` raised first, once for each function, to
+//! [`dynamic_shared_bytes_max`].
+
+pub mod attention;
+pub mod linear;
+pub mod pointwise;
+pub mod sample;
+
+mod names;
+
+pub use names::{ALL, dynamic_shared_bytes_max};
+
+/// Dynamic shared memory that a launch may use without asking.
+pub const SHARED_BYTES_DEFAULT: u32 = 48 << 10;
+
+/// Threads of a warp.
+pub const WARP: u32 = 32;
+
+/// One kernel launch: everything but the stream.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Launch<P> {
+    /// The function's name in the fatbin.
+    pub name: &'static str,
+    /// Blocks in x, y and z; none is 0.
+    pub grid: [u32; 3],
+    /// Threads in a block (x only).
+    pub block: u32,
+    /// Bytes of dynamic shared memory.
+    pub shared_bytes: u32,
+    /// The kernel's only argument.
+    pub params: P,
+}
+
+impl<P> Launch<P> {
+    /// A launch with a one-dimensional grid and no dynamic shared memory.
+    const fn flat(name: &'static str, blocks: u32, block: u32, params: P) -> Self {
+        Self { name, grid: [blocks, 1, 1], block, shared_bytes: 0, params }
+    }
+}
+
+/// The distance of a weight's rows in elements: `cols` rounded up so that rows start at multiples of 16 bytes.
+#[must_use]
+pub const fn weight_ld(cols: usize, element_bytes: usize) -> usize {
+    cols.next_multiple_of(16 / element_bytes)
+}

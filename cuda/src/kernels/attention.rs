@@ -1,0 +1,617 @@
+//! Micro attention: parameters, choice of the kernel, and the plan that cuts a batch into blocks.
+//!
+//! A plan is made on the host once a step, uploaded once, and serves every layer: only the layer's planes differ. It cuts
+//! each sequence's rows into tiles and each tile's visible keys into pieces; an [`AttnItem`] is one tile over one piece.
+//! A tile with one piece writes the result; pieces write partials that `attention_merge` reduces. Runs are clipped here to
+//! what some row of the item sees, so that kernels walk whole runs and mask single keys only.
+//!
+//! Which kernel serves a sequence:
+//!
+//! * `attention_decode_*`: few query rows. The rows of one KV head's query heads (the group) are packed into tiles of
+//!   [`DECODE_TILE`] and multiplied on tensor cores, with queries and weights split in two terms each, which costs nothing
+//!   there. Bound by reading K and V once.
+//! * `attention_prefill_*`: many rows, packed likewise into tiles of [`prefill_tile`]; [`Precision`] says whether queries
+//!   and weights are split (twice the products) or rounded to the store's type, as other engines do.
+//! * `attention_any_*`: whatever is left: f32 stores, odd head sizes, planes that are not aligned. Plain f32 arithmetic.
+
+use super::{Launch, WARP};
+use bytemuck::{Pod, Zeroable};
+use lagoon_backend::{AttnBatch, AttnRows};
+use lagoon_types::run::visible;
+use lagoon_types::{DType, KvRun};
+use std::ops::Range;
+
+/// Packed query rows of a tile of `attention_decode_*`.
+pub const DECODE_TILE: u32 = 8;
+/// Tiles of a sequence that the decode kernel serves at most when it has several rows; more rows are prefill's.
+const DECODE_TILES_MAX: u32 = 2;
+/// Keys that one warp of the decode kernel works on at a time.
+const DECODE_KEYS: u32 = 16;
+/// Rows of an item of `attention_any_*`.
+const ANY_ROWS: u32 = 4;
+/// Threads of `attention_any_*` and of `attention_merge`.
+const ANY_THREADS: u32 = 128;
+/// The value of [`AttentionParams::window`] that stands for none: more than any distance of positions.
+pub const WINDOW_NONE: u32 = 1 << 31;
+
+/// Dynamic shared memory that every device from compute capability 8.0 has for one block (163 KB).
+pub(super) const SHARED_BYTES_MAX: u32 = 163 << 10;
+
+/// How queries and weights enter the tensor cores where there are many rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Precision {
+    /// As the sum of two numbers of the store's type: about as exact as f32 (22 bits for f16, 16 for bf16).
+    Exact,
+    /// Rounded to the store's type.
+    Fast,
+}
+
+/// Where a layer's K and V lie; see the module's parent for the addressing.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct KvView {
+    pub k: u64,
+    pub v: u64,
+    pub token_stride: u64,
+    pub head_stride: u64,
+}
+
+impl KvView {
+    /// Whether 16-byte copies of heads are aligned.
+    #[must_use]
+    pub const fn is_aligned(&self, element_bytes: u64) -> bool {
+        let strides = (self.token_stride | self.head_stride) * element_bytes;
+        (self.k | self.v | strides).is_multiple_of(16)
+    }
+}
+
+/// Some consecutive rows of one sequence over some runs.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+pub struct AttnItem {
+    /// First row of the queries; 0 rows mean that there is nothing to do.
+    pub row0: u32,
+    pub rows: u32,
+    /// Position of the first row.
+    pub pos0: u32,
+    /// Runs; one lies in `base`, `len` and `first_pos`, more in the table from `run0`.
+    pub runs: u32,
+    pub run0: u32,
+    pub base: u32,
+    pub len: u32,
+    pub first_pos: u32,
+    /// First row of the output that it writes.
+    pub out_row: u32,
+    /// 1: the output is that of the pieces.
+    pub piece: u32,
+    /// Keys in all runs.
+    pub keys: u32,
+    pub pad: u32,
+}
+
+/// One output row that was cut into pieces: piece `p` of it is piece row `piece_row + p * stride`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
+pub struct MergeItem {
+    pub row: u32,
+    pub piece_row: u32,
+    /// 0 means that there is nothing to do.
+    pub pieces: u32,
+    pub stride: u32,
+}
+
+/// `attention_decode_*`, `attention_prefill_*`, `attention_any_*`. Grid: KV heads times tiles (heads for
+/// `any`), items: neighbours in time read neighbours in memory.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+pub struct AttentionParams {
+    /// f32 `[rows][q_stride]`.
+    pub q: u64,
+    pub kv: KvView,
+    /// [`AttnItem`] `[grid.y]`.
+    pub items: u64,
+    /// [`KvRun`]s of items that have several.
+    pub runs: u64,
+    /// f32 `[heads]`, the ALiBi slopes: `slope * (key position - query position)` is added to scores; 0 for none.
+    pub slopes: u64,
+    /// f32 `[rows][heads * head_dim]` and `[rows][heads]` (natural log).
+    pub out: u64,
+    pub lse: u64,
+    /// The same for pieces; rows that saw nothing have negative infinity there.
+    pub piece_out: u64,
+    pub piece_lse: u64,
+    pub q_stride: u32,
+    pub heads: u32,
+    pub kv_heads: u32,
+    pub head_dim: u32,
+    /// Positions that a query sees, its own included; [`WINDOW_NONE`] for all.
+    pub window: u32,
+    pub scale: f32,
+    /// Stages of the decode kernel's pipeline, 2 to 4.
+    pub stages: u32,
+    pub pad: u32,
+}
+
+/// `attention_merge`. Grid: blocks of heads, merged rows.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct AttentionMergeParams {
+    /// [`MergeItem`] `[grid.y]`.
+    pub merges: u64,
+    pub piece_out: u64,
+    pub piece_lse: u64,
+    pub out: u64,
+    pub lse: u64,
+    pub heads: u32,
+    pub head_dim: u32,
+}
+
+const _: () = assert!(size_of::<AttnItem>() == 48 && size_of::<MergeItem>() == 16 && size_of::<KvRun>() == 12);
+const _: () = assert!(size_of::<KvView>() == 32 && size_of::<AttentionParams>() == 128);
+const _: () = assert!(size_of::<AttentionMergeParams>() == 48);
+
+/// How the decode kernel is launched for contexts of some length. Measured on a device, not derived.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DecodeClass {
+    /// Warps of a block: 2, 4 or 8.
+    pub warps: u32,
+    /// Stages of each warp's pipeline: 2 to 4.
+    pub stages: u32,
+    /// Blocks that are wanted for each multiprocessor: contexts are cut until there are about as many.
+    pub blocks_per_sm: u32,
+    /// Fewest keys of a piece.
+    pub piece_keys_min: u32,
+}
+
+impl DecodeClass {
+    /// This class with as many stages, and then warps, as heads of this size leave room for.
+    #[must_use]
+    pub const fn fitted(mut self, head_dim: u32) -> Self {
+        while decode_shared_bytes(head_dim, self) > SHARED_BYTES_MAX && self.stages > 2 {
+            self.stages -= 1;
+        }
+        while decode_shared_bytes(head_dim, self) > SHARED_BYTES_MAX && self.warps > 2 {
+            self.warps /= 2;
+        }
+        self
+    }
+}
+
+/// What the plan needs to know of a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tuning {
+    /// Multiprocessors.
+    pub sms: u32,
+    /// For mean contexts to [`Tuning::class_keys`]`[0]`, to `[1]`, and beyond.
+    pub classes: [DecodeClass; 3],
+    pub class_keys: [u32; 2],
+    pub precision: Precision,
+}
+
+impl Tuning {
+    /// Untuned values, by arithmetic alone: about 64 KB in flight on each multiprocessor, twice what the latency of an
+    /// H200's memory asks for (4.8 TB/s times 0.8 µs is 29 KB for each of 132), and pieces long enough that their partials are
+    /// under 2 % of the bytes. Short contexts prefer more, smaller blocks; long ones deeper pipelines.
+    #[must_use]
+    pub const fn untuned(sms: u32) -> Self {
+        Self {
+            sms,
+            classes: [
+                DecodeClass { warps: 4, stages: 2, blocks_per_sm: 3, piece_keys_min: 256 },
+                DecodeClass { warps: 4, stages: 3, blocks_per_sm: 2, piece_keys_min: 512 },
+                DecodeClass { warps: 4, stages: 3, blocks_per_sm: 2, piece_keys_min: 1024 },
+            ],
+            class_keys: [8 << 10, 32 << 10],
+            precision: Precision::Exact,
+        }
+    }
+}
+
+/// The kernels that a store's type and head size allow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Family {
+    decode: &'static str,
+    /// For [`Precision::Exact`] and [`Precision::Fast`].
+    prefill: [&'static str; 2],
+}
+
+macro_rules! family {
+    ($type:literal, $dim:literal) => {
+        Some(Family {
+            decode: concat!("attention_decode_", $type, "_", $dim),
+            prefill: [
+                concat!("attention_prefill_", $type, "_", $dim, "_exact"),
+                concat!("attention_prefill_", $type, "_", $dim, "_fast"),
+            ],
+        })
+    };
+}
+
+const fn family(dtype: DType, head_dim: u32) -> Option<Family> {
+    match (dtype, head_dim) {
+        (DType::F16, 64) => family!("f16", "64"),
+        (DType::F16, 96) => family!("f16", "96"),
+        (DType::F16, 128) => family!("f16", "128"),
+        (DType::F16, 256) => family!("f16", "256"),
+        (DType::BF16, 64) => family!("bf16", "64"),
+        (DType::BF16, 96) => family!("bf16", "96"),
+        (DType::BF16, 128) => family!("bf16", "128"),
+        (DType::BF16, 256) => family!("bf16", "256"),
+        _ => None,
+    }
+}
+
+const fn any_kernel(dtype: DType) -> &'static str {
+    match dtype {
+        DType::F32 => "attention_any_f32",
+        DType::F16 => "attention_any_f16",
+        DType::BF16 => "attention_any_bf16",
+    }
+}
+
+/// Packed query rows of a tile of `attention_prefill_*`.
+#[must_use]
+pub const fn prefill_tile(head_dim: u32) -> u32 {
+    if head_dim > 128 { 64 } else { 128 }
+}
+
+/// Keys of a tile of `attention_prefill_*`.
+const fn prefill_keys(head_dim: u32) -> u32 {
+    if head_dim > 128 { 32 } else { 64 }
+}
+
+/// Bytes of a head's row in shared memory: 16 bytes of padding keep `ldmatrix` free of bank conflicts.
+const fn shared_row_bytes(head_dim: u32) -> u32 {
+    head_dim * 2 + 16
+}
+
+/// Dynamic shared memory of `attention_decode_*`: for each warp and stage K and V of 16 keys, and their positions. The reduction at the end reuses it.
+#[must_use]
+pub const fn decode_shared_bytes(head_dim: u32, class: DecodeClass) -> u32 {
+    class.warps * class.stages * DECODE_KEYS * (2 * shared_row_bytes(head_dim) + 4)
+}
+
+/// Dynamic shared memory of `attention_prefill_*`: one or two terms of the queries, two stages of K and V with their
+/// positions.
+#[must_use]
+pub const fn prefill_shared_bytes(head_dim: u32, precision: Precision) -> u32 {
+    let terms = match precision {
+        Precision::Exact => 2,
+        Precision::Fast => 1,
+    };
+    let row = shared_row_bytes(head_dim);
+    terms * prefill_tile(head_dim) * row + 2 * prefill_keys(head_dim) * (2 * row + 4)
+}
+
+/// Which kernel an item is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Work {
+    Decode,
+    Prefill,
+    Any,
+}
+
+/// Where the plan's arrays and a step's tensors lie on the device. Strides as in [`AttentionParams`].
+#[derive(Clone, Copy, Debug)]
+pub struct Buffers {
+    /// Where [`Plan::bytes`] was uploaded, aligned to 16 bytes.
+    pub plan: u64,
+    pub q: u64,
+    pub q_stride: u32,
+    /// f32 `[heads]` or 0.
+    pub slopes: u64,
+    pub out: u64,
+    pub lse: u64,
+    /// f32 `[piece_rows][heads * head_dim]` and `[piece_rows][heads]`; unused where [`Plan::piece_rows`] is 0.
+    pub piece_out: u64,
+    pub piece_lse: u64,
+}
+
+/// A batch cut into items. Kept between steps for its memory.
+#[derive(Clone, Debug, Default)]
+pub struct Plan {
+    decode: Vec<AttnItem>,
+    prefill: Vec<AttnItem>,
+    any: Vec<AttnItem>,
+    runs: Vec<KvRun>,
+    merges: Vec<MergeItem>,
+    /// Rows that the pieces' outputs must hold.
+    pub piece_rows: u32,
+    /// Tiles of the widest decode item.
+    decode_tiles: u32,
+    class: Option<DecodeClass>,
+    scale: f32,
+    window: Option<u32>,
+    geometry: Option<(lagoon_types::AttentionGeometry, DType)>,
+    precision: Option<Precision>,
+    clipped: Vec<KvRun>,
+}
+
+impl Plan {
+    /// Plans `batch` over a store of `dtype`. `aligned`: [`KvView::is_aligned`] holds in every layer.
+    pub fn make(&mut self, batch: &AttnBatch<'_>, dtype: DType, aligned: bool, tuning: &Tuning) {
+        let g = batch.geometry;
+        for items in [&mut self.decode, &mut self.prefill, &mut self.any] {
+            items.clear();
+        }
+        self.runs.clear();
+        self.merges.clear();
+        (self.piece_rows, self.decode_tiles) = (0, 1);
+        (self.scale, self.window, self.geometry) = (batch.scale, batch.window, Some((g, dtype)));
+        self.precision = Some(tuning.precision);
+        let tensor = aligned && family(dtype, g.head_dim).is_some();
+        let work = |seq: &AttnRows| match seq.rows * g.group() {
+            _ if !tensor => Work::Any,
+            packed if packed <= DECODE_TILE * DECODE_TILES_MAX => Work::Decode,
+            _ if g.group() <= prefill_tile(g.head_dim) => Work::Prefill,
+            _ => Work::Decode,
+        };
+        let class = self.choose_class(batch, tuning, &work);
+        // Blocks are (item, KV head) pairs; a sequence is cut until the batch has about as many as are wanted.
+        let keys: u64 =
+            batch.seqs.iter().map(|s| u64::from(keys_seen(batch, s)) * u64::from(s.rows.div_ceil(64))).sum();
+        let wanted = u64::from(tuning.sms * class.blocks_per_sm).div_ceil(u64::from(g.kv_heads)).max(1);
+        let share = u32::try_from(keys.div_ceil(wanted)).unwrap_or(u32::MAX);
+        for seq in batch.seqs.iter().filter(|s| s.rows > 0 && s.runs > 0) {
+            let work = work(seq);
+            let (tile, piece_min) = match work {
+                Work::Decode => (DECODE_TILE * DECODE_TILES_MAX / g.group().min(DECODE_TILE), class.piece_keys_min),
+                Work::Prefill => (prefill_tile(g.head_dim) / g.group(), 1024),
+                Work::Any => (ANY_ROWS, 512),
+            };
+            let piece = share.max(piece_min).next_multiple_of(DECODE_KEYS * class.warps);
+            let tile = tile.max(1);
+            if work == Work::Decode {
+                self.decode_tiles = self.decode_tiles.max((seq.rows.min(tile) * g.group()).div_ceil(DECODE_TILE));
+            }
+            for first in (0..seq.rows).step_by(tile as usize) {
+                self.tile(batch, seq, work, first..seq.rows.min(first + tile), piece);
+            }
+        }
+        // The longest first, so that none begins when the others end.
+        for items in [&mut self.decode, &mut self.prefill, &mut self.any] {
+            items.sort_by_key(|item| std::cmp::Reverse(item.keys));
+        }
+    }
+
+    fn choose_class(
+        &mut self,
+        batch: &AttnBatch<'_>,
+        tuning: &Tuning,
+        work: &impl Fn(&AttnRows) -> Work,
+    ) -> DecodeClass {
+        let (mut count, mut sum) = (0u64, 0u64);
+        for seq in batch.seqs.iter().filter(|s| work(s) == Work::Decode) {
+            count += 1;
+            sum += u64::from(keys_seen(batch, seq));
+        }
+        let mean = sum.div_ceil(count.max(1));
+        let index = tuning.class_keys.iter().filter(|bound| mean > u64::from(**bound)).count();
+        *self.class.insert(tuning.classes[index].fitted(batch.geometry.head_dim))
+    }
+
+    /// Adds the items of the rows `rows` of a sequence, cut into pieces of about `piece` keys.
+    fn tile(&mut self, batch: &AttnBatch<'_>, seq: &AttnRows, work: Work, rows: Range<u32>, piece: u32) {
+        let mut clipped = std::mem::take(&mut self.clipped);
+        clip(batch, seq, &rows, &mut clipped);
+        let keys: u32 = clipped.iter().map(|run| run.len).sum();
+        let count = rows.end - rows.start;
+        let pieces = keys.div_ceil(piece);
+        let row0 = seq.row0 + rows.start;
+        let first = self.piece_rows;
+        if pieces > 1 {
+            self.piece_rows += pieces * count;
+            self.merges.extend((0..count).map(|i| MergeItem {
+                row: row0 + i,
+                piece_row: first + i,
+                pieces,
+                stride: count,
+            }));
+        }
+        let mut cursor = Cursor { runs: &clipped, at: 0, taken: 0 };
+        for p in 0..pieces {
+            let end = |p: u32| u64::from(keys) * u64::from(p) / u64::from(pieces);
+            let wanted = u32::try_from(end(p + 1) - end(p)).expect("no more than all keys");
+            let mut item = AttnItem {
+                row0,
+                rows: count,
+                pos0: seq.pos0 + rows.start,
+                run0: u32::try_from(self.runs.len()).expect("runs fit"),
+                out_row: if pieces > 1 { first + p * count } else { row0 },
+                piece: u32::from(pieces > 1),
+                keys: wanted,
+                ..AttnItem::default()
+            };
+            cursor.take(wanted, &mut self.runs);
+            item.runs = u32::try_from(self.runs.len()).expect("runs fit") - item.run0;
+            if item.runs == 1 {
+                let run = self.runs.pop().expect("one run");
+                (item.base, item.len, item.first_pos) = (run.base, run.len, run.first_pos);
+            }
+            match work {
+                Work::Decode => self.decode.push(item),
+                Work::Prefill => self.prefill.push(item),
+                Work::Any => self.any.push(item),
+            }
+        }
+        self.clipped = clipped;
+    }
+
+    /// Pads the decode items and the merges with empty ones, for graphs whose grids do not change.
+    ///
+    /// # Panics
+    /// If there are already more.
+    pub fn pad(&mut self, decode_items: usize, merges: usize) {
+        assert!(self.decode.len() <= decode_items && self.merges.len() <= merges, "a plan within the graph's grids");
+        self.decode.resize(decode_items, AttnItem::default());
+        self.merges.resize(merges, MergeItem::default());
+    }
+
+    /// Decode items, prefill items, other items and merges.
+    #[must_use]
+    pub fn counts(&self) -> [usize; 4] {
+        [self.decode.len(), self.prefill.len(), self.any.len(), self.merges.len()]
+    }
+
+    /// Appends the plan's arrays as they are uploaded: decode, prefill and other items, merges, runs.
+    pub fn bytes(&self, out: &mut Vec<u8>) {
+        for items in [&self.decode, &self.prefill, &self.any] {
+            out.extend_from_slice(bytemuck::cast_slice(items));
+        }
+        out.extend_from_slice(bytemuck::cast_slice(&self.merges));
+        out.extend_from_slice(bytemuck::cast_slice(&self.runs));
+    }
+
+    /// The launches for one layer, in order; at most three.
+    ///
+    /// # Panics
+    /// If no plan was made.
+    pub fn launches(&self, at: &Buffers, kv: KvView) -> impl Iterator<Item = Launch<AttentionParams>> {
+        let (g, dtype) = self.geometry.expect("a plan was made");
+        let class = self.class.expect("a plan was made");
+        let precision = self.precision.expect("a plan was made");
+        let item_bytes = |n: usize| (n * size_of::<AttnItem>()) as u64;
+        let prefill_at = at.plan + item_bytes(self.decode.len());
+        let any_at = prefill_at + item_bytes(self.prefill.len());
+        let merges_at = any_at + item_bytes(self.any.len());
+        let params = AttentionParams {
+            q: at.q,
+            kv,
+            items: at.plan,
+            runs: merges_at + (self.merges.len() * size_of::<MergeItem>()) as u64,
+            slopes: at.slopes,
+            out: at.out,
+            lse: at.lse,
+            piece_out: at.piece_out,
+            piece_lse: at.piece_lse,
+            q_stride: at.q_stride,
+            heads: g.heads,
+            kv_heads: g.kv_heads,
+            head_dim: g.head_dim,
+            window: self.window.map_or(WINDOW_NONE, |w| w.min(WINDOW_NONE)),
+            scale: self.scale,
+            stages: class.stages,
+            pad: 0,
+        };
+        let names = family(dtype, g.head_dim);
+        let launch = |items: &[AttnItem], name: Option<&'static str>, x: u32, block, shared_bytes, at: u64| {
+            let y = grid_y(items.len());
+            let params = AttentionParams { items: at, ..params };
+            name.filter(|_| y > 0).map(|name| Launch { name, grid: [x, y, 1], block, shared_bytes, params })
+        };
+        let prefill = names.map(|f| f.prefill[usize::from(precision == Precision::Fast)]);
+        [
+            launch(
+                &self.decode,
+                names.map(|f| f.decode),
+                g.kv_heads * self.decode_tiles,
+                class.warps * WARP,
+                decode_shared_bytes(g.head_dim, class),
+                at.plan,
+            ),
+            launch(
+                &self.prefill,
+                prefill,
+                g.kv_heads,
+                PREFILL_THREADS,
+                prefill_shared_bytes(g.head_dim, precision),
+                prefill_at,
+            ),
+            launch(&self.any, Some(any_kernel(dtype)), g.heads, ANY_THREADS, any_shared_bytes(g.head_dim), any_at),
+        ]
+        .into_iter()
+        .flatten()
+    }
+
+    /// The reduction of pieces, after all of [`Plan::launches`]; none where nothing was cut.
+    ///
+    /// # Panics
+    /// If no plan was made.
+    #[must_use]
+    pub fn merge(&self, at: &Buffers) -> Option<Launch<AttentionMergeParams>> {
+        let (g, _) = self.geometry.expect("a plan was made");
+        let items = self.decode.len() + self.prefill.len() + self.any.len();
+        let params = AttentionMergeParams {
+            merges: at.plan + (items * size_of::<AttnItem>()) as u64,
+            piece_out: at.piece_out,
+            piece_lse: at.piece_lse,
+            out: at.out,
+            lse: at.lse,
+            heads: g.heads,
+            head_dim: g.head_dim,
+        };
+        let y = grid_y(self.merges.len());
+        let grid = [g.heads.div_ceil(ANY_THREADS / WARP), y, 1];
+        (y > 0).then_some(Launch { name: "attention_merge", grid, block: ANY_THREADS, shared_bytes: 0, params })
+    }
+}
+
+/// A grid's second dimension, which CUDA bounds: a step has at most `STEP_ROWS_MAX` rows, cut into a few pieces each.
+fn grid_y(items: usize) -> u32 {
+    let y = u32::try_from(items).expect("items fit");
+    assert!(y <= 65_535, "items within a grid");
+    y
+}
+
+/// Threads of `attention_prefill_*`.
+const PREFILL_THREADS: u32 = 128;
+
+/// Dynamic shared memory of `attention_any_*`: the query and the accumulator, the keys' weights, addresses and a reduction.
+const fn any_shared_bytes(head_dim: u32) -> u32 {
+    4 * (2 * head_dim + 2 * ANY_THREADS + 16)
+}
+
+/// Positions that some of the rows see.
+fn seen(batch: &AttnBatch<'_>, seq: &AttnRows, rows: &Range<u32>) -> Range<u32> {
+    visible(seq.pos0 + rows.start, batch.window).start..visible(seq.pos0 + rows.end - 1, batch.window).end
+}
+
+/// Keys that some row of the sequence sees.
+fn keys_seen(batch: &AttnBatch<'_>, seq: &AttnRows) -> u32 {
+    let span = seen(batch, seq, &(0..seq.rows.max(1)));
+    let runs = &batch.runs[seq.run0 as usize..][..seq.runs as usize];
+    runs.iter().map(|r| r.positions().end.min(span.end).saturating_sub(r.first_pos.max(span.start))).sum()
+}
+
+/// The parts of a sequence's runs that some of the rows see; neighbours in slots and positions become one.
+fn clip(batch: &AttnBatch<'_>, seq: &AttnRows, rows: &Range<u32>, out: &mut Vec<KvRun>) {
+    let span = seen(batch, seq, rows);
+    out.clear();
+    for run in &batch.runs[seq.run0 as usize..][..seq.runs as usize] {
+        let (from, to) = (run.first_pos.max(span.start), run.positions().end.min(span.end));
+        if from >= to {
+            continue;
+        }
+        let part = KvRun { base: run.base + (from - run.first_pos), len: to - from, first_pos: from };
+        match out.last_mut() {
+            Some(last) if last.base + last.len == part.base && last.first_pos + last.len == part.first_pos => {
+                last.len += part.len;
+            }
+            _ => out.push(part),
+        }
+    }
+}
+
+/// A place in a list of runs.
+struct Cursor<'a> {
+    runs: &'a [KvRun],
+    at: usize,
+    /// Keys of the run `at` that were taken.
+    taken: u32,
+}
+
+impl Cursor<'_> {
+    /// Appends the next `keys` keys.
+    fn take(&mut self, mut keys: u32, out: &mut Vec<KvRun>) {
+        while keys > 0 {
+            let run = self.runs[self.at];
+            let len = keys.min(run.len - self.taken);
+            out.push(KvRun { base: run.base + self.taken, len, first_pos: run.first_pos + self.taken });
+            keys -= len;
+            self.taken += len;
+            if self.taken == run.len {
+                (self.at, self.taken) = (self.at + 1, 0);
+            }
+        }
+    }
+}

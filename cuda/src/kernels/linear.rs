@@ -1,0 +1,311 @@
+//! Linear layers, `out[r] (=|+=) x[r] · weightᵀ (+ bias)`: parameters, choice of the kernel and geometry.
+//!
+//! * To [`GEMV_ROWS_MAX`] rows, `gemv_*` streams the weights once, straight from memory into tensor-core fragments (f16,
+//!   bf16) or products (f32). Activations are split into as many terms as f32 needs: it costs nothing there.
+//! * For more rows, `split_*` writes the activations as one or two terms of the weights' type, with a power-of-two scale for
+//!   each row in f16 so that nothing overflows, and `gemm_*` multiplies tiles on tensor cores. A product with too few tiles
+//!   to fill the device is cut along the inner dimension, and `gemm_reduce` adds the parts in a fixed order.
+//! * f32 weights take `gemm_f32`, plain f32 arithmetic.
+
+use super::attention::Precision;
+use super::{Launch, weight_ld};
+use bytemuck::{Pod, Zeroable};
+use lagoon_types::DType;
+
+/// Rows up to which weights are streamed.
+pub const GEMV_ROWS_MAX: u32 = 16;
+/// Weight rows of a block of `gemv_f16` and `gemv_bf16`.
+const GEMV_COLS: u32 = 16;
+/// Threads of a `gemv` block.
+const GEMV_THREADS: u32 = 256;
+/// Rows of `x` that a block of `gemv_f32` serves.
+const GEMV_F32_ROWS: u32 = 8;
+/// Shortest part of the inner dimension that is worth a block of its own.
+const SPLIT_K_MIN: u32 = 512;
+/// Parts of the inner dimension at most.
+const SPLITS_MAX: u32 = 16;
+
+/// `gemv_*`. Grid: blocks of weight rows (and of 8 rows of `x` for f32).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct GemvParams {
+    /// f32 `[rows][x_stride]`, 16-byte aligned rows are faster.
+    pub x: u64,
+    /// `[n][ldw]` in the kernel's type.
+    pub w: u64,
+    /// `[n]` in the weights' type, or 0.
+    pub bias: u64,
+    /// f32 `[rows][out_stride]`.
+    pub out: u64,
+    pub rows: u32,
+    pub n: u32,
+    pub k: u32,
+    pub ldw: u32,
+    pub x_stride: u32,
+    pub out_stride: u32,
+    /// 1 adds to `out`.
+    pub add: u32,
+    pub pad: u32,
+}
+
+/// `split_f16`, `split_bf16`: `x[r] * 2^-e = hi + lo` (rounded), `scale[r] = 2^e`. One block a row.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct SplitParams {
+    /// f32 `[rows][x_stride]`.
+    pub x: u64,
+    /// `[rows][ld]` in the type; columns from `k` to `ld` are set to zero.
+    pub hi: u64,
+    /// The same, or 0 for one term.
+    pub lo: u64,
+    /// f32 `[rows]`.
+    pub scale: u64,
+    pub k: u32,
+    pub x_stride: u32,
+    pub ld: u32,
+    pub pad: u32,
+}
+
+/// `gemm_*`. Grid: tiles of n, tiles of m, parts of k.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct GemmParams {
+    /// `[m][lda]`: the first term in the weights' type; `x` itself for `gemm_f32`.
+    pub hi: u64,
+    /// The second, for `_exact` kernels.
+    pub lo: u64,
+    /// f32 `[m]`; unused by `gemm_f32`.
+    pub scale: u64,
+    /// `[n][ldw]`.
+    pub w: u64,
+    /// `[n]` in the weights' type, or 0; unused where `partial` is not 0.
+    pub bias: u64,
+    /// f32 `[m][ldo]`.
+    pub out: u64,
+    /// f32 `[parts][m][n]` for `gemm_reduce`; 0 where there is one part, which writes `out`.
+    pub partial: u64,
+    pub m: u32,
+    pub n: u32,
+    pub k: u32,
+    pub lda: u32,
+    pub ldw: u32,
+    pub ldo: u32,
+    /// Inner length of a part, a multiple of 64.
+    pub k_part: u32,
+    /// 1 adds to `out`.
+    pub add: u32,
+}
+
+/// `gemm_reduce`: `out (=|+=) Σ partial (+ bias)`. Grid: blocks of columns, rows.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct GemmReduceParams {
+    pub partial: u64,
+    pub bias: u64,
+    pub out: u64,
+    pub m: u32,
+    pub n: u32,
+    pub ldo: u32,
+    pub parts: u32,
+    pub add: u32,
+    pub bias_type: u32,
+}
+
+const _: () = assert!(size_of::<GemvParams>() == 64 && size_of::<SplitParams>() == 48);
+const _: () = assert!(size_of::<GemmParams>() == 88 && size_of::<GemmReduceParams>() == 48);
+
+/// One product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Product {
+    /// f32 `[rows][x_stride]`.
+    pub x: u64,
+    pub x_stride: u32,
+    /// `[n][weight_ld(k)]` in `dtype`.
+    pub w: u64,
+    pub dtype: DType,
+    /// `[n]` in `dtype`, or 0.
+    pub bias: u64,
+    /// f32 `[rows][out_stride]`.
+    pub out: u64,
+    pub out_stride: u32,
+    pub rows: u32,
+    pub n: u32,
+    pub k: u32,
+    pub add: bool,
+}
+
+/// The launches of one product, in order.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Launches {
+    Stream(Launch<GemvParams>),
+    Tiles { split: Option<Launch<SplitParams>>, gemm: Launch<GemmParams>, reduce: Option<Launch<GemmReduceParams>> },
+}
+
+/// A tile of `gemm_*`.
+#[derive(Clone, Copy, Debug)]
+struct Tile {
+    m: u32,
+    n: u32,
+    threads: u32,
+}
+
+const LARGE: Tile = Tile { m: 128, n: 128, threads: 256 };
+const SMALL: Tile = Tile { m: 64, n: 64, threads: 128 };
+/// Inner length of a tile and stages of its pipeline.
+const TILE_K: u32 = 32;
+const STAGES: u32 = 3;
+
+/// How a product is cut.
+#[derive(Clone, Copy, Debug)]
+struct Cut {
+    tile: Tile,
+    parts: u32,
+    k_part: u32,
+}
+
+const fn is_streamed(rows: u32) -> bool {
+    rows <= GEMV_ROWS_MAX
+}
+
+fn cut(rows: u32, n: u32, k: u32, dtype: DType, sms: u32) -> Cut {
+    if dtype == DType::F32 {
+        return Cut { tile: Tile { threads: 256, ..SMALL }, parts: 1, k_part: k.next_multiple_of(64) };
+    }
+    let tiles = |tile: Tile| rows.div_ceil(tile.m) * n.div_ceil(tile.n);
+    // Large tiles move fewer bytes for a product, once there are enough of them.
+    let tile = if rows > SMALL.m && tiles(LARGE) >= sms { LARGE } else { SMALL };
+    let parts = (2 * sms / tiles(tile).max(1)).min(k / SPLIT_K_MIN).clamp(1, SPLITS_MAX);
+    let k_part = k.div_ceil(parts).next_multiple_of(64);
+    Cut { tile, parts: k.div_ceil(k_part), k_part }
+}
+
+/// Bytes of scratch that a product needs, to be aligned to 16: terms and scales of `x`, and parts.
+#[must_use]
+pub fn workspace_bytes(rows: u32, n: u32, k: u32, dtype: DType, sms: u32) -> u64 {
+    if is_streamed(rows) || dtype == DType::F32 {
+        return 0;
+    }
+    let (terms, scales) = terms_bytes(rows, k);
+    let cut = cut(rows, n, k, dtype, sms);
+    let parts = if cut.parts > 1 { u64::from(cut.parts) * u64::from(rows) * u64::from(n) * 4 } else { 0 };
+    2 * terms + scales + parts
+}
+
+/// Bytes of one term of the activations, and of their scales, both multiples of 16.
+fn terms_bytes(rows: u32, k: u32) -> (u64, u64) {
+    (u64::from(rows) * weight_ld(k as usize, 2) as u64 * 2, u64::from(rows.next_multiple_of(4)) * 4)
+}
+
+impl Product {
+    /// The launches, with [`workspace_bytes`] of scratch at `workspace`.
+    #[must_use]
+    pub fn launches(&self, workspace: u64, precision: Precision, sms: u32) -> Launches {
+        let ldw = u32::try_from(weight_ld(self.k as usize, self.dtype.size())).expect("columns fit");
+        if is_streamed(self.rows) {
+            return Launches::Stream(self.stream(ldw));
+        }
+        let cut = cut(self.rows, self.n, self.k, self.dtype, sms);
+        let (terms, scales) = terms_bytes(self.rows, self.k);
+        let plain = self.dtype == DType::F32;
+        let exact = precision == Precision::Exact && !plain;
+        let lo = if exact { workspace + terms } else { 0 };
+        let scale = workspace + 2 * terms;
+        let partial = if cut.parts > 1 { scale + scales } else { 0 };
+        let (hi, lda) = if plain { (self.x, self.x_stride) } else { (workspace, ldw) };
+        let params = GemmParams {
+            hi,
+            lo,
+            scale,
+            w: self.w,
+            bias: self.bias,
+            out: self.out,
+            partial,
+            m: self.rows,
+            n: self.n,
+            k: self.k,
+            lda,
+            ldw,
+            ldo: self.out_stride,
+            k_part: cut.k_part,
+            add: u32::from(self.add),
+        };
+        let gemm = Launch {
+            name: gemm_name(self.dtype, exact, cut.tile.m == LARGE.m),
+            grid: [self.n.div_ceil(cut.tile.n), self.rows.div_ceil(cut.tile.m), cut.parts],
+            block: cut.tile.threads,
+            shared_bytes: if plain { 0 } else { gemm_shared_bytes(cut.tile, exact) },
+            params,
+        };
+        let split = SplitParams { x: self.x, hi, lo, scale, k: self.k, x_stride: self.x_stride, ld: lda, pad: 0 };
+        let split = (!plain).then_some(Launch::flat(
+            if self.dtype == DType::F16 { "split_f16" } else { "split_bf16" },
+            self.rows,
+            256,
+            split,
+        ));
+        Launches::Tiles { split, gemm, reduce: (cut.parts > 1).then(|| self.reduce(partial, cut.parts)) }
+    }
+
+    fn reduce(&self, partial: u64, parts: u32) -> Launch<GemmReduceParams> {
+        let params = GemmReduceParams {
+            partial,
+            bias: self.bias,
+            out: self.out,
+            m: self.rows,
+            n: self.n,
+            ldo: self.out_stride,
+            parts,
+            add: u32::from(self.add),
+            bias_type: u32::from(self.dtype.code()),
+        };
+        Launch { name: "gemm_reduce", grid: [self.n.div_ceil(256), self.rows, 1], block: 256, shared_bytes: 0, params }
+    }
+
+    fn stream(&self, ldw: u32) -> Launch<GemvParams> {
+        let params = GemvParams {
+            x: self.x,
+            w: self.w,
+            bias: self.bias,
+            out: self.out,
+            rows: self.rows,
+            n: self.n,
+            k: self.k,
+            ldw,
+            x_stride: self.x_stride,
+            out_stride: self.out_stride,
+            add: u32::from(self.add),
+            pad: 0,
+        };
+        let (name, grid) = match (self.dtype, self.rows <= 8) {
+            (DType::F32, _) => ("gemv_f32", [self.n.div_ceil(GEMV_THREADS / 32), self.rows.div_ceil(GEMV_F32_ROWS), 1]),
+            (DType::F16, true) => ("gemv_f16_8", [self.n.div_ceil(GEMV_COLS), 1, 1]),
+            (DType::F16, false) => ("gemv_f16_16", [self.n.div_ceil(GEMV_COLS), 1, 1]),
+            (DType::BF16, true) => ("gemv_bf16_8", [self.n.div_ceil(GEMV_COLS), 1, 1]),
+            (DType::BF16, false) => ("gemv_bf16_16", [self.n.div_ceil(GEMV_COLS), 1, 1]),
+        };
+        Launch { name, grid, block: GEMV_THREADS, shared_bytes: 0, params }
+    }
+}
+
+const fn gemm_name(dtype: DType, exact: bool, large: bool) -> &'static str {
+    match (dtype, exact, large) {
+        (DType::F32, _, _) => "gemm_f32",
+        (DType::F16, true, true) => "gemm_f16_exact_128",
+        (DType::F16, true, false) => "gemm_f16_exact_64",
+        (DType::F16, false, true) => "gemm_f16_fast_128",
+        (DType::F16, false, false) => "gemm_f16_fast_64",
+        (DType::BF16, true, true) => "gemm_bf16_exact_128",
+        (DType::BF16, true, false) => "gemm_bf16_exact_64",
+        (DType::BF16, false, true) => "gemm_bf16_fast_128",
+        (DType::BF16, false, false) => "gemm_bf16_fast_64",
+    }
+}
+
+/// Stages of one or two terms of A and of B, rows padded by 16 bytes.
+const fn gemm_shared_bytes(tile: Tile, exact: bool) -> u32 {
+    let terms = if exact { 2 } else { 1 };
+    STAGES * (terms * tile.m + tile.n) * (TILE_K * 2 + 16)
+}
+
+/// The most that any launch of a `gemm_*` kernel asks for.
+pub(super) const GEMM_SHARED_BYTES_MAX: u32 = gemm_shared_bytes(LARGE, true);

@@ -1,0 +1,94 @@
+//! All kernels by name.
+
+use super::attention::{DecodeClass, Precision, SHARED_BYTES_MAX, decode_shared_bytes, prefill_shared_bytes};
+use super::linear::GEMM_SHARED_BYTES_MAX;
+
+/// Every kernel of the fatbin.
+pub const ALL: &[&str] = &[
+    "add_bias",
+    "attention_any_bf16",
+    "attention_any_f16",
+    "attention_any_f32",
+    "attention_decode_bf16_128",
+    "attention_decode_bf16_256",
+    "attention_decode_bf16_64",
+    "attention_decode_bf16_96",
+    "attention_decode_f16_128",
+    "attention_decode_f16_256",
+    "attention_decode_f16_64",
+    "attention_decode_f16_96",
+    "attention_merge",
+    "attention_prefill_bf16_128_exact",
+    "attention_prefill_bf16_128_fast",
+    "attention_prefill_bf16_256_exact",
+    "attention_prefill_bf16_256_fast",
+    "attention_prefill_bf16_64_exact",
+    "attention_prefill_bf16_64_fast",
+    "attention_prefill_bf16_96_exact",
+    "attention_prefill_bf16_96_fast",
+    "attention_prefill_f16_128_exact",
+    "attention_prefill_f16_128_fast",
+    "attention_prefill_f16_256_exact",
+    "attention_prefill_f16_256_fast",
+    "attention_prefill_f16_64_exact",
+    "attention_prefill_f16_64_fast",
+    "attention_prefill_f16_96_exact",
+    "attention_prefill_f16_96_fast",
+    "embed",
+    "gather_rows",
+    "gelu",
+    "gemm_bf16_exact_128",
+    "gemm_bf16_exact_64",
+    "gemm_bf16_fast_128",
+    "gemm_bf16_fast_64",
+    "gemm_f16_exact_128",
+    "gemm_f16_exact_64",
+    "gemm_f16_fast_128",
+    "gemm_f16_fast_64",
+    "gemm_f32",
+    "gemm_reduce",
+    "gemv_bf16_16",
+    "gemv_bf16_8",
+    "gemv_f16_16",
+    "gemv_f16_8",
+    "gemv_f32",
+    "kv_pack",
+    "kv_unpack",
+    "layer_norm",
+    "merge",
+    "rms_norm",
+    "rope_append",
+    "sample",
+    "silu_mul",
+    "split_bf16",
+    "split_f16",
+];
+
+/// Bytes of dynamic shared memory that some launch of the kernel may ask for: a bound over head sizes and classes, at
+/// most what compute capability 8.0 has (163 KB).
+#[must_use]
+pub fn dynamic_shared_bytes_max(name: &str) -> u32 {
+    let dim = |name: &str| name.split('_').find_map(|part| part.parse::<u32>().ok()).unwrap_or(0);
+    let widest = DecodeClass { warps: 8, stages: 4, blocks_per_sm: 1, piece_keys_min: 1 };
+    if name.starts_with("attention_decode_") {
+        decode_shared_bytes(dim(name), widest).min(SHARED_BYTES_MAX)
+    } else if name.starts_with("attention_prefill_") {
+        let precision = if name.ends_with("_exact") { Precision::Exact } else { Precision::Fast };
+        prefill_shared_bytes(dim(name), precision)
+    } else if name.starts_with("gemm_") && name != "gemm_reduce" && name != "gemm_f32" {
+        GEMM_SHARED_BYTES_MAX
+    } else {
+        super::SHARED_BYTES_DEFAULT
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_sorted_and_within_what_a_device_has() {
+        assert!(ALL.is_sorted());
+        assert!(ALL.iter().all(|name| dynamic_shared_bytes_max(name) <= SHARED_BYTES_MAX));
+    }
+}
