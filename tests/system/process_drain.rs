@@ -54,6 +54,22 @@ impl<'a> Stream<'a> {
     }
 }
 
+/// The value of a metric, named with its labels; `None` before it was first recorded.
+fn metric(client: &Client, name: &str) -> Option<f64> {
+    let text = client.get("/metrics").text;
+    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))?;
+    Some(value.parse().unwrap_or_else(|e| panic!("{name} {value}: {e}")))
+}
+
+/// Waits until a metric, which is recorded twice a second, is at least `least`.
+fn wait_for_metric(client: &Client, name: &str, least: f64) {
+    let deadline = Instant::now() + PATIENCE;
+    while metric(client, name).is_none_or(|value| value < least) {
+        assert!(Instant::now() < deadline, "{name}: {:?}\n{}", metric(client, name), client.get("/metrics").text);
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
 /// A model and a prompt for streams that go on for seconds: what is ordered meanwhile concerns them.
 fn long_prompt() -> (String, Vec<u32>) {
     (lagoon_tests::root().join("models/passkey").to_string_lossy().into_owned(), vec![7; 1200])
@@ -88,6 +104,28 @@ fn a_drained_creditor_stops_without_losing_a_request() {
     assert_eq!((&drained["name"], &drained["drained"]), (&json!(name), &json!(true)), "{drained}");
     let ended = servers[lenders].ended();
     assert_eq!(ended.code, Some(0), "{ended:?}");
+    // The debtor counts what left the drained one: at least what was lent when that began.
+    let moved = client.get("/lagoon/status").json()["moves"].clone();
+    let blocks = ["blocks_home", "blocks_between"].map(|field| moved[field].as_u64().unwrap());
+    assert!(blocks.iter().sum::<u64>() > 0 && moved["by_reason"]["drain"].is_object(), "{moved}");
+    for (direction, blocks) in ["home", "between"].into_iter().zip(blocks) {
+        let by_reason = ["drain", "plan", "recall"].map(|reason| {
+            let labels = format!("{{direction=\"{direction}\",reason=\"{reason}\"}}");
+            let count = moved["by_reason"][reason][direction].as_u64().unwrap_or(0);
+            wait_for_metric(&client, &format!("lagoon_moved_blocks_total{labels}"), count as f64);
+            wait_for_metric(&client, &format!("lagoon_moved_tokens_total{labels}"), (count * 8) as f64);
+            count
+        });
+        assert_eq!(by_reason.iter().sum::<u64>(), blocks, "{moved}");
+    }
+    wait_for_metric(&client, "lagoon_moved_bytes_total", 1.0);
+    for name in ["lagoon_layer_partials_wait_seconds", "lagoon_step_partials_wait_seconds"] {
+        wait_for_metric(&client, &format!("{name}_count"), 1.0);
+        assert!(metric(&client, &format!("{name}_bucket{{le=\"0.00005\"}}")).is_some(), "{name} has fine buckets");
+    }
+    for (name, labels) in [("recalls", "state=\"missed\""), ("preemptions", "kind=\"parked\"")] {
+        wait_for_metric(&client, &format!("lagoon_{name}_total{{{labels}}}"), 0.0);
+    }
     stream.finish(&model, &prompt, 700);
     // What is left serves on.
     wait_for_pool(&client, 128 + 126);

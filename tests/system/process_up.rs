@@ -74,7 +74,9 @@ fn look_at(pool: &Server, client: &Client) {
         assert_eq!((&row["blocks_total"], &row["alive"], &row["role"]), (&json!(8), &json!(true), &json!("instance")));
     }
     let table = lagoon_tests::process::run(&["status", "--url", &url]);
-    assert!(table.stdout.starts_with("ID") && table.stdout.contains("instance-1"), "{table:?}");
+    for word in ["ID", "instance-1", "MOVES", "OUT/HOME/BETWEEN", "0/0/0"] {
+        assert!(table.stdout.contains(word), "{word}: {table:?}");
+    }
 
     let metrics = client.get("/metrics").text;
     assert!(metrics.contains("lagoon_gateway_requests_total{instance=\"instance-0\",status=\"200\"}"), "{metrics}");

@@ -20,6 +20,9 @@ const GENERATION_TOKENS: &str = "lagoon_generation_tokens_total";
 /// Bounds of the histograms' buckets, in seconds.
 const SECONDS: &[f64] =
     &[0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0];
+/// As [`SECONDS`], for waits within one step.
+const STEP_SECONDS: &[f64] =
+    &[0.000_025, 0.000_05, 0.0001, 0.000_25, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 10.0];
 /// Time between the recorder's housekeeping rounds, which keep histograms that nobody scrapes bounded.
 const UPKEEP: Duration = Duration::from_secs(5);
 
@@ -41,6 +44,8 @@ pub(crate) enum Outcome {
 pub fn install() -> Result<PrometheusHandle, BuildError> {
     let handle = PrometheusBuilder::new()
         .set_buckets_for_metric(Matcher::Suffix("_seconds".to_owned()), SECONDS)?
+        .set_buckets_for_metric(Matcher::Full("lagoon_layer_partials_wait_seconds".to_owned()), STEP_SECONDS)?
+        .set_buckets_for_metric(Matcher::Full("lagoon_step_partials_wait_seconds".to_owned()), STEP_SECONDS)?
         .install_recorder()?;
     describe();
     let upkeep = handle.clone();

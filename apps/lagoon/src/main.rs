@@ -31,6 +31,7 @@ mod loop_thread;
 mod model;
 mod node;
 mod node_metrics;
+mod partial_waits;
 mod pool_client;
 mod pool_watch;
 mod quiet;

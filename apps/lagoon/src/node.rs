@@ -3,6 +3,7 @@
 
 use crate::leader::Leader;
 use crate::node_metrics::NodeMetrics;
+use crate::partial_waits::PartialWaits;
 use crate::pool_client::{CalibrationRow, role_name, tier_name};
 use anyhow::Context as _;
 use lagoon_instance::{Effect, Event, Instance, InstanceConfig, InstanceStatus, PeerKey, TICK_MS};
@@ -135,6 +136,7 @@ pub(crate) struct NodeLoop {
     outputs: BTreeMap<SeqId, mpsc::Sender<TokenEvent>>,
     about: About,
     metrics: NodeMetrics,
+    waits: PartialWaits,
     shared: Arc<Shared>,
     started: Instant,
     /// How long the loop polls for a frame that is due before it sleeps. Waking a processor that has gone to sleep costs
@@ -176,6 +178,7 @@ impl NodeLoop {
             sessions: HashMap::new(),
             outputs: BTreeMap::new(),
             metrics: NodeMetrics::new(about.tier),
+            waits: PartialWaits::default(),
             about,
             shared,
             started: Instant::now(),
@@ -216,9 +219,15 @@ impl NodeLoop {
                     self.order_drain();
                 }
                 Happened::Net(event) => self.on_net(event),
-                Happened::Report(report) => self.step(Event::Runner(report)),
+                Happened::Report(report) => {
+                    self.note_report(&report);
+                    self.step(Event::Runner(report));
+                }
                 Happened::Partials(Inbound { peer, session, frame }) => {
                     if self.is_current(peer, session) {
+                        if let PartialsFrame::Partial { step, layer, .. } = &frame {
+                            self.waits.came(*step, *layer, self.last);
+                        }
                         self.step(Event::Partials { peer: PeerKey(peer.0), frame });
                     }
                 }
@@ -269,6 +278,16 @@ impl NodeLoop {
             _ = tick.tick() => Happened::Tick,
             Some(inbound) = recv(bulk), if instance.takes_bulk() => Happened::Bulk(inbound),
             () = tokio::task::yield_now(), if polls => Happened::Nothing,
+        }
+    }
+
+    /// What a report says of waits for creditors.
+    fn note_report(&mut self, report: &Report) {
+        match report {
+            Report::Queries { step, layer, frames } => self.waits.sent(*step, *layer, frames.len(), self.last),
+            Report::Done { step, .. } => drop(self.waits.done(*step)),
+            Report::Failed { step, .. } => self.waits.failed(*step),
+            _ => {}
         }
     }
 

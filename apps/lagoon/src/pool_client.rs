@@ -4,8 +4,8 @@
 
 use anyhow::{Context, bail, ensure};
 use lagoon_protocol::{
-    AdminBody, AdminQuery, AdminReply, BatchPoint, Calibration, ControlBody, InstanceStatus, MemoryTier, Role,
-    StatusQuery, StatusReply,
+    AdminBody, AdminQuery, AdminReply, BatchPoint, Calibration, ControlBody, InstanceStatus, MemoryTier, MoveCounts,
+    Role, StatusQuery, StatusReply,
 };
 use lagoon_transport::{Bound, Class, Event, Frame, Identity, Node, PeerId, TransportConfig};
 use serde::{Deserialize, Serialize};
@@ -43,7 +43,25 @@ pub(crate) struct PoolRow {
     pub(crate) tier: String,
     pub(crate) draining: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) moves: Option<MovesRow>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) calibration: Option<CalibrationRow>,
+}
+
+/// rBlocks that moved for an instance's requests, named as in its own status.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct MovesRow {
+    pub(crate) in_progress: u32,
+    pub(crate) blocks_out: u64,
+    pub(crate) blocks_home: u64,
+    pub(crate) blocks_between: u64,
+}
+
+impl From<MoveCounts> for MovesRow {
+    fn from(m: MoveCounts) -> Self {
+        let MoveCounts { in_progress, blocks_out, blocks_home, blocks_between } = m;
+        Self { in_progress, blocks_out, blocks_home, blocks_between }
+    }
 }
 
 /// What an instance measured of itself.
@@ -116,6 +134,7 @@ impl From<InstanceStatus> for PoolRow {
             requests_waiting: h.requests_waiting,
             tier: tier_name(row.tier).to_owned(),
             draining: h.draining,
+            moves: h.moves.map(MovesRow::from),
             calibration: row.calibration.as_ref().map(CalibrationRow::from),
         }
     }

@@ -16,7 +16,7 @@ pub(crate) struct StatusArgs {
     json: bool,
 }
 
-const COLUMNS: [(&str, &str); 12] = [
+const COLUMNS: [(&str, &str); 14] = [
     ("instance", "ID"),
     ("name", "NAME"),
     ("role", "ROLE"),
@@ -28,6 +28,8 @@ const COLUMNS: [(&str, &str); 12] = [
     ("blocks_lent", "LENT"),
     ("blocks_borrowed", "BORROWED"),
     ("requests", "RUN/WAIT"),
+    ("moving", "MOVES"),
+    ("moved", "OUT/HOME/BETWEEN"),
     ("calibration", "STEP 1 / MAX"),
 ];
 
@@ -72,6 +74,8 @@ fn cell(row: &Value, field: &str) -> String {
     }
     match field {
         "state" => return state(row).to_owned(),
+        "moving" => return moves(row, &["in_progress"]),
+        "moved" => return moves(row, &["blocks_out", "blocks_home", "blocks_between"]),
         "calibration" => return steps(&row["calibration"]).unwrap_or_else(|| "-".to_owned()),
         _ => {}
     }
@@ -91,6 +95,12 @@ fn state(row: &Value) -> &'static str {
         (Some(true), _) => "alive",
         (None, _) => "-",
     }
+}
+
+/// Moves under way, or rBlocks that moved for its requests since it started.
+fn moves(row: &Value, fields: &[&str]) -> String {
+    let numbers: Option<Vec<String>> = fields.iter().map(|f| Some(row["moves"][*f].as_u64()?.to_string())).collect();
+    numbers.map_or_else(|| "-".to_owned(), |n| n.join("/"))
 }
 
 /// Time of a decode step without attention, of one sequence and of the largest batch measured.

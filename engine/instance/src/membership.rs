@@ -207,6 +207,7 @@ impl Instance {
         heartbeat.draining = self.membership.is_draining();
         heartbeat.frozen = self.frozen.map_or(0, |f| f.cycle);
         heartbeat.load = (self.config.role == Role::Instance).then(|| self.load());
+        heartbeat.moves = Some(self.move_status().counts());
         let guests = self.rm.guest_rows();
         let me = heartbeat.instance;
         let own = self.seqs.values().map(|s| own_row(me, s));

@@ -23,6 +23,8 @@ pub struct InstanceStatus {
     pub fences: u64,
     /// rBlocks of the whole pool, as the gManager last said.
     pub pool_blocks_total: u64,
+    /// Tokens of an rBlock.
+    pub block_tokens: u32,
     pub blocks_total: u32,
     pub blocks_free: u32,
     pub blocks_lent: u32,
@@ -102,6 +104,10 @@ impl Instance {
         account
     }
 
+    pub(crate) fn move_status(&self) -> MoveStatus {
+        MoveStatus { recalls_met: self.rm.recalls_met(), ..self.moves.status() }
+    }
+
     /// See [`InstanceStatus`].
     #[must_use]
     pub fn status(&self) -> InstanceStatus {
@@ -127,6 +133,7 @@ impl Instance {
             draining: self.membership.is_draining(),
             fences: self.membership.fences,
             pool_blocks_total: self.pool_blocks_total,
+            block_tokens: self.config.block_tokens,
             blocks_total: self.config.blocks_total,
             blocks_free: counts.free,
             blocks_lent: counts.lent,
@@ -141,7 +148,7 @@ impl Instance {
             recoveries: self.recoveries,
             recomputed_tokens: self.recomputed_tokens,
             steps_shed: self.threshold.as_ref().map_or(0, crate::threshold::Threshold::shed),
-            moves: MoveStatus { recalls_met: self.rm.recalls_met(), ..self.moves.status() },
+            moves: self.move_status(),
             sequences: self.seqs.values().map(placement).collect(),
         }
     }

@@ -259,6 +259,26 @@ pub struct Heartbeat {
     /// The DGFM cycle that it is frozen for; 0 if none.
     #[prost(uint64, tag = "16")]
     pub frozen: u64,
+    /// For operators.
+    #[prost(message, optional, tag = "17")]
+    pub moves: Option<MoveCounts>,
+}
+
+/// What moved for an instance's requests since its process started.
+#[derive(Clone, Copy, PartialEq, Eq, Message)]
+pub struct MoveCounts {
+    /// Moves under way.
+    #[prost(uint32, tag = "1")]
+    pub in_progress: u32,
+    /// Blocks that went to a creditor.
+    #[prost(uint64, tag = "2")]
+    pub blocks_out: u64,
+    /// Blocks that came home.
+    #[prost(uint64, tag = "3")]
+    pub blocks_home: u64,
+    /// Blocks that went from one creditor to another.
+    #[prost(uint64, tag = "4")]
+    pub blocks_between: u64,
 }
 
 /// A measured link to a peer.

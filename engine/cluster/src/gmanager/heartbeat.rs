@@ -39,6 +39,7 @@ fn without_rows(m: &Heartbeat) -> Heartbeat {
         load: m.load.clone(),
         draining: m.draining,
         frozen: m.frozen,
+        moves: m.moves,
     }
 }
 

@@ -13,6 +13,9 @@
 mod copy;
 mod pace;
 mod recall;
+mod status;
+
+pub use status::{MoveStatus, MovedBlocks};
 
 use crate::event::Effect;
 use crate::instance::Instance;
@@ -28,37 +31,7 @@ use lagoon_runner::GuestTag;
 use lagoon_types::limits::{INSTANCE_MOVES_MAX, MOVE_MS_MAX, PARK_DEADLINE_MS};
 use lagoon_types::{Epoch, InstanceId, LeaseId, PhysBlock, SeqId};
 use pace::Pace;
-use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
-
-/// What moved so far, for metrics.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct MoveStatus {
-    /// Moves under way.
-    pub in_progress: usize,
-    /// Tokens per step that move beside a sequence that grows.
-    pub tokens_per_step: u32,
-    /// Blocks that went to a creditor.
-    pub blocks_out: u64,
-    /// Blocks that came home.
-    pub blocks_home: u64,
-    /// Blocks that went from one creditor to another.
-    pub blocks_between: u64,
-    /// Bytes of KV that were copied.
-    pub bytes: u64,
-    /// Moves that no target had room for.
-    pub refused: u64,
-    /// Moves that ended before all of their blocks had moved.
-    pub cut_short: u64,
-    /// Blocks whose copy was not what its hash says.
-    pub damaged: u64,
-    /// Recalls by this instance's creditors.
-    pub recalls_received: u64,
-    /// This instance's own recalls that debtors met.
-    pub recalls_met: u64,
-    /// Blocks that it took back after a recall that was not met.
-    pub blocks_revoked: u64,
-}
 
 /// One end of a move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,7 +44,10 @@ pub(crate) enum Place {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Why {
     /// The gManager's order of this number.
-    Order(u64),
+    Order {
+        number: u64,
+        reason: MoveReason,
+    },
     Recall,
     /// The sequence is to stop, with its KV in host memory.
     Park,
@@ -206,7 +182,7 @@ impl Instance {
             MoveReason::Swap => LeasePurpose::Swap,
             MoveReason::Plan | MoveReason::Drain | MoveReason::Operator => LeasePurpose::Move,
         };
-        let why = Why::Order(order.order);
+        let why = Why::Order { number: order.order, reason: order.reason() };
         let target_addr = (target != Place::Here).then(|| order.target_addr.clone());
         let deadline_ms = self.now_ms + u64::from(order.deadline_ms).min(MOVE_MS_MAX);
         let seq = SeqId(order.seq);
@@ -224,7 +200,7 @@ impl Instance {
     }
 
     fn outcome(&mut self, why: Why, moved: u32, reason: String, target_lendable: Option<u32>) {
-        let Why::Order(order) = why else { return };
+        let Why::Order { number: order, .. } = why else { return };
         let outcome = MoveOutcome { order, moved, reason, target_lendable };
         self.effects.push(Effect::ToGManager(ControlBody::MoveOutcome(outcome)));
     }
@@ -291,7 +267,7 @@ impl Instance {
                 let at = target_addr.map(|addr| (instance, addr));
                 Phase::Reserving(match why {
                     Why::Park => self.rm.reserve_host(seq, n, self.now_ms),
-                    Why::Order(_) | Why::Recall => self.rm.reserve(seq, at, n, purpose, self.now_ms),
+                    Why::Order { .. } | Why::Recall => self.rm.reserve(seq, at, n, purpose, self.now_ms),
                 })
             }
         };
@@ -463,12 +439,7 @@ impl Instance {
             }
             freed.extend((!mutants::is(Mutant::FreedBeforeSwitched)).then_some(old));
             entry.moved += 1;
-            let count = match (entry.source, entry.target) {
-                (_, Place::Here) => &mut self.moves.status.blocks_home,
-                (Place::Here, _) => &mut self.moves.status.blocks_out,
-                _ => &mut self.moves.status.blocks_between,
-            };
-            *count += 1;
+            self.moves.status.count(entry.why, entry.source, entry.target);
         }
         self.free_sources(id, &freed);
         if self.sched.is_running(id) {

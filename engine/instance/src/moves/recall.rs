@@ -54,6 +54,7 @@ impl Instance {
     /// Ends recalls that were not met, and takes what is needed still.
     pub(crate) fn expire_recalls(&mut self) {
         for unmet in self.rm.unmet_recalls(self.now_ms) {
+            self.moves.status.recalls_missed += 1;
             let blocks = if unmet.take { unmet.missing.min(self.missing_blocks()) } else { 0 };
             for revoked in self.rm.revoke(unmet.debtor, blocks, self.now_ms) {
                 let tokens = |entries: u32| entries * self.config.block_tokens;
