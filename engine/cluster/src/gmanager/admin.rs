@@ -71,7 +71,7 @@ impl GManager {
                 "start another instance before this one is drained",
             );
         }
-        self.set_drain(id, (!m.cancel).then_some(Drain { stop: m.stop }));
+        self.set_drain(id, Drain { on: !m.cancel, stop: m.stop });
         Ok(())
     }
 

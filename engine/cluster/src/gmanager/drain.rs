@@ -1,5 +1,9 @@
-//! Draining an instance: it gets no new requests and lends no more, what it lent moves away, and its own requests
-//! finish.
+//! Draining an instance. It is decided here and nowhere else, with a planner or without one (the planner leaves drained
+//! instances alone): the instance gets no new requests and lends no more; what it lent moves away; what its own requests
+//! borrowed comes home as far as there is room beside what they and the queue will need; they finish there.
+//!
+//! What was ordered, a drain or its end, is repeated until the instance's own word agrees. One that drains by its own
+//! word alone (another gManager ordered it) is emptied all the same.
 
 use super::GManager;
 use super::member::{Life, Member};
@@ -8,50 +12,57 @@ use lagoon_protocol::{ControlBody, DrainOrder, MoveReason};
 use lagoon_types::{InstanceId, limits};
 use std::cmp::Reverse;
 
-/// A drain that was ordered.
+/// The last word to an instance on draining. It stands until the next one: an instance that was told to go on and says
+/// that it drains has not heard it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Drain {
+    pub(super) on: bool,
     /// The process stops when nothing is left.
     pub(super) stop: bool,
 }
 
 impl Member {
-    /// Whether its own word agrees with what was ordered.
-    fn drains_as_ordered(&self) -> bool {
-        self.heartbeat.as_ref().is_some_and(|h| h.draining == self.drain.is_some())
+    /// What to tell it again.
+    fn drain_untold(&self) -> Option<Drain> {
+        let says = self.heartbeat.as_ref().is_some_and(|h| h.draining);
+        self.drain.filter(|drain| drain.on != says)
     }
 }
 
 impl GManager {
     /// Starts or ends a drain.
-    pub(super) fn set_drain(&mut self, id: InstanceId, drain: Option<Drain>) {
+    pub(super) fn set_drain(&mut self, id: InstanceId, drain: Drain) {
         let Some(member) = self.members.get_mut(&id) else { return };
-        member.drain = drain;
+        member.drain = Some(drain);
         let draining = member.is_draining();
         if let Some(view) = self.instance_view(id) {
             view.draining = draining;
         }
         self.settle(id);
-        let stop = drain.is_some_and(|d| d.stop);
-        self.send(id, ControlBody::DrainOrder(DrainOrder { on: drain.is_some(), stop }));
+        self.send_drain(id, drain);
         self.drain_at_ms = self.now_ms;
     }
 
-    /// Repeats what an instance has not taken up, and moves away what others have on drained ones.
+    fn send_drain(&mut self, id: InstanceId, Drain { on, stop }: Drain) {
+        self.send(id, ControlBody::DrainOrder(DrainOrder { on, stop: on && stop }));
+    }
+
+    /// Repeats what an instance has not taken up, and empties those that are drained.
     pub(super) fn drain_members(&mut self) {
         if self.now_ms < self.drain_at_ms {
             return;
         }
         self.drain_at_ms = self.now_ms + limits::DRAIN_MS;
-        let drained = self.members.iter().filter(|(_, m)| m.drain.is_some() && m.life == Life::Live);
-        let drained: Vec<(InstanceId, bool, Drain)> =
-            drained.filter_map(|(id, m)| Some((*id, m.drains_as_ordered(), m.drain?))).collect();
-        for (id, told, Drain { stop }) in drained {
-            if !told {
-                self.send(id, ControlBody::DrainOrder(DrainOrder { on: true, stop }));
+        let drained = self.members.iter().filter(|(_, m)| m.is_draining() && m.life == Life::Live);
+        let drained: Vec<(InstanceId, Option<Drain>, bool)> =
+            drained.map(|(id, m)| (*id, m.drain_untold(), m.drain.is_none_or(|d| d.on))).collect();
+        for (id, untold, leaves) in drained {
+            if let Some(drain) = untold {
+                self.send_drain(id, drain);
             }
-            for order in self.moves_away(id) {
-                self.give(order);
+            if leaves {
+                let orders = [self.moves_away(id), self.moves_home(id)].concat();
+                orders.into_iter().for_each(|order| _ = self.give(order));
             }
         }
     }
@@ -62,7 +73,7 @@ impl GManager {
         let mut moves = Vec::new();
         let mut room = self.room();
         for ((debtor, seq), row) in &member.rows {
-            if *debtor == id || row.sealed == 0 || self.orders.rests(*debtor, *seq) {
+            if *debtor == id || row.sealed == 0 || self.orders.bars(*debtor, *seq, MoveReason::Drain) {
                 continue;
             }
             let home = room.iter().position(|r| r.1 == *debtor && r.0 >= row.sealed);
@@ -79,12 +90,35 @@ impl GManager {
         moves
     }
 
+    /// Moves of what an instance's own requests have elsewhere, the smallest parts first: they are home soonest.
+    fn moves_home(&self, id: InstanceId) -> Vec<Move> {
+        let Some(view) = self.pool.instances.get(&id).filter(|v| !v.frozen && !v.paused) else { return Vec::new() };
+        let queue: u32 = view.load.queue_blocks.iter().sum();
+        let growth = view.load.batch.saturating_mul(2 * limits::GROWTH_BLOCKS);
+        let wanted = [view.blocks_incoming, queue, growth].into_iter().fold(0, u32::saturating_add);
+        let mut room = view.blocks_free.saturating_sub(wanted);
+        let movable = view.requests.iter().filter(|(seq, _)| !self.orders.bars(id, **seq, MoveReason::Drain));
+        let parts = movable.flat_map(|(seq, r)| r.remote.iter().map(move |part| (part.sealed, *seq, part.creditor)));
+        let mut parts: Vec<_> = parts.filter(|part| part.0 > 0).collect();
+        parts.sort_unstable();
+        let mut moves: Vec<Move> = Vec::new();
+        for (sealed, seq, source) in parts {
+            let blocks = sealed.min(room);
+            // A request has one order at a time.
+            if blocks > 0 && moves.iter().all(|m| m.seq != seq) {
+                room -= blocks;
+                moves.push(Move { debtor: id, seq, blocks, source, target: id, reason: MoveReason::Drain });
+            }
+        }
+        moves
+    }
+
     /// Blocks that an instance could take, the instance, and whether others' may go there. For its own it may use all
-    /// that is free.
+    /// that is free, also while it is drained.
     fn room(&self) -> Vec<(u32, InstanceId, bool)> {
-        let live = self.pool.instances.iter().filter(|(_, v)| !v.draining && !v.frozen);
+        let live = self.pool.instances.iter().filter(|(_, v)| !v.frozen);
         let room = live.map(|(id, v)| {
-            let lends = v.blocks_lendable > v.blocks_incoming && !v.paused;
+            let lends = !v.draining && !v.paused && v.blocks_lendable > v.blocks_incoming;
             let blocks = if lends { v.blocks_lendable.max(v.blocks_free) } else { v.blocks_free };
             (blocks.saturating_sub(v.blocks_incoming), *id, lends)
         });

@@ -91,12 +91,12 @@ impl Member {
     }
 
     pub(super) fn is_draining(&self) -> bool {
-        self.drain.is_some() || self.heartbeat.as_ref().is_some_and(|h| h.draining)
+        self.drain.is_some_and(|d| d.on) || self.heartbeat.as_ref().is_some_and(|h| h.draining)
     }
 
     /// Its heartbeat as others shall see it: a drain counts from when it was ordered.
     pub(super) fn with_drain(&self, mut heartbeat: Heartbeat) -> Heartbeat {
-        heartbeat.draining |= self.drain.is_some();
+        heartbeat.draining |= self.drain.is_some_and(|d| d.on);
         heartbeat
     }
 

@@ -235,7 +235,7 @@ impl GManager {
     #[must_use]
     pub fn next_wake_ms(&self) -> Option<u64> {
         let check = self.checks.first().map(|c| c.0);
-        let drains = self.members.values().any(|m| m.drain.is_some()).then_some(self.drain_at_ms);
+        let drains = self.members.values().any(Member::is_draining).then_some(self.drain_at_ms);
         let view = self.sorted.next_wake_ms();
         let swaps = self.dgfm.as_ref().map(Dgfm::next_wake_ms);
         let wakes = [check, drains, view, swaps, self.fences.next_wake_ms(), self.orders.next_wake_ms()];

@@ -76,6 +76,18 @@ impl Orders {
         self.rests.get(&(debtor, seq)).is_some_and(|r| !matches!(r.phase, Phase::Remembered(_)))
     }
 
+    /// Whether an order for this reason would disturb another one: the planner leaves alone what rests, a drain what just
+    /// failed, operators only what moves.
+    pub(super) fn bars(&self, debtor: InstanceId, seq: SeqId, reason: MoveReason) -> bool {
+        let Some(rest) = self.rests.get(&(debtor, seq)) else { return false };
+        match (rest.phase, reason) {
+            (Phase::Moving, _) => true,
+            (Phase::Remembered(_), _) | (Phase::Resting(_), MoveReason::Operator) => false,
+            (Phase::Resting(_), MoveReason::Drain) => rest.failures > 0,
+            (Phase::Resting(_), MoveReason::Plan | MoveReason::Swap) => true,
+        }
+    }
+
     /// Nothing is under way and nothing remembered.
     #[cfg(test)]
     pub(super) fn is_idle(&self) -> bool {
@@ -187,8 +199,8 @@ impl GManager {
         if let Some(id) = [order.debtor, order.source, order.target].into_iter().find(|id| swaps(*id)) {
             return Err(format!("{id} is swapping circular debts"));
         }
-        if self.orders.rests(order.debtor, order.seq) {
-            return Err(format!("{}'s {} is moving, or was until just now", order.debtor, order.seq));
+        if self.orders.bars(order.debtor, order.seq, order.reason) {
+            return Err(format!("{}'s {} is moving", order.debtor, order.seq));
         }
         if self.orders.open.len() >= limits::MOVES_MAX {
             return Err(format!("{} moves are under way, their most", limits::MOVES_MAX));

@@ -87,7 +87,7 @@ impl GManager {
         }
         if !member.is_fenced() {
             self.live += 1;
-            self.pool.instances.insert(id, instance_view(m, member.drain.is_some()));
+            self.pool.instances.insert(id, instance_view(m, member.is_draining()));
         }
         self.checks.insert((member.check_ms, id));
         self.by_incarnation.insert(m.incarnation, id);

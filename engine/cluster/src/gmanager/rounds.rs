@@ -3,7 +3,7 @@
 
 use super::GManager;
 use super::orders::Move;
-use crate::planner::{Order, Plan, Planner, Why};
+use crate::planner::{Order, Plan, Planner};
 use lagoon_protocol::MoveReason;
 use lagoon_types::limits;
 
@@ -103,7 +103,6 @@ impl GManager {
 }
 
 pub(super) fn move_of(order: &Order) -> Move {
-    let &Order { debtor, seq, blocks, source, target, why, .. } = order;
-    let reason = if why == Why::Drain { MoveReason::Drain } else { MoveReason::Plan };
-    Move { debtor, seq, blocks, source, target, reason }
+    let &Order { debtor, seq, blocks, source, target, .. } = order;
+    Move { debtor, seq, blocks, source, target, reason: MoveReason::Plan }
 }

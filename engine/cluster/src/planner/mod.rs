@@ -6,7 +6,7 @@
 //! ```
 //!
 //! A round goes through the pool in this order, and each order of it changes what later ones see:
-//! 1. **drain** and **reclaim** (`reclaim.rs`): blocks leave creditors that are drained or short of memory;
+//! 1. **reclaim** (`reclaim.rs`): blocks leave creditors that are short of memory;
 //! 2. **retrieve** (`retrieve.rs`): debtors that have room take blocks home where that gains;
 //! 3. **offload** (`offload.rs`): Algorithm 1. Debtors in ascending batch, for each the longest requests and a few
 //!    creditors; the best number of blocks by the performance model ([`crate::perf::Pair::best`]).
@@ -19,7 +19,7 @@
 //!   horizon is missing already now, so that blocks are placed before an instance is full;
 //! * an instance that has lent is no debtor and one that has borrowed no creditor, also within a round; nobody is paired
 //!   with itself; frozen instances are left alone; a draining or paused one takes nothing;
-//! * what was moved is not moved back within [`PlannerConfig::hold_ms`] except by reclaims and drains, and a move must gain
+//! * what was moved is not moved back within [`PlannerConfig::hold_ms`] except by reclaims, and a move must gain
 //!   [`PlannerConfig::gain_min`]. The model values states, not the way to them, so that a move and its reverse cannot both
 //!   gain; a test lets pools in which nothing else changes settle.
 //!
@@ -46,8 +46,6 @@ use std::collections::BTreeMap;
 /// Why the planner gives an order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Why {
-    /// The creditor is being drained, or the debtor wants nothing left on it.
-    Drain,
     /// The creditor needs its memory back.
     Reclaim,
     /// The debtor has room again.
@@ -69,14 +67,14 @@ pub struct Order {
     pub target: InstanceId,
     pub why: Why,
     /// Expected change of the pool's throughput when the whole move that this order is a part of is done. Orders that
-    /// are given for another reason (reclaim, drain) may have a negative one.
+    /// are given for another reason (reclaim) may have a negative one.
     pub gain_tokens_per_s: f64,
 }
 
 /// The outcome of a round.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
-    /// At most [`PlannerConfig::orders_max`]; drains first, then reclaims, retrievals and offloads.
+    /// At most [`PlannerConfig::orders_max`]; reclaims first, then retrievals and offloads.
     pub orders: Vec<Order>,
     /// Instances without a calibration, for which [`PlannerConfig::assumed`] stood in: a log line and a metric, not a
     /// silent guess.
@@ -110,7 +108,7 @@ pub struct PlannerConfig {
     pub gain_min: f64,
     /// Tokens that a request is expected to generate yet: KV comes home if the copy has paid for itself within these.
     pub tokens_expected: f64,
-    /// What was moved is not moved back for so long (reclaims and drains may).
+    /// What was moved is not moved back for so long (reclaims may).
     pub hold_ms: u64,
     /// Requests of one debtor that are considered, longest first.
     pub requests_max: usize,
@@ -199,8 +197,7 @@ impl Planner {
                 recent.is_some_and(|r| r.away != away && view.now_ms < r.at_ms + self.config.hold_ms)
             }
         };
-        reclaim::plan(&mut round, true);
-        reclaim::plan(&mut round, false);
+        reclaim::plan(&mut round);
         retrieve::plan(&mut round, &held(false));
         offload::plan(&mut round, &held(true));
         round.plan

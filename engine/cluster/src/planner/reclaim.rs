@@ -1,28 +1,27 @@
-//! Blocks leave a creditor that needs its memory back, or that is being drained: home to their debtor if it has room,
-//! else to another creditor. What finds no place stays; the creditor's own recall settles what cannot wait.
+//! Blocks leave a creditor that needs its memory back: home to their debtor if it has room, else to another creditor.
+//! What finds no place stays; the creditor's own recall settles what cannot wait. Creditors that are drained are emptied
+//! by the gManager itself (`gmanager/drain.rs`).
 
 use super::Why;
 use super::round::Round;
 use lagoon_types::{InstanceId, SeqId};
 
-/// Reclaims of all creditors that are drained (`drained`) or short of memory.
-pub(super) fn plan(round: &mut Round<'_>, drained: bool) {
+/// Reclaims of all creditors that are short of memory.
+pub(super) fn plan(round: &mut Round<'_>) {
     for creditor in 0..round.nodes.len() {
         let node = &round.nodes[creditor];
-        if node.lent == 0 || node.is_left_alone() || node.view.draining != drained {
+        if node.lent == 0 || node.is_left_alone() || node.view.draining {
             continue;
         }
-        let wanted = if drained { node.lent - i64::from(node.view.blocks_outgoing) } else { node.deficit() };
-        let why = if drained { Why::Drain } else { Why::Reclaim };
+        let (wanted, lent) = (node.deficit(), node.lent);
         if wanted > 0 {
-            let lent = node.lent;
-            reclaim(round, creditor, wanted.min(lent), why);
+            reclaim(round, creditor, wanted.min(lent));
         }
     }
 }
 
 /// Orders away `wanted` blocks of the creditor, if there is a place for them; debtors with most room at home first.
-fn reclaim(round: &mut Round<'_>, creditor: usize, mut wanted: i64, why: Why) {
+fn reclaim(round: &mut Round<'_>, creditor: usize, mut wanted: i64) {
     let lent = &round.nodes[creditor].view.lent;
     let debtors = lent.iter().filter(|(_, blocks)| *blocks > 0).filter_map(|(id, _)| round.index(*id));
     let mut debtors: Vec<usize> = debtors.filter(|at| *at != creditor && !round.nodes[*at].is_left_alone()).collect();
@@ -32,7 +31,7 @@ fn reclaim(round: &mut Round<'_>, creditor: usize, mut wanted: i64, why: Why) {
             while wanted > 0 && there > 0 && !round.is_full() {
                 let Some((target, room)) = place(round, debtor, creditor) else { break };
                 let blocks = wanted.min(there).min(room);
-                let ordered = round.order((debtor, seq), (creditor, target), blocks, why, 0.0);
+                let ordered = round.order((debtor, seq), (creditor, target), blocks, Why::Reclaim, 0.0);
                 (wanted, there) = (wanted - ordered, there - ordered);
                 if ordered < blocks {
                     // The rest of a large move follows in a later round.

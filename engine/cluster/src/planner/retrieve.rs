@@ -15,7 +15,8 @@ pub(super) fn plan(round: &mut Round<'_>, held: &dyn Fn(usize, SeqId) -> bool) {
     for debtor in 0..round.nodes.len() {
         let node = &round.nodes[debtor];
         let runs = node.view.role == Role::Instance && node.view.load.batch > 0;
-        if runs && node.borrowed > 0 && !node.is_left_alone() && !node.view.paused && node.surplus() > 0 {
+        let left_alone = node.is_left_alone() || node.view.paused || node.view.draining;
+        if runs && node.borrowed > 0 && !left_alone && node.surplus() > 0 {
             retrieve(round, debtor, held);
         }
     }
@@ -27,7 +28,8 @@ fn retrieve(round: &mut Round<'_>, debtor: usize, held: &dyn Fn(usize, SeqId) ->
         if orders == round.config.debtor_orders_max || round.is_full() {
             return;
         }
-        let Some(from) = round.index(creditor).filter(|at| !round.nodes[*at].is_left_alone()) else { continue };
+        let plans = |at: &usize| !round.nodes[*at].is_left_alone() && !round.nodes[*at].view.draining;
+        let Some(from) = round.index(creditor).filter(plans) else { continue };
         // Twice the growth stays free: what comes home must not have to leave again at once.
         let node = &round.nodes[debtor];
         let room = (node.surplus() - node.growth).min(round.movable_in_time(from, debtor));

@@ -2,7 +2,8 @@
 
 use super::*;
 use lagoon_protocol::{
-    AdminBody, AdminDrain, AdminMove, AdminPlacements, AdminPlan, AdminQuery, MoveKvCache, MoveOutcome, MoveReason,
+    AdminBody, AdminDrain, AdminMove, AdminPlacements, AdminPlan, AdminQuery, Load, MoveKvCache, MoveOutcome,
+    MoveReason,
 };
 
 fn row(debtor: u32, seq: u64, blocks: u32, blocks_sealed: u32) -> PlacementEntry {
@@ -241,8 +242,52 @@ fn a_drained_instance_is_emptied() {
     gm.on_register(&register(3), limits::DRAIN_MS).unwrap();
     assert!(gm.pool().instances[&InstanceId(3)].draining);
     assert_eq!(admin(&mut gm, drain(true), limits::DRAIN_MS).error, "");
-    assert!(polled(&mut gm).iter().any(|(_, b)| matches!(b, ControlBody::DrainOrder(d) if !d.on)));
+    let ends = |sent: &[(u32, ControlBody)]| {
+        sent.iter().filter(|(to, b)| *to == 3 && matches!(b, ControlBody::DrainOrder(d) if !d.on && !d.stop)).count()
+    };
+    assert_eq!(ends(&polled(&mut gm)), 1);
     assert!(!gm.pool().instances[&InstanceId(3)].draining);
+    // That word was lost: it is told again for as long as its heartbeats say that it drains, and nothing leaves it.
+    let mut now = 2 * limits::DRAIN_MS;
+    for seq in 10..13 {
+        now += limits::DRAIN_MS;
+        gm.on_heartbeat(&Heartbeat { draining: true, ..heartbeat(3, seq, 0) }, now);
+        rows(&mut gm, 3, seq + 10, true, &[row(1, 7, 6, 6)]);
+        gm.on_heartbeat(&Heartbeat { draining: true, ..heartbeat(3, seq + 20, 0) }, now);
+        assert!(gm.pool().instances[&InstanceId(3)].draining, "by its own word");
+        gm.tick(now);
+        let sent = polled(&mut gm);
+        assert_eq!(ends(&sent), 1);
+        assert!(!sent.iter().any(|(_, b)| matches!(b, ControlBody::MoveKvCache(_))), "{sent:?}");
+    }
+    gm.on_heartbeat(&heartbeat(3, 90, 20), now);
+    gm.tick(now + limits::DRAIN_MS);
+    assert_eq!(ends(&polled(&mut gm)), 0);
+    assert!(!gm.pool().instances[&InstanceId(3)].draining);
+}
+
+/// Debtor 1 is drained: what it borrowed comes home as far as there is room, and its requests stay.
+#[test]
+fn a_drained_debtor_takes_its_blocks_home() {
+    let mut gm = placed();
+    let beat = |gm: &mut GManager, seq: u64, blocks_free: u32, queue: &[u32]| {
+        let load = Load { batch: 1, queue_blocks: queue.to_vec(), ..Load::default() };
+        let m = Heartbeat { draining: true, blocks_free, load: Some(load), ..heartbeat(1, seq, 0) };
+        gm.on_heartbeat(&m, 0);
+    };
+    let home = |gm: &mut GManager, now: u64| -> Vec<(u32, u32, u32, u32)> {
+        gm.tick(now);
+        let sent = orders(gm).into_iter().filter(|(_, m)| m.reason() == MoveReason::Drain);
+        sent.map(|(to, m)| (to, m.source, m.target, m.blocks)).collect()
+    };
+    // By its own word alone: another gManager ordered it. Its growth and its queue go first.
+    let growth = 2 * limits::GROWTH_BLOCKS;
+    beat(&mut gm, 3, growth + 5, &[5]);
+    assert_eq!(home(&mut gm, 0), []);
+    beat(&mut gm, 4, growth + 9, &[5]);
+    assert_eq!(home(&mut gm, limits::DRAIN_MS), [(1, 3, 1, 4)]);
+    assert_eq!(home(&mut gm, 2 * limits::DRAIN_MS), [], "it is under way");
+    assert!(!gm.pool().instances[&InstanceId(1)].requests.is_empty());
 }
 
 #[test]
