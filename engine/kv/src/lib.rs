@@ -6,6 +6,7 @@
 //!   (behind the window).
 //! * [`LeaseHasher`] computes the hash of sealed remote blocks while their KV streams by, on both sides alike.
 //! * [`BlockIdentity`] names what a block holds by the tokens that lead to it.
+//! * [`vmm`] is the accounting of virtual memory on devices that map pages: which page group lies where.
 //!
 //! What must not be here: knowledge of instances beyond their ids, of messages, or of when anything happens.
 #![forbid(unsafe_code)]
@@ -20,6 +21,7 @@ mod model_tests;
 pub mod pool;
 pub mod ranges;
 pub mod seq;
+pub mod vmm;
 
 pub use account::KvAccount;
 pub use hash::{BlockHasher, LeaseHasher};
