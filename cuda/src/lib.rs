@@ -1,9 +1,16 @@
-//! The CUDA backend. For now it finds out whether this machine has a CUDA driver and devices ([`probe`]); there is no
-//! implementation of `lagoon_backend::Device` yet, and nothing here launches a kernel.
+//! The CUDA backend: the driver behind owned handles ([`driver`]), kernels as the host sees them
+//! ([`kernels`]), KV in virtual memory ([`VirtualKv`]).
 //!
-//! The driver is loaded at run time: this crate builds and runs on machines without CUDA.
+//! The driver is loaded at run time: this crate builds and runs on machines without CUDA, where [`probe`] and
+//! [`driver::Context::open`] say what is missing.
 
+pub mod arena;
+pub mod driver;
 pub mod kernels;
 mod probe;
+pub mod virtual_kv;
 
-pub use probe::{CudaDevice, CudaProbe, probe};
+pub use arena::Arena;
+pub use driver::CudaError;
+pub use probe::{CudaProbe, ProbedDevice, probe};
+pub use virtual_kv::{KvPlaneView, VirtualKv, VirtualKvError};

@@ -17,13 +17,13 @@ pub enum CudaProbe {
     Present {
         /// Newest CUDA version that the driver supports: 1000 times the major and 10 times the minor version.
         driver_version: u32,
-        devices: Vec<CudaDevice>,
+        devices: Vec<ProbedDevice>,
     },
 }
 
 /// A CUDA device.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CudaDevice {
+pub struct ProbedDevice {
     pub name: String,
     /// All memory of the device, used or not.
     pub memory_bytes: u64,
@@ -73,7 +73,7 @@ impl From<DriverError> for Failure {
 }
 
 /// The driver's version and its devices. The library is present.
-fn query() -> Result<(u32, Vec<CudaDevice>), Failure> {
+fn query() -> Result<(u32, Vec<ProbedDevice>), Failure> {
     result::init()?;
     let mut version = 0;
     // SAFETY: the pointer is to a live int, which the driver fills.
@@ -83,7 +83,7 @@ fn query() -> Result<(u32, Vec<CudaDevice>), Failure> {
     Ok((unsigned(version), devices))
 }
 
-fn device(ordinal: i32) -> Result<CudaDevice, Failure> {
+fn device(ordinal: i32) -> Result<ProbedDevice, Failure> {
     use sys::CUdevice_attribute_enum as Attribute;
     let handle = driver_device::get(ordinal)?;
     // SAFETY: `handle` is a device that the driver has just given; it stays valid for the life of the process.
@@ -92,7 +92,7 @@ fn device(ordinal: i32) -> Result<CudaDevice, Failure> {
     let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
     // SAFETY: as above.
     let memory = unsafe { driver_device::total_mem(handle) }?;
-    Ok(CudaDevice {
+    Ok(ProbedDevice {
         name: driver_device::get_name(handle)?,
         memory_bytes: memory as u64,
         compute_capability: (unsigned(major), unsigned(minor)),
@@ -126,7 +126,7 @@ mod tests {
 
     #[test]
     fn a_probe_reads_well() {
-        let device = CudaDevice { name: "A".to_owned(), memory_bytes: 1, compute_capability: (9, 0) };
+        let device = ProbedDevice { name: "A".to_owned(), memory_bytes: 1, compute_capability: (9, 0) };
         let present = CudaProbe::Present { driver_version: 13_010, devices: vec![device] };
         assert_eq!(present.to_string(), "CUDA 13.1, A");
         let absent = CudaProbe::Absent { reason: "none".to_owned() };

@@ -273,9 +273,9 @@ impl Vmm {
     }
 
     /// What can be done while an iteration runs (§6.1): maps what every request needs to grow by one token, keeps the
-    /// next request's row prepared, and reclaims cached stripes if few are free. Never fails and takes nothing from
-    /// anybody: what cannot be had is left to the next step.
-    pub fn ahead(&mut self) -> Plan {
+    /// next request's row prepared, and, if it may `reclaim`, unmaps cached stripes while few are free. Never fails and
+    /// takes nothing from anybody: what cannot be had is left to the next step. Unmaps nothing else.
+    pub fn ahead(&mut self, reclaim: bool) -> Plan {
         let mut plan = self.begin();
         for row in 0..self.config.batch_max as usize {
             let entry = &self.rows[row];
@@ -287,7 +287,7 @@ impl Vmm {
                 self.counters.ahead += u64::from(self.fill(&mut plan, row, stripes));
             }
         }
-        if self.free_stripes() < self.config.reclaim_below {
+        if reclaim && self.free_stripes() < self.config.reclaim_below {
             self.reclaim(&mut plan, self.config.reclaim_below);
         }
         if let Some(row) = self.next

@@ -106,7 +106,7 @@ enum Op {
     Alloc,
     Free(usize),
     Step(Vec<u32>),
-    Ahead,
+    Ahead(bool),
     Share(usize, u32),
     Vacate(usize, u32),
     Restore(usize, u32),
@@ -123,7 +123,7 @@ fn op() -> impl Strategy<Value = Op> {
         3 => Just(Op::Alloc),
         2 => n.clone().prop_map(Op::Free),
         8 => prop::collection::vec(0..6u32, 3).prop_map(Op::Step),
-        4 => Just(Op::Ahead),
+        4 => any::<bool>().prop_map(Op::Ahead),
         2 => (n.clone(), 0..24u32).prop_map(|(a, b)| Op::Share(a, b)),
         2 => (n.clone(), 0..6u32).prop_map(|(a, b)| Op::Vacate(a, b)),
         2 => (n.clone(), 0..6u32).prop_map(|(a, b)| Op::Restore(a, b)),
@@ -168,8 +168,8 @@ impl World {
                 }
             }
             Op::Step(more) => self.step(&more, fail),
-            Op::Ahead => {
-                let plan = self.vmm.ahead();
+            Op::Ahead(reclaim) => {
+                let plan = self.vmm.ahead(reclaim);
                 self.memory.run(&mut self.vmm, plan, fail);
             }
             Op::Share(n, tokens) => self.share(n, tokens, fail),
@@ -373,7 +373,7 @@ fn decode_never_maps_in_a_step_when_it_is_mapped_ahead() {
     vmm.alloc_reqid().unwrap();
     let _ = vmm.step(&[1, 0, 0]).unwrap();
     for tokens in 2..=24 {
-        let _ = vmm.ahead();
+        let _ = vmm.ahead(true);
         assert!(vmm.step(&[tokens, 0, 0]).unwrap().commands().is_empty(), "token {tokens}");
     }
     assert_eq!(vmm.counters().in_step, 1);
@@ -385,7 +385,7 @@ fn the_next_request_is_prepared_and_cached_memory_reclaimed() {
     let mut vmm = small();
     vmm.alloc_reqid().unwrap();
     let _ = vmm.step(&[4, 0, 0]).unwrap();
-    let plan = vmm.ahead();
+    let plan = vmm.ahead(true);
     assert_eq!((plan.commands().len(), vmm.counters().eager), (1 + 3, 3));
     let next = vmm.alloc_reqid().unwrap();
     assert_eq!(next, 1);

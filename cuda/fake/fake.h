@@ -1,0 +1,31 @@
+// What a test can ask of the fake driver beside the driver's own functions. Mirrored in cuda/tests/support/fake.rs.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+extern "C" {
+// What is alive, and what was done wrong. Every member is a count but for the bytes.
+struct FakeCounts {
+    uint64_t contexts, streams, events, buffers, pinned, modules, graphs;
+    uint64_t reservations, physical, mappings;
+    uint64_t bytes_used;
+    // Misuse. Each of them also makes the call fail, but for `released_while_mapped`, which CUDA allows.
+    uint64_t double_maps, unmaps_of_unmapped, released_while_mapped, bad_handles, bad_addresses, reservations_busy;
+    // Unmaps that were called while work was queued in some stream (allowed where that work does not use the place).
+    uint64_t unmaps_with_work_queued;
+    uint64_t kernels_run, copies_run, maps, unmaps;
+};
+void lagoon_fake_counts(FakeCounts* counts);
+// The `nth` call from now on (1 is the next) of the function of this name fails with `code`; "*" is any function but
+// those that release something. A later call replaces an earlier one; `nth` of 0 takes it back.
+void lagoon_fake_fail(const char* function, uint64_t nth, int code);
+// As `lagoon_fake_fail`, and so does every such call after it.
+void lagoon_fake_fail_from(const char* function, uint64_t nth, int code);
+// Bytes of device memory in all, and the size of a page.
+void lagoon_fake_memory(uint64_t bytes_max, uint64_t granularity);
+// Seeds the order in which queued work runs. 0 runs only what a wait needs, as late as can be; 1 runs everything at
+// once; any other number makes a random order, which streams and events allow.
+void lagoon_fake_schedule(uint64_t seed);
+// The library of kernels that modules find from now on; it must stay.
+void lagoon_fake_kernels(const char* path);
+}

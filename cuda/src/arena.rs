@@ -1,0 +1,70 @@
+//! An arena: physical memory in one piece, mapped once and for good, that other processes on this host can map, too.
+//!
+//! It is exported by file descriptor once, when peers connect, never by page group: whoever has the descriptor maps
+//! the whole arena and is told offsets from then on. The memory can be registered for remote direct access where the
+//! device can.
+
+use crate::driver::{Context, CudaError, Physical, Reservation, Sharing};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::{Arc, OnceLock};
+
+/// Memory of the device at one address, shared with other processes or imported from one.
+#[derive(Debug)]
+pub struct Arena {
+    range: Reservation,
+    physical: Arc<Physical>,
+    descriptor: OnceLock<OwnedFd>,
+}
+
+impl Arena {
+    /// At least `bytes` of memory, rounded up to whole pages, that can be exported. Its contents are undefined.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfMemory`]; [`CudaError::Unsupported`] on a device that cannot share.
+    pub fn new(context: &Arc<Context>, bytes: usize) -> Result<Self, CudaError> {
+        let bytes = bytes.max(1).next_multiple_of(context.granularity());
+        Self::mapped(context, Physical::new(context, bytes, Sharing::FileDescriptor)?)
+    }
+
+    /// The arena that another process on this host has exported; `bytes` is its size, which the exporter tells.
+    ///
+    /// # Errors
+    /// What the driver says of a descriptor that is no arena of that size.
+    pub fn import(context: &Arc<Context>, descriptor: BorrowedFd<'_>, bytes: usize) -> Result<Self, CudaError> {
+        if bytes == 0 || !bytes.is_multiple_of(context.granularity()) {
+            return Err(CudaError::Unsupported(format!("an arena of {bytes} bytes, which are not whole pages")));
+        }
+        Self::mapped(context, Physical::import(context, descriptor, bytes)?)
+    }
+
+    fn mapped(context: &Arc<Context>, physical: Physical) -> Result<Self, CudaError> {
+        let physical = Arc::new(physical);
+        let mut range = Reservation::new(context, physical.bytes())?;
+        range.map(0, &physical)?;
+        Ok(Self { range, physical, descriptor: OnceLock::new() })
+    }
+
+    /// Where it begins, for the device.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.range.address()
+    }
+
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.physical.bytes()
+    }
+
+    /// The descriptor by which others import this arena: made at the first call, the same ever after.
+    ///
+    /// # Errors
+    /// What the driver says, also for an arena that was itself imported.
+    pub fn descriptor(&self) -> Result<BorrowedFd<'_>, CudaError> {
+        use std::os::fd::AsFd;
+        if let Some(descriptor) = self.descriptor.get() {
+            return Ok(descriptor.as_fd());
+        }
+        let descriptor = self.physical.export()?;
+        Ok(self.descriptor.get_or_init(|| descriptor).as_fd())
+    }
+}

@@ -1,0 +1,144 @@
+//! Modules of kernels, and launches.
+
+use super::{Context, CudaError, Stream, check, released};
+use bytemuck::NoUninit;
+use cudarc::driver::sys;
+use std::ffi::{CString, c_void};
+use std::sync::Arc;
+
+/// Shared memory that every kernel may have without asking, in bytes.
+const SHARED_BYTES_DEFAULT: u32 = 48 << 10;
+
+/// What follows in a launch's `extra`: a pointer to all parameters, and a pointer to their size in bytes
+/// (`CU_LAUNCH_PARAM_BUFFER_POINTER`, `CU_LAUNCH_PARAM_BUFFER_SIZE`, which are macros in the driver's header).
+const PARAM_BUFFER_POINTER: usize = 1;
+const PARAM_BUFFER_SIZE: usize = 2;
+
+/// A loaded image (fatbin, cubin or PTX).
+#[derive(Debug)]
+pub struct Module {
+    context: Arc<Context>,
+    handle: sys::CUmodule,
+}
+
+// SAFETY: modules may be used from any thread.
+unsafe impl Send for Module {}
+// SAFETY: as above.
+unsafe impl Sync for Module {}
+
+impl Module {
+    /// Loads an image; the driver picks what suits the device, and compiles PTX where nothing else does.
+    ///
+    /// # Errors
+    /// [`CudaError::Unsupported`] for an image that this device or driver cannot use.
+    pub fn load(context: &Arc<Context>, image: &[u8]) -> Result<Arc<Self>, CudaError> {
+        context.make_current()?;
+        let mut handle = std::ptr::null_mut();
+        // PTX text must end with 0, and binary images are read by the lengths in their headers: the 0 harms neither.
+        let mut terminated = image.to_vec();
+        terminated.push(0);
+        // SAFETY: the image lives during the call and says its own length or ends with 0.
+        let code = unsafe { sys::cuModuleLoadData(&raw mut handle, terminated.as_ptr().cast()) };
+        check("cuModuleLoadData", code)
+            .map_err(|error| CudaError::Unsupported(format!("the kernels do not load: {error}")))?;
+        Ok(Arc::new(Self { context: Arc::clone(context), handle }))
+    }
+
+    /// The kernel of this name, which may be launched with up to `shared_bytes` of dynamic shared memory.
+    ///
+    /// # Errors
+    /// [`CudaError::Unsupported`] for a kernel that the image lacks or that wants more than the device has.
+    pub fn function(self: &Arc<Self>, name: &str, shared_bytes: u32) -> Result<Function, CudaError> {
+        use sys::CUfunction_attribute_enum as Attribute;
+        self.context.make_current()?;
+        let text = CString::new(name).expect("kernel names have no 0");
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the module lives; the name ends with 0; the driver fills the live handle.
+        let code = unsafe { sys::cuModuleGetFunction(&raw mut handle, self.handle, text.as_ptr()) };
+        check("cuModuleGetFunction", code)
+            .map_err(|error| CudaError::Unsupported(format!("kernel {name}: {error}")))?;
+        if shared_bytes > SHARED_BYTES_DEFAULT {
+            let bytes = i32::try_from(shared_bytes).expect("shared memory is far below 2 GiB");
+            let which = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function is of a live module.
+            check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(handle, which, bytes) })
+                .map_err(|error| CudaError::Unsupported(format!("{shared_bytes} bytes shared in {name}: {error}")))?;
+        }
+        Ok(Function { module: Arc::clone(self), handle, shared_bytes_max: shared_bytes.max(SHARED_BYTES_DEFAULT) })
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        if self.context.make_current().is_ok() {
+            // SAFETY: loaded once, unloaded once; its functions keep it alive.
+            released(unsafe { sys::cuModuleUnload(self.handle) });
+        }
+    }
+}
+
+/// A kernel.
+#[derive(Clone, Debug)]
+pub struct Function {
+    module: Arc<Module>,
+    handle: sys::CUfunction,
+    shared_bytes_max: u32,
+}
+
+// SAFETY: functions may be launched from any thread.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+/// How many threads run a kernel, in blocks, and their dynamic shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Launch {
+    pub grid: [u32; 3],
+    pub block: [u32; 3],
+    pub shared_bytes: u32,
+}
+
+impl Function {
+    /// Launches the kernel in `stream` with one parameter, copied now. An empty grid launches nothing.
+    ///
+    /// # Errors
+    /// What the driver says of the launch; what goes wrong while the kernel runs is reported by a later wait.
+    ///
+    /// # Safety
+    /// `P` is the type of the kernel's only parameter, and every address in `params` is valid for what the kernel
+    /// does with it until the kernel has run.
+    pub unsafe fn launch<P: NoUninit>(&self, stream: &Stream, how: Launch, params: &P) -> Result<(), CudaError> {
+        assert!(how.shared_bytes <= self.shared_bytes_max, "more shared memory than the kernel was prepared for");
+        if how.grid.contains(&0) {
+            return Ok(());
+        }
+        self.module.context.make_current()?;
+        // As one buffer with its size, which the driver checks against the kernel's.
+        let mut bytes = size_of::<P>();
+        let mut extra: [*mut c_void; 5] = [
+            PARAM_BUFFER_POINTER as *mut c_void,
+            std::ptr::from_ref(params).cast_mut().cast(),
+            PARAM_BUFFER_SIZE as *mut c_void,
+            (&raw mut bytes).cast(),
+            std::ptr::null_mut(),
+        ];
+        let ([gx, gy, gz], [bx, by, bz]) = (how.grid, how.block);
+        // SAFETY: the driver copies the parameter during the call; the rest is the caller's promise.
+        let code = unsafe {
+            sys::cuLaunchKernel(
+                self.handle,
+                gx,
+                gy,
+                gz,
+                bx,
+                by,
+                bz,
+                how.shared_bytes,
+                stream.handle(),
+                std::ptr::null_mut(),
+                extra.as_mut_ptr(),
+            )
+        };
+        check("cuLaunchKernel", code)
+    }
+}

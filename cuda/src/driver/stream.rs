@@ -1,0 +1,170 @@
+//! Streams and events.
+
+use super::{Context, CudaError, check, released};
+use cudarc::driver::sys::{self, CUresult};
+use std::sync::Arc;
+
+/// How urgent a stream's work is for the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Priority {
+    Normal,
+    /// The most urgent that the device has: peers' queries, for which another instance waits.
+    High,
+}
+
+/// A stream: work in it happens in order. Streams of this crate never wait for the legacy default stream.
+#[derive(Debug)]
+pub struct Stream {
+    context: Arc<Context>,
+    handle: sys::CUstream,
+}
+
+// SAFETY: streams may be used from any thread; the driver locks them.
+unsafe impl Send for Stream {}
+// SAFETY: as above.
+unsafe impl Sync for Stream {}
+
+impl Stream {
+    /// # Errors
+    /// What the driver says.
+    pub fn new(context: &Arc<Context>, priority: Priority) -> Result<Self, CudaError> {
+        context.make_current()?;
+        let (mut least, mut greatest) = (0, 0);
+        // SAFETY: the driver fills both live numbers.
+        let code = unsafe { sys::cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest) };
+        check("cuCtxGetStreamPriorityRange", code)?;
+        let priority = if priority == Priority::High { greatest } else { least };
+        let mut handle = std::ptr::null_mut();
+        let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: the driver fills the live handle.
+        let code = unsafe { sys::cuStreamCreateWithPriority(&raw mut handle, flags, priority) };
+        check("cuStreamCreateWithPriority", code)?;
+        Ok(Self { context: Arc::clone(context), handle })
+    }
+
+    #[must_use]
+    pub fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
+    pub(crate) fn handle(&self) -> sys::CUstream {
+        self.handle
+    }
+
+    /// Tells streams that live at the same time apart.
+    #[must_use]
+    pub fn id(&self) -> usize {
+        self.handle as usize
+    }
+
+    /// Waits for everything in the stream.
+    ///
+    /// # Errors
+    /// What the driver says; work that failed is reported here.
+    pub fn synchronize(&self) -> Result<(), CudaError> {
+        self.context.make_current()?;
+        // SAFETY: the stream lives.
+        check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.handle) })
+    }
+
+    /// Work that is called from now on happens after `event`, as recorded last.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn wait(&self, event: &Event) -> Result<(), CudaError> {
+        self.context.make_current()?;
+        // SAFETY: stream and event live; the driver keeps what it needs of the event.
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.handle, event.handle, 0) })
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if self.context.make_current().is_ok() {
+            // SAFETY: made in `new`, released once; the driver finishes what is in it.
+            released(unsafe { sys::cuStreamDestroy_v2(self.handle) });
+        }
+    }
+}
+
+/// A point in a stream.
+#[derive(Debug)]
+pub struct Event {
+    context: Arc<Context>,
+    handle: sys::CUevent,
+}
+
+// SAFETY: events may be used from any thread; the driver locks them.
+unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// An event; with `timing` two of them measure time.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn new(context: &Arc<Context>, timing: bool) -> Result<Self, CudaError> {
+        context.make_current()?;
+        let mut handle = std::ptr::null_mut();
+        let flags = if timing { 0 } else { sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32 };
+        // SAFETY: the driver fills the live handle.
+        check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut handle, flags) })?;
+        Ok(Self { context: Arc::clone(context), handle })
+    }
+
+    /// Moves the event behind everything that is in `stream` now.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn record(&self, stream: &Stream) -> Result<(), CudaError> {
+        self.context.make_current()?;
+        // SAFETY: stream and event live.
+        check("cuEventRecord", unsafe { sys::cuEventRecord(self.handle, stream.handle()) })
+    }
+
+    /// Waits until the event, as recorded last, has happened. An event that was never recorded has.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn synchronize(&self) -> Result<(), CudaError> {
+        self.context.make_current()?;
+        // SAFETY: the event lives.
+        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.handle) })
+    }
+
+    /// Whether it has happened.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn happened(&self) -> Result<bool, CudaError> {
+        self.context.make_current()?;
+        // SAFETY: the event lives.
+        match unsafe { sys::cuEventQuery(self.handle) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => check("cuEventQuery", code).map(|()| true),
+        }
+    }
+
+    /// Milliseconds of the device between `from` and `self`; both were made with timing and have happened.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn since_ms(&self, from: &Self) -> Result<f32, CudaError> {
+        self.context.make_current()?;
+        let mut ms = 0.0;
+        // SAFETY: the driver fills the live number; both events live.
+        let code = unsafe { sys::cuEventElapsedTime_v2(&raw mut ms, from.handle, self.handle) };
+        check("cuEventElapsedTime", code)?;
+        Ok(ms)
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if self.context.make_current().is_ok() {
+            // SAFETY: made in `new`, released once.
+            released(unsafe { sys::cuEventDestroy_v2(self.handle) });
+        }
+    }
+}
