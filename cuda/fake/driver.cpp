@@ -259,9 +259,17 @@ struct FillParams {
 };
 
 using ShimLaunch = int (*)(const char*, const unsigned*, const unsigned*, unsigned, void**);
-using ShimHas = int (*)(const char*);
+using ShimParamsBytes = size_t (*)(const char*);
+using ShimError = const char* (*)();
 ShimLaunch shim_launch = nullptr;
-ShimHas shim_has = nullptr;
+ShimParamsBytes shim_params_bytes = nullptr;
+ShimError shim_error = nullptr;
+
+// Bytes of the kernel's parameter; 0 where there is none of this name.
+size_t params_bytes(const char* name) {
+    if (strcmp(name, "lagoon_fake_fill") == 0) return sizeof(FillParams);
+    return shim_params_bytes == nullptr ? 0 : shim_params_bytes(name);
+}
 
 sigjmp_buf kernel_fault;
 
@@ -291,7 +299,7 @@ void run_kernel(const std::string& name, std::vector<unsigned> shape, unsigned s
     sigaction(SIGSEGV, &segv, nullptr);
     sigaction(SIGBUS, &bus, nullptr);
     if (code != 0) {
-        fprintf(stderr, "fake driver: kernel %s answered %d\n", name.c_str(), code);
+        fprintf(stderr, "fake driver: kernel %s: %s (%d)\n", name.c_str(), shim_error ? shim_error() : "", code);
         s.sticky = LAUNCH_FAILED;
     }
     s.counts.kernels_run++;
@@ -357,7 +365,8 @@ void lagoon_fake_kernels(const char* path) {
         abort();
     }
     shim_launch = reinterpret_cast<ShimLaunch>(dlsym(library, "lagoon_shim_launch"));
-    shim_has = reinterpret_cast<ShimHas>(dlsym(library, "lagoon_shim_has"));
+    shim_params_bytes = reinterpret_cast<ShimParamsBytes>(dlsym(library, "lagoon_shim_params_bytes"));
+    shim_error = reinterpret_cast<ShimError>(dlsym(library, "lagoon_shim_error"));
 }
 
 int cuInit(unsigned) {
@@ -652,8 +661,7 @@ int cuModuleGetFunction(void** out, void* module, const char* name) {
     ENTER("cuModuleGetFunction");
     State& s = state();
     if (s.modules.count(static_cast<Module*>(module)) == 0) return bad_handle();
-    bool known = strcmp(name, "lagoon_fake_fill") == 0 || (shim_launch != nullptr && shim_has != nullptr && shim_has(name));
-    if (!known) return NOT_FOUND;
+    if (params_bytes(name) == 0) return NOT_FOUND;
     auto& function = s.functions[name];
     if (!function) function = std::make_unique<Function>(Function{name});
     *out = function.get();
@@ -684,9 +692,10 @@ int cuLaunchKernel(void* handle, unsigned gx, unsigned gy, unsigned gz, unsigned
     }
     if (extra[0] != reinterpret_cast<void*>(1) || extra[2] != reinterpret_cast<void*>(2)) return INVALID_VALUE;
     size_t bytes = *static_cast<size_t*>(extra[3]);
+    std::string name = static_cast<Function*>(handle)->name;
+    if (bytes != params_bytes(name.c_str())) return INVALID_VALUE;
     std::vector<uint64_t> copy((bytes + 7) / 8);
     memcpy(copy.data(), extra[1], bytes);
-    std::string name = static_cast<Function*>(handle)->name;
     std::vector<unsigned> shape{gx, gy, gz, bx, by, bz};
     enqueue(stream, Op{[=] { run_kernel(name, shape, shared, copy); }, nullptr, 0});
     return OK;

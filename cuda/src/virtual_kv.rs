@@ -187,6 +187,12 @@ impl VirtualKv {
         KvPlaneView { k: at(Plane::K), v: at(Plane::V), token_stride }
     }
 
+    /// Where the virtual tensors begin: two for each group of layers, K's and V's.
+    #[must_use]
+    pub fn tensors(&self) -> &[u64] {
+        &self.bases
+    }
+
     /// A row for a request. See [`Vmm::alloc_reqid`].
     ///
     /// # Errors

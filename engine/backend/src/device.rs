@@ -135,6 +135,11 @@ pub trait Device: Send + 'static {
 
     fn info(&self) -> DeviceInfo;
 
+    /// Whether the calls from now on are work for which another instance waits: a device that can does it before and
+    /// beside its own. Tensors are used either by urgent calls or by others; a store is used by both, and what
+    /// [`Device::kv_write`] wrote is seen by both.
+    fn urgent(&mut self, _urgent: bool) {}
+
     /// A tensor of `rows * cols` elements, zeroed.
     fn tensor(&mut self, rows: usize, cols: usize) -> Result<Self::Tensor, DeviceError>;
 

@@ -211,6 +211,10 @@ impl<D: Device> Device for Paced<D> {
         Ok(())
     }
 
+    fn urgent(&mut self, urgent: bool) {
+        self.inner.urgent(urgent);
+    }
+
     fn sync(&mut self) -> Result<(), DeviceError> {
         self.inner.sync()?;
         self.wait();

@@ -178,7 +178,9 @@ impl<D: Device> Executor<D> {
     /// there was any; if not, the executor waits for commands.
     pub fn turn(&mut self, reports: &mut dyn FnMut(Report)) -> bool {
         if let Some(work) = self.guests.pop_front() {
+            self.device.urgent(true);
             self.serve(work, reports);
+            self.device.urgent(false);
             return true;
         }
         let other = match self.last {

@@ -113,9 +113,17 @@ macro_rules! conformance_suite {
         $crate::conformance_suite!($make, $crate::conformance::Tolerance::STRICT);
     };
     ($make:expr, $tolerance:expr) => {
-        $crate::conformance_cases!(
-            $make,
-            $tolerance,
+        $crate::conformance_names!($crate::conformance_cases($make, $tolerance,));
+    };
+}
+
+/// Calls a macro with the names of the suite's cases behind its other arguments: for a backend that needs something around
+/// each case. `conformance_names!(mine(a, b,))` is `mine!(a, b, tensors_round_trip, …)`.
+#[macro_export]
+macro_rules! conformance_names {
+    ($($callback:tt)::+ ($($args:tt)*)) => {
+        $($callback)::+! {
+            $($args)*
             tensors_round_trip,
             kv_bytes_round_trip,
             embed_widens_rows,
@@ -146,7 +154,7 @@ macro_rules! conformance_suite {
             merge_extreme_scores,
             merge_of_split_attention,
             merge_of_split_alibi,
-        );
+        }
     };
 }
 
