@@ -28,6 +28,12 @@ mod names;
 
 pub use names::{ALL, dynamic_shared_bytes_max};
 
+/// The kernels: machine code for compute capabilities 8.0 and 9.0, and PTX of 8.0 for what comes after.
+pub const FATBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
+
+/// Where [`FATBIN`] is from, for people: `nvcc` and its version, or `committed`.
+pub const FATBIN_SOURCE: &str = env!("LAGOON_FATBIN_SOURCE");
+
 /// Dynamic shared memory that a launch may use without asking.
 pub const SHARED_BYTES_DEFAULT: u32 = 48 << 10;
 

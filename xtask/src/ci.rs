@@ -1,4 +1,5 @@
-//! `cargo xtask ci`: what .ci/run calls: the test command, then cargo-deny and tint where they are installed, then the demo.
+//! `cargo xtask ci`: what .ci/run calls: cargo-deny and tint where they are installed, the CUDA kernels' hash
+//! and budget, the test command, then the demo.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -7,14 +8,14 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
-use crate::{deny, test, wgsl};
+use crate::{deny, kernels, test, wgsl};
 
 /// The README promises the demo's answer within this time, after the build.
 const DEMO_SECONDS_MAX: u64 = 60;
 
 pub(crate) fn run(root: &Path) -> Result<bool> {
     // The test command prints its numbers last: whoever reads only the end of its part sees them.
-    let others = [deny::run(root)?, wgsl::run(root)?];
+    let others = [deny::run(root)?, wgsl::run(root)?, kernels::run(root, kernels::Task::Check)?];
     let tests = test::run(root, true)?;
     let demo = demo(root);
     match &demo {

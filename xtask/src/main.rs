@@ -14,6 +14,7 @@ use clap::{Parser, Subcommand};
 mod ci;
 mod deny;
 mod environment;
+mod kernels;
 mod libtest;
 mod licence;
 mod skips;
@@ -42,6 +43,15 @@ enum Command {
     },
     /// Validate every shader with tint, where it is installed
     Wgsl,
+    /// Build the CUDA kernels' fatbin with a pinned compiler, and hold what they use against their budget
+    Kernels {
+        /// Compare with what is committed, and write nothing
+        #[arg(long)]
+        check: bool,
+        /// Take what the kernels use now as their budget
+        #[arg(long, conflicts_with = "check")]
+        budget: bool,
+    },
     /// Check licences, banned crates and sources with cargo-deny, where it is installed
     Deny,
     /// Rewrite the hash in WIRE.md after the protocol's page was brought up to date
@@ -62,6 +72,9 @@ fn run(command: &Command) -> Result<bool> {
         Command::Tidy => tidy::run(&root),
         Command::Test { no_lint } => test::run(&root, !no_lint),
         Command::Wgsl => wgsl::run(&root),
+        Command::Kernels { check: true, .. } => kernels::run(&root, kernels::Task::Check),
+        Command::Kernels { budget: true, .. } => kernels::run(&root, kernels::Task::WriteBudget),
+        Command::Kernels { .. } => kernels::run(&root, kernels::Task::Write),
         Command::Deny => deny::run(&root),
         Command::WireLock => tidy::wire::lock(&root),
         Command::Ci => ci::run(&root),

@@ -61,7 +61,7 @@ struct DecodeWarp {
 #pragma unroll
         for (int i = 0; i < STEPS; i++) {
             float x[4];
-            for (int e = 0; e < 4; e++) x[e] = valid ? query[16 * i + e % 2 + e / 2 * 8] * scale : 0.0f;
+            for (int e = 0; e < 4; e++) x[e] = valid ? saturate<T>(query[16 * i + e % 2 + e / 2 * 8] * scale) : 0.0f;
             split<T>(x[0], x[1], TERM_SCALE, q[i][0], q[i][1]);
             split<T>(x[2], x[3], TERM_SCALE, q[i][2], q[i][3]);
         }

@@ -50,8 +50,8 @@ struct PrefillBlock {
                 const PackedRow row(packed, group, kv_head);
                 const float* query =
                     at<const float>(p.q) + static_cast<uint64_t>(item.row0 + row.row) * p.q_stride + row.head * D + d;
-                x0 = query[0] * scale;
-                x1 = query[1] * scale;
+                x0 = saturate<T>(query[0] * scale);
+                x1 = saturate<T>(query[1] * scale);
             }
             uint32_t high, low;
             split<T>(x0, x1, 1.0f, high, low);

@@ -63,23 +63,21 @@ DEVICE float block_max(float x, float* scratch) {
     return max;
 }
 
-// What of `x` its rounding to T loses. f16 saturates instead of overflowing: a score stays finite. NaN stays NaN.
+// f16 saturates instead of overflowing: a score stays finite. NaN stays NaN.
 template <typename T>
-DEVICE float term(float& x);
+DEVICE float saturate(float x);
 template <>
-DEVICE float term<f16>(float& x) {
-    if (fabsf(x) > 65504.0f) x = copysignf(65504.0f, x);
-    return x - widen(narrow<f16>(x));
+DEVICE float saturate<f16>(float x) {
+    return fabsf(x) > 65504.0f ? copysignf(65504.0f, x) : x;
 }
 template <>
-DEVICE float term<bf16>(float& x) {
-    return x - widen(narrow<bf16>(x));
+DEVICE float saturate<bf16>(float x) {
+    return x;
 }
 
 // `x0` and `x1` as two packed terms: x = high + low / scale, to about 22 bits in f16 and 16 in bf16.
 template <typename T>
 DEVICE void split(float x0, float x1, float scale, uint32_t& high, uint32_t& low) {
-    const float rest0 = term<T>(x0), rest1 = term<T>(x1);
     high = pack<T>(x0, x1);
-    low = pack<T>(rest0 * scale, rest1 * scale);
+    low = pack<T>((x0 - widen(narrow<T>(x0))) * scale, (x1 - widen(narrow<T>(x1))) * scale);
 }

@@ -30,8 +30,8 @@ struct KeyWalk {
     DEVICE uint32_t position(uint32_t index) const { return run.first_pos + (index - before); }
 };
 
-// A position that no query sees.
-constexpr uint32_t NOWHERE = 0xffffffffu;
+// A position after every query's.
+constexpr uint32_t NOWHERE = 1u << 30;
 
 // A key after the query, also NOWHERE, is at a distance of 2^31 or more: positions are below 2^21, and so is a window or it
 // is 2^31.

@@ -128,7 +128,7 @@ DEVICE void sync_warp() { __syncwarp(); }
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE uint64_t shuffle_xor(uint64_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE uint64_t shuffle_up(uint64_t x, int delta) { return __shfl_up_sync(0xffffffffu, x, delta); }
-DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
+
 
 // 2^x, off by 2 units in the last place at most; 0 for negative infinity.
 DEVICE float exp2_fast(float x) {
@@ -149,6 +149,5 @@ DEVICE uint4 load_once(const void* from) {
 DEVICE uint64_t add_shared(uint64_t* to, uint64_t x) {
     return atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(x));
 }
-DEVICE uint32_t add_shared(uint32_t* to, uint32_t x) { return atomicAdd(to, x); }
 DEVICE uint32_t min_shared(uint32_t* to, uint32_t x) { return atomicMin(to, x); }
 #endif

@@ -1,0 +1,286 @@
+// The host model of what shared/ptx.cuh wraps: a thread of a block is a fiber, and every instruction on which lanes or threads
+// meet is a barrier of fibers. Kernels are compiled against it with LAGOON_SHIM by any C++17 compiler.
+//
+// What it shows: indices, masks, fragments' layouts, barriers that are missing or that not all reach, reads of shared memory
+// before it is written (it starts as NaN), copies that are not waited for, and with an address sanitizer every access out of
+// bounds. What it cannot: races inside a warp's instruction, the real rounding of tensor cores, and speed.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#define DEVICE inline
+#define DYNAMIC_SHARED(NAME) unsigned char* NAME = shim::block->shared
+#ifdef __SANITIZE_ADDRESS__
+// The sanitizer watches plain statics only; launches are serial there.
+#define SHARED static
+#else
+#define SHARED static thread_local
+#endif
+#define KERNEL(NAME, THREADS, BLOCKS, PARAMS)                                                     \
+    static void NAME##_body(const PARAMS& p);                                                     \
+    static const shim::Registration NAME##_registration(                                          \
+        #NAME, THREADS, sizeof(PARAMS),                                                           \
+        [](const void* p) { NAME##_body(*static_cast<const PARAMS*>(p)); });                      \
+    static void NAME##_body(const PARAMS& p)
+
+#define threadIdx (shim::self->thread)
+#define blockIdx (shim::block->index)
+#define blockDim (shim::block->threads)
+#define gridDim (shim::block->grid)
+
+struct uint4 {
+    uint32_t x, y, z, w;
+};
+struct float2 {
+    float x, y;
+};
+struct float4 {
+    float x, y, z, w;
+};
+
+namespace shim {
+
+struct Dim {
+    uint32_t x = 0, y = 0, z = 0;
+};
+
+// An asynchronous copy that has not happened yet.
+struct Copy {
+    uintptr_t to;
+    const void* from;
+    bool valid;
+};
+
+// What lanes of a warp, or threads of a block, meet at.
+struct Barrier {
+    uint64_t generation = 0;
+    uint32_t arrived = 0;
+    // The instruction at which the first arrived; all others must be at it.
+    const char* what = nullptr;
+};
+
+struct Lane {
+    Dim thread;
+    uint32_t warp = 0, lane = 0;
+    void* stack_pointer = nullptr;
+    bool done = false;
+    const Barrier* waits_at = nullptr;
+    uint64_t waits_for = 0;
+    std::vector<std::vector<Copy>> groups;
+    std::vector<Copy> open;
+};
+
+// What a lane brings to a warp's instruction, and what it takes from it.
+struct Slot {
+    uint64_t words[8];
+};
+
+struct Warp {
+    Barrier barrier;
+    // By parity of the generation: a fast lane may bring the next instruction's before a slow one has taken this one's.
+    Slot slots[2][32];
+};
+
+struct Block {
+    Dim index, threads, grid;
+    unsigned char* shared = nullptr;
+    Barrier barrier;
+    std::vector<Warp> warps;
+    // Copies happen as they are issued, or as late as they may.
+    bool eager_copies = false;
+};
+
+extern thread_local Lane* self;
+extern thread_local Block* block;
+
+struct Registration {
+    Registration(const char* name, uint32_t threads, size_t params_bytes, void (*body)(const void*));
+};
+
+// Ends the launch with an error; does not return.
+[[noreturn]] void fail(const char* what);
+// Arrives at a barrier of `count` and waits there. The last to arrive runs `last` first.
+void meet_at(Barrier& barrier, uint32_t count, const char* what, void (*last)(void*), void* context);
+
+// A warp's instruction: every lane brings a slot, the last one's `work(slots)` changes them, every lane takes its own.
+template <typename Work>
+Slot together(const char* what, const Slot& mine, Work work) {
+    Warp& warp = block->warps[self->warp];
+    Slot* slots = warp.slots[warp.barrier.generation % 2];
+    slots[self->lane] = mine;
+    struct Context {
+        Work& work;
+        Slot* slots;
+    } context = {work, slots};
+    auto last = [](void* context) {
+        Context& c = *static_cast<Context*>(context);
+        c.work(c.slots);
+    };
+    meet_at(warp.barrier, 32, what, last, &context);
+    return slots[self->lane];
+}
+
+template <typename T, typename From>
+T bits(From from) {
+    static_assert(sizeof(T) == sizeof(From), "as wide");
+    T to;
+    memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+float f16_to_f32(uint16_t bits);
+uint16_t f32_to_f16(float x);
+inline float bf16_to_f32(uint16_t x) { return bits<float>(static_cast<uint32_t>(x) << 16); }
+inline uint16_t f32_to_bf16(float x) {
+    const uint32_t u = bits<uint32_t>(x);
+    if (x != x) return static_cast<uint16_t>(u >> 16 | 0x40);
+    return static_cast<uint16_t>((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+
+void multiply(Slot* slots, float (*widen)(uint16_t));
+void load_matrices(Slot* slots, bool transposed);
+
+}  // namespace shim
+
+typedef uintptr_t SharedAddress;
+inline SharedAddress shared_address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
+
+struct f16 {
+    uint16_t bits;
+};
+struct bf16 {
+    uint16_t bits;
+};
+inline float widen(float x) { return x; }
+inline float widen(f16 x) { return shim::f16_to_f32(x.bits); }
+inline float widen(bf16 x) { return shim::bf16_to_f32(x.bits); }
+
+template <typename T>
+T narrow(float x);
+template <>
+inline float narrow<float>(float x) {
+    return x;
+}
+template <>
+inline f16 narrow<f16>(float x) {
+    return {shim::f32_to_f16(x)};
+}
+template <>
+inline bf16 narrow<bf16>(float x) {
+    return {shim::f32_to_bf16(x)};
+}
+
+template <typename T>
+uint32_t pack(float low, float high) {
+    return narrow<T>(low).bits | static_cast<uint32_t>(narrow<T>(high).bits) << 16;
+}
+
+template <typename T>
+void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    shim::Slot mine;
+    for (int i = 0; i < 2; i++) {
+        mine.words[i] = a[2 * i] | static_cast<uint64_t>(a[2 * i + 1]) << 32;
+        mine.words[2 + i] = shim::bits<uint32_t>(d[2 * i]) | static_cast<uint64_t>(shim::bits<uint32_t>(d[2 * i + 1])) << 32;
+    }
+    mine.words[4] = b0 | static_cast<uint64_t>(b1) << 32;
+    const shim::Slot slot = shim::together("mma", mine, [](shim::Slot* slots) {
+        shim::multiply(slots, [](uint16_t x) { return widen(T{x}); });
+    });
+    for (int i = 0; i < 4; i++) d[i] = shim::bits<float>(static_cast<uint32_t>(slot.words[2 + i / 2] >> 32 * (i % 2)));
+}
+
+inline void load_four(uint32_t (&r)[4], SharedAddress row, bool transposed) {
+    if (row % 16 != 0) shim::fail("ldmatrix of a row that is not aligned to 16 bytes");
+    shim::Slot mine;
+    mine.words[0] = row;
+    const shim::Slot slot = shim::together(transposed ? "ldmatrix.trans" : "ldmatrix", mine,
+                                           [=](shim::Slot* slots) { shim::load_matrices(slots, transposed); });
+    for (int i = 0; i < 4; i++) r[i] = static_cast<uint32_t>(slot.words[4 + i]);
+}
+inline void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row) { load_four(r, row, false); }
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], SharedAddress row) { load_four(r, row, true); }
+
+namespace shim {
+inline void perform(const Copy& copy) {
+    void* to = reinterpret_cast<void*>(copy.to);
+    if (copy.valid) {
+        memcpy(to, copy.from, 16);
+    } else {
+        memset(to, 0, 16);
+    }
+}
+}  // namespace shim
+
+inline void copy_async(SharedAddress to, const void* from, bool valid) {
+    if (to % 16 != 0 || (valid && reinterpret_cast<uintptr_t>(from) % 16 != 0)) {
+        shim::fail("cp.async between addresses that are not aligned to 16 bytes");
+    }
+    const shim::Copy copy = {to, from, valid};
+    if (shim::block->eager_copies) {
+        shim::perform(copy);
+    } else {
+        shim::self->open.push_back(copy);
+    }
+}
+inline void copy_commit() {
+    shim::self->groups.push_back(std::move(shim::self->open));
+    shim::self->open.clear();
+}
+template <int N>
+void copy_wait() {
+    auto& groups = shim::self->groups;
+    while (groups.size() > N) {
+        for (const shim::Copy& copy : groups.front()) shim::perform(copy);
+        groups.erase(groups.begin());
+    }
+}
+
+inline void sync_block() {
+    shim::meet_at(shim::block->barrier, shim::block->threads.x, "sync_block", nullptr, nullptr);
+}
+inline void sync_warp() {
+    shim::together("sync_warp", shim::Slot{}, [](shim::Slot*) {});
+}
+
+namespace shim {
+template <typename T>
+T from_lane(const char* what, T x, int (*source)(int lane, int by), int by) {
+    Slot mine = {};
+    memcpy(mine.words, &x, sizeof x);
+    const Slot slot = together(what, mine, [=](Slot* slots) {
+        for (int lane = 0; lane < 32; lane++) slots[lane].words[1] = slots[source(lane, by)].words[0];
+    });
+    memcpy(&x, &slot.words[1], sizeof x);
+    return x;
+}
+inline int across(int lane, int mask) { return lane ^ mask; }
+inline int below(int lane, int delta) { return lane < delta ? lane : lane - delta; }
+}  // namespace shim
+
+inline float shuffle_xor(float x, int mask) { return shim::from_lane("shuffle_xor", x, shim::across, mask); }
+inline uint64_t shuffle_xor(uint64_t x, int mask) { return shim::from_lane("shuffle_xor", x, shim::across, mask); }
+inline uint64_t shuffle_up(uint64_t x, int delta) { return shim::from_lane("shuffle_up", x, shim::below, delta); }
+
+inline float exp2_fast(float x) { return exp2f(x); }
+inline uint4 load_once(const void* from) {
+    if (reinterpret_cast<uintptr_t>(from) % 16 != 0) shim::fail("a 16-byte load that is not aligned");
+    uint4 x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+// One fiber runs at a time: plain additions are atomic.
+inline uint64_t add_shared(uint64_t* to, uint64_t x) {
+    *to += x;
+    return *to - x;
+}
+inline uint32_t min_shared(uint32_t* to, uint32_t x) {
+    const uint32_t old = *to;
+    *to = std::min(old, x);
+    return old;
+}
+
+inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }

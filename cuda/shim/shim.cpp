@@ -1,0 +1,391 @@
+// Runs kernels' blocks as fibers and exports launches by name, with the arguments as cuLaunchKernel takes them.
+//
+// A lane runs until it waits for others. The order in which lanes and warps get their turns is a parameter: what depends on it
+// is a missing barrier. Lanes that wait for each other for ever, that meet at different instructions, or that leave while
+// others wait for them end the launch with an error.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "machine.h"
+
+#undef threadIdx
+#undef blockIdx
+#undef blockDim
+#undef gridDim
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
+
+namespace shim {
+
+thread_local Lane* self;
+thread_local Block* block;
+
+namespace {
+
+struct Kernel {
+    uint32_t threads;
+    size_t params_bytes;
+    void (*body)(const void*);
+};
+
+std::map<std::string, Kernel>& kernels() {
+    static std::map<std::string, Kernel> all;
+    return all;
+}
+
+// How lanes take turns.
+enum Order { ROUND_ROBIN = 0, WARPS_AHEAD = 1, WARPS_AHEAD_REVERSED = 2, RANDOM = 3 };
+
+thread_local int order = ROUND_ROBIN;
+thread_local uint64_t random_state = 1;
+thread_local std::string error;
+thread_local bool failed;
+thread_local void* scheduler;
+thread_local const Kernel* running;
+thread_local const void* running_params;
+
+uint32_t random_below(uint32_t n) {
+    random_state ^= random_state << 13;
+    random_state ^= random_state >> 7;
+    random_state ^= random_state << 17;
+    return static_cast<uint32_t>(random_state >> 33) % n;
+}
+
+constexpr size_t STACK_BYTES = 256 << 10;
+
+// Stacks of one thread's fibers, each above a page that faults.
+struct Stacks {
+    std::vector<unsigned char*> all;
+    unsigned char* get(size_t i) {
+        while (all.size() <= i) {
+            void* memory = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            if (memory == MAP_FAILED) return nullptr;
+            mprotect(memory, static_cast<size_t>(getpagesize()), PROT_NONE);
+            all.push_back(static_cast<unsigned char*>(memory));
+        }
+        return all[i];
+    }
+    ~Stacks() {
+        for (unsigned char* stack : all) munmap(stack, STACK_BYTES);
+    }
+};
+thread_local Stacks stacks;
+
+}  // namespace
+
+Registration::Registration(const char* name, uint32_t threads, size_t params_bytes, void (*body)(const void*)) {
+    kernels()[name] = {threads, params_bytes, body};
+}
+
+}  // namespace shim
+
+#if defined(__x86_64__)
+// Saves what a callee must keep, and the stack pointer at *from; continues at `to`.
+extern "C" void lagoon_shim_switch(void** from, void* to);
+asm(R"(
+.text
+.hidden lagoon_shim_switch
+.globl lagoon_shim_switch
+.type lagoon_shim_switch, @function
+lagoon_shim_switch:
+    pushq %rbp
+    pushq %rbx
+    pushq %r12
+    pushq %r13
+    pushq %r14
+    pushq %r15
+    movq %rsp, (%rdi)
+    movq %rsi, %rsp
+    popq %r15
+    popq %r14
+    popq %r13
+    popq %r12
+    popq %rbx
+    popq %rbp
+    ret
+.size lagoon_shim_switch, . - lagoon_shim_switch
+)");
+
+static void* prepare(unsigned char* stack, size_t bytes, void (*entry)()) {
+    // Six registers and the address to return to; at the entry the stack is as after a call.
+    void** top = reinterpret_cast<void**>(stack + bytes) - 2;
+    top[0] = reinterpret_cast<void*>(entry);
+    top[1] = nullptr;
+    for (int i = 1; i <= 6; i++) top[-i] = nullptr;
+    return top - 6;
+}
+#else
+#include <ucontext.h>
+// Elsewhere the C library switches; slower, for it saves the signal mask too.
+static void lagoon_shim_switch(void** from, void* to) {
+    ucontext_t here;
+    *from = &here;
+    swapcontext(&here, static_cast<ucontext_t*>(to));
+}
+static void* prepare(unsigned char* stack, size_t bytes, void (*entry)()) {
+    // The context lies at the top of its own stack.
+    ucontext_t* context = reinterpret_cast<ucontext_t*>(stack + bytes - sizeof(ucontext_t) - 64);
+    getcontext(context);
+    context->uc_stack.ss_sp = stack;
+    context->uc_stack.ss_size = bytes - sizeof(ucontext_t) - 128;
+    context->uc_link = nullptr;
+    makecontext(context, entry, 0);
+    return context;
+}
+#endif
+
+namespace shim {
+
+namespace {
+
+void yield() { lagoon_shim_switch(&self->stack_pointer, scheduler); }
+
+void fiber() {
+    running->body(running_params);
+    self->done = true;
+    for (const auto& group : self->groups) {
+        if (!group.empty()) fail("a thread ends while its copies are under way");
+    }
+    yield();
+    __builtin_unreachable();
+}
+
+bool is_ready(const Lane& lane) {
+    return !lane.done && (!lane.waits_at || lane.waits_at->generation != lane.waits_for);
+}
+
+bool run_lane(Lane& lane) {
+    if (failed || !is_ready(lane)) return false;
+    lane.waits_at = nullptr;
+    self = &lane;
+    lagoon_shim_switch(&scheduler, lane.stack_pointer);
+    return true;
+}
+
+// One turn for each lane of a warp that can go on.
+bool run_warp(std::vector<Lane>& lanes, uint32_t warp) {
+    bool progress = false;
+    const uint32_t start = order == RANDOM ? random_below(32) : 0;
+    for (uint32_t i = 0; i < 32; i++) {
+        const uint32_t lane = order == WARPS_AHEAD_REVERSED ? 31 - i : (i + start) % 32;
+        progress |= run_lane(lanes[32 * warp + lane]);
+    }
+    return progress;
+}
+
+bool run_warps(std::vector<Lane>& lanes, uint32_t warps) {
+    bool progress = false;
+    const uint32_t start = order == RANDOM ? random_below(warps) : 0;
+    for (uint32_t i = 0; i < warps; i++) {
+        const uint32_t warp = order == WARPS_AHEAD_REVERSED ? warps - 1 - i : (i + start) % warps;
+        bool again = run_warp(lanes, warp);
+        progress |= again;
+        // A warp that runs ahead goes on until it waits for another one.
+        while (again && (order == WARPS_AHEAD || order == WARPS_AHEAD_REVERSED || (order == RANDOM && random_below(8)))) {
+            again = run_warp(lanes, warp);
+        }
+    }
+    return progress;
+}
+
+void run_block(uint32_t threads) {
+    static thread_local std::vector<Lane> lanes;
+    lanes.assign(threads, Lane());
+    block->warps.assign(threads / 32, Warp());
+    block->barrier = Barrier();
+    for (uint32_t i = 0; i < threads; i++) {
+        unsigned char* stack = stacks.get(i);
+        if (!stack) {
+            failed = true;
+            error = "no memory for a fiber's stack";
+            return;
+        }
+#ifdef __SANITIZE_ADDRESS__
+        ASAN_UNPOISON_MEMORY_REGION(stack + getpagesize(), STACK_BYTES - static_cast<size_t>(getpagesize()));
+#endif
+        lanes[i].thread.x = i;
+        lanes[i].warp = i / 32;
+        lanes[i].lane = i % 32;
+        lanes[i].stack_pointer = prepare(stack, STACK_BYTES, fiber);
+    }
+    while (!failed && run_warps(lanes, threads / 32)) {
+    }
+    if (failed) return;
+    for (const Lane& lane : lanes) {
+        if (lane.done) continue;
+        failed = true;
+        error = std::string("deadlock: some threads wait for ever at ") + lane.waits_at->what;
+        return;
+    }
+}
+
+}  // namespace
+
+void fail(const char* what) {
+    failed = true;
+    error = what;
+    yield();
+    __builtin_unreachable();
+}
+
+void meet_at(Barrier& barrier, uint32_t count, const char* what, void (*last)(void*), void* context) {
+    if (barrier.arrived == 0) barrier.what = what;
+    if (strcmp(barrier.what, what) != 0) fail("threads that should be together are at different instructions");
+    barrier.arrived++;
+    if (barrier.arrived == count) {
+        if (last) last(context);
+        barrier.arrived = 0;
+        barrier.generation++;
+        return;
+    }
+    self->waits_at = &barrier;
+    self->waits_for = barrier.generation;
+    yield();
+}
+
+float f16_to_f32(uint16_t x) {
+    const uint32_t sign = static_cast<uint32_t>(x & 0x8000) << 16, exponent = x >> 10 & 31, fraction = x & 1023;
+    if (exponent == 31) return bits<float>(sign | 0x7f800000u | fraction << 13);
+    if (exponent == 0) return (sign ? -1.0f : 1.0f) * static_cast<float>(fraction) * 0x1p-24f;
+    return bits<float>(sign | (exponent + 112) << 23 | fraction << 13);
+}
+
+uint16_t f32_to_f16(float x) {
+    const uint32_t u = bits<uint32_t>(x);
+    const uint16_t sign = static_cast<uint16_t>(u >> 16 & 0x8000);
+    const float magnitude = fabsf(x);
+    if (x != x) return static_cast<uint16_t>(sign | 0x7e00);
+    if (magnitude >= 65520.0f) return static_cast<uint16_t>(sign | 0x7c00);
+    if (magnitude < 0x1p-14f) {
+        // Multiples of 2^-24; rounding to the nearest even is nearbyint's in the default mode.
+        return static_cast<uint16_t>(sign | static_cast<uint16_t>(nearbyintf(magnitude * 0x1p24f)));
+    }
+    const uint32_t m = u & 0x7fffffff;
+    const uint32_t rounded = m + 0xfff + (m >> 13 & 1);
+    return static_cast<uint16_t>(sign | static_cast<uint16_t>((rounded >> 13) - (112u << 10)));
+}
+
+void multiply(Slot* slots, float (*widen)(uint16_t)) {
+    float a[16][16], b[16][8];
+    for (uint32_t lane = 0; lane < 32; lane++) {
+        const uint32_t g = lane / 4, t = lane % 4;
+        const Slot& slot = slots[lane];
+        for (uint32_t i = 0; i < 4; i++) {
+            const uint32_t word = static_cast<uint32_t>(slot.words[i / 2] >> 32 * (i % 2));
+            float* to = &a[g + i % 2 * 8][2 * t + i / 2 * 8];
+            to[0] = widen(static_cast<uint16_t>(word));
+            to[1] = widen(static_cast<uint16_t>(word >> 16));
+        }
+        for (uint32_t i = 0; i < 2; i++) {
+            const uint32_t word = static_cast<uint32_t>(slot.words[4] >> 32 * i);
+            b[2 * t + 8 * i][g] = widen(static_cast<uint16_t>(word));
+            b[2 * t + 8 * i + 1][g] = widen(static_cast<uint16_t>(word >> 16));
+        }
+    }
+    for (uint32_t lane = 0; lane < 32; lane++) {
+        const uint32_t g = lane / 4, t = lane % 4;
+        uint32_t d[4];
+        for (uint32_t i = 0; i < 4; i++) {
+            float sum = bits<float>(static_cast<uint32_t>(slots[lane].words[2 + i / 2] >> 32 * (i % 2)));
+            for (uint32_t k = 0; k < 16; k++) sum += a[g + i / 2 * 8][k] * b[k][2 * t + i % 2];
+            d[i] = bits<uint32_t>(sum);
+        }
+        slots[lane].words[2] = d[0] | static_cast<uint64_t>(d[1]) << 32;
+        slots[lane].words[3] = d[2] | static_cast<uint64_t>(d[3]) << 32;
+    }
+}
+
+void load_matrices(Slot* slots, bool transposed) {
+    for (uint32_t i = 0; i < 4; i++) {
+        uint16_t matrix[8][8];
+        for (uint32_t row = 0; row < 8; row++) {
+            memcpy(matrix[row], reinterpret_cast<const void*>(slots[8 * i + row].words[0]), 16);
+        }
+        for (uint32_t lane = 0; lane < 32; lane++) {
+            const uint32_t row = lane / 4, column = lane % 4 * 2;
+            const uint16_t low = transposed ? matrix[column][row] : matrix[row][column];
+            const uint16_t high = transposed ? matrix[column + 1][row] : matrix[row][column + 1];
+            slots[lane].words[4 + i] = low | static_cast<uint32_t>(high) << 16;
+        }
+    }
+}
+
+}  // namespace shim
+
+extern "C" {
+
+// Whether there is a kernel of this name.
+int lagoon_shim_has(const char* name) { return shim::kernels().count(name) != 0; }
+
+// Bytes of a kernel's only parameter; 0 where there is no such kernel.
+size_t lagoon_shim_params_bytes(const char* name) {
+    const auto found = shim::kernels().find(name);
+    return found == shim::kernels().end() ? 0 : found->second.params_bytes;
+}
+
+// How this thread's launches take turns from now on: 0 in turn, 1 warps run ahead, 2 the same backwards, 3 random by `seed`.
+// Asynchronous copies happen at once in order 0, and as late as they may in others.
+void lagoon_shim_order(int order, uint64_t seed) {
+    shim::order = order;
+    shim::random_state = seed | 1;
+}
+
+// What went wrong in this thread's last launch.
+const char* lagoon_shim_error() { return shim::error.c_str(); }
+
+// 0: all blocks ran; 1: no such kernel; 2: a launch that a device would refuse; 3: the kernel failed. One after the other.
+int lagoon_shim_launch(const char* name, const unsigned* grid, const unsigned* threads, unsigned shared_bytes, void** args) {
+    const auto found = shim::kernels().find(name);
+    if (found == shim::kernels().end()) {
+        shim::error = "no such kernel";
+        return 1;
+    }
+    const shim::Kernel& kernel = found->second;
+    if (threads[0] == 0 || threads[0] % 32 != 0 || threads[0] > kernel.threads || threads[1] != 1 || threads[2] != 1 ||
+        grid[0] == 0 || grid[1] == 0 || grid[2] == 0 || grid[1] > 65535 || grid[2] > 65535 || shared_bytes > 227 * 1024) {
+        shim::error = "a launch that a device would refuse";
+        return 2;
+    }
+#ifdef __SANITIZE_ADDRESS__
+    static std::mutex serial;
+    const std::lock_guard<std::mutex> guard(serial);
+#endif
+    std::vector<uint64_t> params((kernel.params_bytes + 7) / 8);
+    memcpy(params.data(), args[0], kernel.params_bytes);
+    std::vector<unsigned char> empty;
+    shim::Block block;
+    shim::block = &block;
+    shim::running = &kernel;
+    shim::running_params = params.data();
+    shim::failed = false;
+    block.threads = {threads[0], 1, 1};
+    block.grid = {grid[0], grid[1], grid[2]};
+    block.eager_copies = shim::order == shim::ROUND_ROBIN;
+    // Exactly as many bytes as asked for, so that the sanitizer sees the end.
+    block.shared = static_cast<unsigned char*>(malloc(shared_bytes ? shared_bytes : 1));
+    for (uint32_t z = 0; z < grid[2] && !shim::failed; z++) {
+        for (uint32_t y = 0; y < grid[1] && !shim::failed; y++) {
+            for (uint32_t x = 0; x < grid[0] && !shim::failed; x++) {
+                block.index = {x, y, z};
+                // NaN in every type: what is read before it is written shows.
+                memset(block.shared, 0xff, shared_bytes);
+                shim::run_block(threads[0]);
+            }
+        }
+    }
+    free(block.shared);
+    shim::block = nullptr;
+    if (shim::failed) {
+        fprintf(stderr, "%s: %s\n", name, shim::error.c_str());
+        return 3;
+    }
+    return 0;
+}
+}

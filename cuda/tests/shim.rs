@@ -1,0 +1,49 @@
+//! Every kernel on the host, against f64: the conformance suite of `Device`, and what it does not ask. The last test runs all
+//! of it once more under the address sanitizer.
+
+mod support;
+
+use lagoon_backend::conformance::Tolerance;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+use support::device::ShimDevice;
+use support::shim;
+
+/// The conformance suite takes half a minute under the sanitizer on two idle cores.
+const SANITIZED_TIME_MAX: Duration = Duration::from_secs(600);
+
+// Queries and attention weights in bf16 are two terms of 8 bits: 2^-17, against f32's 2^-24 that the strict bounds are for;
+// most of it averages out over a head's elements.
+lagoon_backend::conformance_suite!(ShimDevice::open, Tolerance::loosened(8.0));
+
+/// Everything here once more with memory checked, in a process of its own that a stuck kernel cannot outlive.
+#[test]
+fn under_the_address_sanitizer() {
+    if std::env::var_os(shim::SANITIZE).is_some() {
+        return;
+    }
+    let Some(runtime) = shim::sanitizer() else {
+        panic!("the compiler has no address sanitizer (hint: apt-get install g++)")
+    };
+    let mut child = Command::new(std::env::current_exe().expect("this test's file"))
+        .env(shim::SANITIZE, "1")
+        .env("LD_PRELOAD", runtime)
+        // Rust's test harness leaks, on purpose; fibers' stacks are no heap.
+        .env("ASAN_OPTIONS", "detect_leaks=0:detect_stack_use_after_return=0")
+        .env_remove("LAGOON_SKIP_LOG")
+        .stdout(Stdio::null())
+        .spawn()
+        .expect("this test's file runs");
+    let deadline = Instant::now() + SANITIZED_TIME_MAX;
+    let status = loop {
+        if let Some(status) = child.try_wait().expect("wait") {
+            break status;
+        }
+        if Instant::now() > deadline {
+            child.kill().expect("kill");
+            panic!("kernels did not end within {SANITIZED_TIME_MAX:?}");
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    };
+    assert!(status.success(), "a kernel touched what is not its own: {status}");
+}

@@ -1,0 +1,405 @@
+//! A [`Device`] over the host shim: host memory, the kernels, and their launches as `lagoon_cuda::kernels` plans them.
+//!
+//! It is for tests of the kernels: buffers have exactly the size that they need, so that the address sanitizer sees the first
+//! byte beyond, launches take turns in every order, and attention is cut into many small pieces.
+
+use super::shim::{ORDERS, Shim};
+use bytemuck::Pod;
+use lagoon_backend::{AttnBatch, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
+use lagoon_cuda::kernels::attention::{Buffers, DecodeClass, KvView, Plan, Precision, Tuning};
+use lagoon_cuda::kernels::linear::{Launches, Product, workspace_bytes};
+use lagoon_cuda::kernels::{Launch, pointwise, weight_ld};
+use lagoon_types::{AttentionGeometry, DType, KvShape};
+use std::ops::Range;
+
+#[derive(Debug)]
+pub(crate) struct Tensor {
+    pub(crate) data: Vec<f32>,
+    pub(crate) cols: usize,
+}
+
+/// Rows padded as [`weight_ld`] says.
+#[derive(Debug)]
+pub(crate) struct Weight {
+    data: Vec<u128>,
+    dtype: DType,
+    rows: usize,
+    cols: usize,
+}
+
+#[derive(Debug)]
+pub(crate) struct Kv {
+    shape: KvShape,
+    /// K and V of each layer, in words.
+    layers: Vec<[Vec<u32>; 2]>,
+}
+
+impl Kv {
+    fn view(&mut self, layer: usize) -> KvView {
+        let [k, v] = &mut self.layers[layer];
+        KvView {
+            k: k.as_mut_ptr() as u64,
+            v: v.as_mut_ptr() as u64,
+            token_stride: u64::from(self.shape.kv_heads * self.shape.head_dim),
+            head_stride: u64::from(self.shape.head_dim),
+        }
+    }
+}
+
+/// The planes of a store that is only read.
+fn view_of(kv: &Kv, layer: usize) -> KvView {
+    let [k, v] = &kv.layers[layer];
+    KvView {
+        k: k.as_ptr() as u64,
+        v: v.as_ptr() as u64,
+        token_stride: u64::from(kv.shape.kv_heads * kv.shape.head_dim),
+        head_stride: u64::from(kv.shape.head_dim),
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct ShimDevice {
+    shim: &'static Shim,
+    launches: u64,
+    pub(crate) tuning: Tuning,
+    plan: Plan,
+}
+
+/// Small pieces, and all shapes of the decode kernel's pipeline.
+pub(crate) const TUNING: Tuning = Tuning {
+    sms: 8,
+    classes: [
+        DecodeClass { warps: 2, stages: 4, blocks_per_sm: 1, piece_keys_min: 48 },
+        DecodeClass { warps: 4, stages: 2, blocks_per_sm: 2, piece_keys_min: 96 },
+        DecodeClass { warps: 8, stages: 3, blocks_per_sm: 2, piece_keys_min: 200 },
+    ],
+    class_keys: [64, 256],
+    precision: Precision::Exact,
+};
+
+impl ShimDevice {
+    pub(crate) fn open() -> Result<Self, String> {
+        Ok(Self { shim: Shim::get()?, launches: 0, tuning: TUNING, plan: Plan::default() })
+    }
+
+    pub(crate) fn launch<P: Pod>(&mut self, launch: &Launch<P>) {
+        self.launches += 1;
+        let order = i32::try_from(self.launches % ORDERS as u64).expect("small");
+        self.shim.set_order(order, self.launches.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let params = bytemuck::bytes_of(&launch.params);
+        // SAFETY: the tests give addresses of live buffers of the sizes that kernels document.
+        let result = unsafe { self.shim.launch(launch.name, launch.grid, launch.block, launch.shared_bytes, params) };
+        if let Err(error) = result {
+            panic!("{error}");
+        }
+    }
+
+    fn per_row<P: Pod>(&mut self, name: &'static str, rows: usize, params: P) {
+        if rows > 0 {
+            self.launch(&pointwise::per_row(name, u32::try_from(rows).expect("rows"), params));
+        }
+    }
+
+    fn norm(&mut self, name: &'static str, x: &Tensor, weight: &Weight, eps: f32, rows: usize, out: &mut Tensor) {
+        let params = pointwise::NormParams {
+            x: x.data.as_ptr() as u64,
+            delta: 0,
+            weight: weight.data.as_ptr() as u64,
+            bias: 0,
+            out: out.data.as_mut_ptr() as u64,
+            cols: number(x.cols),
+            eps,
+            weight_type: u32::from(weight.dtype.code()),
+            pad: 0,
+        };
+        self.per_row(name, rows, params);
+    }
+
+    fn kv_copy(&mut self, name: &'static str, view: KvView, shape: KvShape, slot0: u32, packed: u64, tokens: usize) {
+        let params = pointwise::KvCopyParams {
+            kv: view,
+            packed,
+            slot0,
+            kv_heads: shape.kv_heads,
+            head_bytes: shape.head_dim * number(shape.dtype.size()),
+            element_bytes: number(shape.dtype.size()),
+        };
+        self.per_row(name, tokens, params);
+    }
+}
+
+pub(crate) fn number(n: usize) -> u32 {
+    u32::try_from(n).expect("fits")
+}
+
+impl Device for ShimDevice {
+    type Tensor = Tensor;
+    type Weight = Weight;
+    type Kv = Kv;
+
+    fn info(&self) -> DeviceInfo {
+        DeviceInfo { backend: "cuda", name: "host shim".to_owned(), software: true, memory_bytes: None }
+    }
+
+    fn tensor(&mut self, rows: usize, cols: usize) -> Result<Tensor, DeviceError> {
+        Ok(Tensor { data: vec![0.0; rows * cols], cols })
+    }
+
+    fn weight(&mut self, source: WeightSource) -> Result<Weight, DeviceError> {
+        let (rows, size) = (source.rows(), source.dtype.size());
+        let (row, ld) = (source.cols * size, weight_ld(source.cols, size) * size);
+        let mut data = vec![0u128; rows * ld / 16];
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut data);
+        let from = source.parts.iter().flat_map(|(_, bytes)| bytes.chunks_exact(row));
+        bytes.chunks_exact_mut(ld).zip(from).for_each(|(to, from)| to[..row].copy_from_slice(from));
+        Ok(Weight { data, dtype: source.dtype, rows, cols: source.cols })
+    }
+
+    fn kv(&mut self, shape: KvShape, slots: usize) -> Result<Kv, DeviceError> {
+        let plane = || vec![0u32; (slots * shape.layer_token_bytes() / 2).div_ceil(4)];
+        Ok(Kv { shape, layers: (0..shape.layers).map(|_| [plane(), plane()]).collect() })
+    }
+
+    fn write(&mut self, tensor: &mut Tensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
+        tensor.data[row0 * tensor.cols..][..data.len()].copy_from_slice(data);
+        Ok(())
+    }
+
+    fn read(
+        &mut self,
+        tensor: &Tensor,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        rows.for_each(|row| out.extend_from_slice(&tensor.data[row * tensor.cols..][cols.clone()]));
+        Ok(())
+    }
+
+    fn kv_write(&mut self, kv: &mut Kv, layer: usize, slot0: u32, bytes: &[u8]) -> Result<(), DeviceError> {
+        let (shape, view) = (kv.shape, kv.view(layer));
+        self.kv_copy("kv_unpack", view, shape, slot0, bytes.as_ptr() as u64, bytes.len() / shape.layer_token_bytes());
+        Ok(())
+    }
+
+    fn kv_read(
+        &mut self,
+        kv: &Kv,
+        layer: usize,
+        slot0: u32,
+        tokens: u32,
+        out: &mut Vec<u8>,
+    ) -> Result<(), DeviceError> {
+        // A buffer of its own: where `out` ends is aligned to nothing.
+        let mut packed = vec![0u32; (tokens as usize * kv.shape.layer_token_bytes()).div_ceil(4)];
+        let at = packed.as_mut_ptr() as u64;
+        self.kv_copy("kv_pack", view_of(kv, layer), kv.shape, slot0, at, tokens as usize);
+        out.extend_from_slice(&bytemuck::cast_slice(&packed)[..tokens as usize * kv.shape.layer_token_bytes()]);
+        Ok(())
+    }
+
+    fn sync(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn embed(&mut self, table: &Weight, ids: &[u32], out: &mut Tensor) -> Result<(), DeviceError> {
+        let params = pointwise::EmbedParams {
+            table: table.data.as_ptr() as u64,
+            ids: ids.as_ptr() as u64,
+            out: out.data.as_mut_ptr() as u64,
+            cols: number(table.cols),
+            ld: number(weight_ld(table.cols, table.dtype.size())),
+            table_type: u32::from(table.dtype.code()),
+            add: 0,
+        };
+        self.per_row("embed", ids.len(), params);
+        Ok(())
+    }
+
+    fn rms_norm(
+        &mut self,
+        x: &Tensor,
+        weight: &Weight,
+        eps: f32,
+        rows: usize,
+        out: &mut Tensor,
+    ) -> Result<(), DeviceError> {
+        self.norm("rms_norm", x, weight, eps, rows, out);
+        Ok(())
+    }
+
+    fn layer_norm(
+        &mut self,
+        x: &Tensor,
+        weight: &Weight,
+        eps: f32,
+        rows: usize,
+        out: &mut Tensor,
+    ) -> Result<(), DeviceError> {
+        self.norm("layer_norm", x, weight, eps, rows, out);
+        Ok(())
+    }
+
+    fn matmul(
+        &mut self,
+        x: &Tensor,
+        weight: &Weight,
+        rows: usize,
+        mode: Mode,
+        out: &mut Tensor,
+    ) -> Result<(), DeviceError> {
+        let product = Product {
+            x: x.data.as_ptr() as u64,
+            x_stride: number(x.cols),
+            w: weight.data.as_ptr() as u64,
+            dtype: weight.dtype,
+            bias: 0,
+            out: out.data.as_mut_ptr() as u64,
+            out_stride: number(out.cols),
+            rows: number(rows),
+            n: number(weight.rows),
+            k: number(weight.cols),
+            add: mode == Mode::Add,
+        };
+        self.product(&product);
+        Ok(())
+    }
+
+    fn rope_append(
+        &mut self,
+        qkv: &mut Tensor,
+        rope: &Tensor,
+        geometry: AttentionGeometry,
+        slots: &[u32],
+        kv: &mut Kv,
+        layer: usize,
+    ) -> Result<(), DeviceError> {
+        let params = pointwise::RopeParams {
+            qkv: qkv.data.as_mut_ptr() as u64,
+            rope: rope.data.as_ptr() as u64,
+            slots: slots.as_ptr() as u64,
+            kv: kv.view(layer),
+            heads: geometry.heads,
+            kv_heads: geometry.kv_heads,
+            head_dim: geometry.head_dim,
+            kv_type: u32::from(kv.shape.dtype.code()),
+        };
+        self.per_row("rope_append", slots.len(), params);
+        Ok(())
+    }
+
+    fn attention(
+        &mut self,
+        q: &Tensor,
+        batch: &AttnBatch<'_>,
+        kv: &Kv,
+        layer: usize,
+        out: &mut Partials<Tensor>,
+    ) -> Result<(), DeviceError> {
+        batch.fill_counts(&mut out.count);
+        let view = view_of(kv, layer);
+        let dtype = kv.shape.dtype;
+        let mut plan = std::mem::take(&mut self.plan);
+        plan.make(batch, dtype, view.is_aligned(dtype.size() as u64), &self.tuning);
+        let mut bytes = Vec::new();
+        plan.bytes(&mut bytes);
+        let mut uploaded = vec![0u32; bytes.len() / 4];
+        bytemuck::cast_slice_mut(&mut uploaded).copy_from_slice(&bytes);
+        let heads = batch.geometry.heads;
+        let slopes: Vec<f32> = batch.alibi.iter().flat_map(|alibi| alibi.slopes(heads)).collect();
+        let pieces = plan.piece_rows as usize;
+        let (mut piece_out, mut piece_lse) =
+            (vec![f32::NAN; pieces * batch.geometry.q_dim()], vec![f32::NAN; pieces * heads as usize]);
+        let buffers = Buffers {
+            plan: uploaded.as_ptr() as u64,
+            q: q.data.as_ptr() as u64,
+            q_stride: number(q.cols),
+            slopes: if slopes.is_empty() { 0 } else { slopes.as_ptr() as u64 },
+            out: out.out.data.as_mut_ptr() as u64,
+            lse: out.lse.data.as_mut_ptr() as u64,
+            piece_out: piece_out.as_mut_ptr() as u64,
+            piece_lse: piece_lse.as_mut_ptr() as u64,
+        };
+        for launch in plan.launches(&buffers, view) {
+            self.launch(&launch);
+        }
+        if let Some(merge) = plan.merge(&buffers) {
+            self.launch(&merge);
+        }
+        self.plan = plan;
+        Ok(())
+    }
+
+    fn merge(
+        &mut self,
+        acc: &mut Partials<Tensor>,
+        other: &Partials<Tensor>,
+        geometry: AttentionGeometry,
+    ) -> Result<(), DeviceError> {
+        let params = pointwise::MergeParams {
+            acc_out: acc.out.data.as_mut_ptr() as u64,
+            acc_lse: acc.lse.data.as_mut_ptr() as u64,
+            out: other.out.data.as_ptr() as u64,
+            lse: other.lse.data.as_ptr() as u64,
+            acc_count: acc.count.as_ptr() as u64,
+            count: other.count.as_ptr() as u64,
+            heads: geometry.heads,
+            head_dim: geometry.head_dim,
+        };
+        self.per_row("merge", other.count.len(), params);
+        acc.count.iter_mut().zip(&other.count).for_each(|(acc, other)| *acc += other);
+        Ok(())
+    }
+
+    fn silu_mul(&mut self, x: &Tensor, rows: usize, out: &mut Tensor) -> Result<(), DeviceError> {
+        let params = pointwise::GateParams {
+            x: x.data.as_ptr() as u64,
+            out: out.data.as_mut_ptr() as u64,
+            n: number(out.cols),
+            pad: 0,
+        };
+        self.launch(&pointwise::silu_mul(number(rows), params));
+        Ok(())
+    }
+
+    fn gelu(&mut self, x: &Tensor, rows: usize, out: &mut Tensor) -> Result<(), DeviceError> {
+        let params = pointwise::GeluParams {
+            x: x.data.as_ptr() as u64,
+            out: out.data.as_mut_ptr() as u64,
+            count: (rows * x.cols) as u64,
+            tanh: 0,
+            pad: 0,
+        };
+        self.launch(&pointwise::gelu(params));
+        Ok(())
+    }
+
+    fn gather_rows(&mut self, x: &Tensor, rows: &[u32], out: &mut Tensor) -> Result<(), DeviceError> {
+        let params = pointwise::GatherParams {
+            x: x.data.as_ptr() as u64,
+            rows: rows.as_ptr() as u64,
+            out: out.data.as_mut_ptr() as u64,
+            cols: number(x.cols),
+            pad: 0,
+        };
+        self.per_row("gather_rows", rows.len(), params);
+        Ok(())
+    }
+}
+
+impl ShimDevice {
+    /// Runs a product with scratch of exactly the size that it asks for.
+    pub(crate) fn product(&mut self, product: &Product) {
+        let sms = self.tuning.sms;
+        let bytes = workspace_bytes(product.rows, product.n, product.k, product.dtype, sms);
+        let mut workspace = vec![u128::MAX; usize::try_from(bytes.div_ceil(16)).expect("fits")];
+        match product.launches(workspace.as_mut_ptr() as u64, self.tuning.precision, sms) {
+            Launches::Stream(launch) => self.launch(&launch),
+            Launches::Tiles { split, gemm, reduce } => {
+                split.iter().for_each(|launch| self.launch(launch));
+                self.launch(&gemm);
+                reduce.iter().for_each(|launch| self.launch(launch));
+            }
+        }
+    }
+}

@@ -1,0 +1,4 @@
+//! What tests of the kernels share.
+
+pub(crate) mod device;
+pub(crate) mod shim;

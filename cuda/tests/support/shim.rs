@@ -1,0 +1,140 @@
+//! The host shim as a library: kernels compiled for the CPU, launched by name (cuda/shim).
+//!
+//! It is compiled once for each state of its sources with `c++`, into this target folder. With the environment variable
+//! `LAGOON_SHIM_SANITIZE` it is compiled with the address sanitizer, whose runtime must then be preloaded.
+
+use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_uint, c_void};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+/// Set for a process that runs under the address sanitizer.
+pub(crate) const SANITIZE: &str = "LAGOON_SHIM_SANITIZE";
+
+/// How lanes and warps take turns; see cuda/shim/shim.cpp.
+pub(crate) const ORDERS: c_int = 4;
+
+fn sources(dir: &Path, out: &mut Vec<PathBuf>) {
+    let entries = std::fs::read_dir(dir).expect("the kernels' folder is readable");
+    for path in entries.map(|entry| entry.expect("an entry").path()) {
+        if path.is_dir() {
+            sources(&path, out);
+        } else if path.extension().is_some_and(|e| ["cu", "cuh", "cpp", "h"].iter().any(|x| e == OsStr::new(x))) {
+            out.push(path);
+        }
+    }
+}
+
+/// The compiled shim; an error, for people, where there is no compiler.
+pub(crate) fn library() -> Result<PathBuf, String> {
+    let sanitize = std::env::var_os(SANITIZE).is_some();
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut files = Vec::new();
+    sources(&root.join("kernels"), &mut files);
+    sources(&root.join("shim"), &mut files);
+    files.sort();
+    let mut hash = DefaultHasher::new();
+    for file in &files {
+        std::fs::read(file).expect("a source is readable").hash(&mut hash);
+    }
+    let kind = if sanitize { "asan" } else { "plain" };
+    let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("shim-{kind}-{:016x}.so", hash.finish()));
+    if out.exists() {
+        return Ok(out);
+    }
+    // Tests of several binaries may compile at once: each its own file, renamed when it is whole.
+    let scratch = out.with_extension(format!("{}.tmp", std::process::id()));
+    let mut command = Command::new("c++");
+    command.args(["-std=c++17", "-fPIC", "-shared", "-g1", "-DLAGOON_SHIM", "-Wall", "-Wextra", "-Werror"]);
+    command.args(["-Wno-unknown-pragmas", "-ffp-contract=off"]);
+    command.args(if sanitize { ["-O1", "-fsanitize=address"] } else { ["-O2", "-pthread"] });
+    command.arg("-o").arg(&scratch).arg(root.join("shim/shim.cpp"));
+    command.args(["-x", "c++"]).arg(root.join("kernels/all.cu"));
+    // A preloaded sanitizer is for the tests, not for the compiler.
+    let output = command.env_remove("LD_PRELOAD").output().map_err(|e| format!("no C++ compiler: {e}"))?;
+    assert!(output.status.success(), "the shim does not compile:\n{}", String::from_utf8_lossy(&output.stderr));
+    std::fs::rename(&scratch, &out).expect("the shim is put in place");
+    Ok(out)
+}
+
+/// The sanitizer's runtime, to be preloaded.
+pub(crate) fn sanitizer() -> Option<PathBuf> {
+    let output = Command::new("c++").arg("-print-file-name=libasan.so").output().ok()?;
+    let path = PathBuf::from(String::from_utf8_lossy(&output.stdout).trim());
+    path.is_absolute().then_some(path)
+}
+
+type LaunchFn = unsafe extern "C" fn(*const c_char, *const c_uint, *const c_uint, c_uint, *mut *mut c_void) -> c_int;
+
+/// The loaded shim.
+#[derive(Debug)]
+pub(crate) struct Shim {
+    launch: LaunchFn,
+    order: unsafe extern "C" fn(c_int, u64),
+    error: unsafe extern "C" fn() -> *const c_char,
+    params_bytes: unsafe extern "C" fn(*const c_char) -> usize,
+}
+
+impl Shim {
+    /// The shim of this process.
+    pub(crate) fn get() -> Result<&'static Self, String> {
+        static SHIM: OnceLock<Result<Shim, String>> = OnceLock::new();
+        SHIM.get_or_init(Self::open).as_ref().map_err(Clone::clone)
+    }
+
+    fn open() -> Result<Self, String> {
+        let path = library()?;
+        // SAFETY: the library is ours; its initialisers register kernels. It is never unloaded.
+        let library = Box::leak(Box::new(unsafe { libloading::Library::new(path) }.map_err(|e| e.to_string())?));
+        // SAFETY: the types are those of cuda/shim/shim.cpp.
+        unsafe {
+            Ok(Self {
+                launch: *library.get(b"lagoon_shim_launch").map_err(|e| e.to_string())?,
+                order: *library.get(b"lagoon_shim_order").map_err(|e| e.to_string())?,
+                error: *library.get(b"lagoon_shim_error").map_err(|e| e.to_string())?,
+                params_bytes: *library.get(b"lagoon_shim_params_bytes").map_err(|e| e.to_string())?,
+            })
+        }
+    }
+
+    /// Bytes of a kernel's parameter; 0 where there is none of this name.
+    pub(crate) fn params_bytes(&self, name: &str) -> usize {
+        let name = CString::new(name).expect("no NUL in a name");
+        // SAFETY: a string that outlives the call.
+        unsafe { (self.params_bytes)(name.as_ptr()) }
+    }
+
+    /// How this thread's next launches take turns.
+    pub(crate) fn set_order(&self, order: c_int, seed: u64) {
+        // SAFETY: sets two numbers.
+        unsafe { (self.order)(order, seed) }
+    }
+
+    /// Launches a kernel and waits for it.
+    ///
+    /// # Safety
+    /// The addresses in `params` must be those of memory that the kernel may access as it documents.
+    pub(crate) unsafe fn launch(
+        &self,
+        name: &str,
+        grid: [u32; 3],
+        block: u32,
+        shared_bytes: u32,
+        params: &[u8],
+    ) -> Result<(), String> {
+        assert_eq!(self.params_bytes(name), params.len(), "the parameter of {name}");
+        let name = CString::new(name).expect("no NUL in a name");
+        let block = [block, 1, 1];
+        let mut args = [params.as_ptr().cast_mut().cast::<c_void>()];
+        // SAFETY: arrays of the lengths that the shim reads; it only reads the parameter.
+        let code =
+            unsafe { (self.launch)(name.as_ptr(), grid.as_ptr(), block.as_ptr(), shared_bytes, args.as_mut_ptr()) };
+        if code == 0 {
+            return Ok(());
+        }
+        // SAFETY: a string that the shim keeps until this thread's next launch.
+        let error = unsafe { CStr::from_ptr((self.error)()) };
+        Err(format!("{}: {} ({code})", name.to_string_lossy(), error.to_string_lossy()))
+    }
+}
