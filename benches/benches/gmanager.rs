@@ -88,6 +88,7 @@ fn register(i: u32) -> Register {
         kv_dtype: DType::F16.code().into(),
         block_tokens: 32,
         window: 0,
+        alibi_bias_max: 0,
     };
     let batches = [(1, 12_000.0), (16, 14_000.0), (64, 22_000.0), (256, 60_000.0)];
     Register {

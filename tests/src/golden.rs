@@ -4,7 +4,7 @@ use serde::Deserialize;
 use std::path::PathBuf;
 
 /// Every golden that has its model beside it.
-pub const MODELS: [&str; 10] = [
+pub const MODELS: [&str; 12] = [
     "bf16",
     "f16",
     "head_dim_64",
@@ -12,6 +12,8 @@ pub const MODELS: [&str; 10] = [
     "llama3_new",
     "llama3_old",
     "mistral_window",
+    "mpt",
+    "mpt_f16",
     "sharded",
     "tied_sentencepiece",
     "yi",

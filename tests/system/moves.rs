@@ -32,8 +32,13 @@ fn run_to_token(world: &mut World, request: usize, tokens: usize) {
 
 /// Orders a move and runs until it is over.
 fn moved(world: &mut World, request: usize, blocks: u32, source: usize, target: usize) {
+    moved_from(world, request, None, blocks, source, target);
+}
+
+/// The same, of blocks from `first` on.
+fn moved_from(world: &mut World, request: usize, first: Option<u32>, blocks: u32, source: usize, target: usize) {
     let node = world.requests[request].node;
-    world.order(request, blocks, source, target);
+    world.order_from(request, first, blocks, source, target);
     world.run_until(|w| moves(w, node).in_progress == 0);
     assert!(!world.requests[request].is_over(), "it ended before its blocks had moved");
 }
@@ -64,6 +69,80 @@ fn blocks_move_in_every_direction_while_their_sequence_decodes() {
         let diff = assert_equals_single(&format!("{remote:?}"), &world, &pool());
         println!("largest difference {diff:e}");
         assert!(!world.requests[beside].is_over() || world.requests[beside].tokens.len() == 60);
+        world.check_empty();
+    }
+}
+
+/// Blocks leave the middle of a run, at the debtor, at a creditor on their way home and on their way to another one, so
+/// that what was one run is several, whose positions decide what biases by distance make of them.
+#[test]
+fn blocks_leave_the_middle_of_a_run() {
+    for name in ["llama3_old", "mpt"] {
+        let pool = PoolSpec::golden(name, 4);
+        for remote in [RemotePolicy::Ship, RemotePolicy::Fetch] {
+            let spec = |blocks| Spec { remote, ..Spec::cpu(blocks) };
+            let mut world = World::pool(pool.clone(), None, &[spec(40), spec(30), spec(30)]);
+            let request = world.submit(0, greedy(prompt(215, 60, 128), 60));
+            run_to_token(&mut world, request, 2);
+            // Of 15 blocks, 3 to 11 lie at one creditor.
+            moved_from(&mut world, request, Some(3), 8, 0, 1);
+            // 5 and 6 come home, and 8 goes on to the other creditor.
+            moved_from(&mut world, request, Some(5), 2, 1, 0);
+            assert_eq!(placed(&world, request)[&1], 6);
+            moved_from(&mut world, request, Some(8), 1, 1, 2);
+            assert_eq!((placed(&world, request)[&1], placed(&world, request)[&2]), (5, 1));
+            // From a hole that was filled, and from before it.
+            moved_from(&mut world, request, Some(6), 1, 0, 2);
+            moved_from(&mut world, request, Some(1), 1, 0, 2);
+            assert_eq!((placed(&world, request)[&1], placed(&world, request)[&2]), (5, 3));
+            let tokens = world.requests[request].tokens.len();
+            run_to_token(&mut world, request, tokens + 8);
+            // What is left there from 9 on is two blocks.
+            moved_from(&mut world, request, Some(9), 9, 1, 0);
+            moved(&mut world, request, 9, 2, 0);
+            assert_eq!((placed(&world, request)[&1], placed(&world, request).get(&2)), (3, None));
+            let status = moves(&world, 0);
+            assert_eq!((status.blocks_out, status.blocks_home, status.blocks_between), (10, 7, 1), "{status:?}");
+            assert_eq!(
+                (status.refused, status.damaged, status.cut_short),
+                (0, 0, 2),
+                "twice there were fewer than nine"
+            );
+            world.run();
+            assert_equals_single(&format!("{name}, {remote:?}"), &world, &pool);
+            world.check_empty();
+        }
+    }
+}
+
+/// The same under a window that moves on meanwhile, over whatever has left the middle of the run.
+#[test]
+fn blocks_leave_the_middle_of_a_run_under_a_window() {
+    let pool = PoolSpec::golden("mistral_window", 2);
+    for remote in [RemotePolicy::Ship, RemotePolicy::Fetch] {
+        let spec = || Spec { remote, ..Spec::cpu(60) };
+        let mut world = World::pool(pool.clone(), None, &[spec(), spec()]);
+        let request = world.submit(0, greedy(prompt(216, 40, 144), 100));
+        let mut split = 0;
+        while !world.requests[request].is_over() && world.requests[request].tokens.len() < 80 {
+            let tokens = world.requests[request].tokens.len();
+            run_to_token(&mut world, request, tokens + 3);
+            // The oldest block that is seen whole, now and two tokens later.
+            let first = |w: &World| (40 + w.requests[request].tokens.len() as u32 + 2 - 16) / 2 + 1;
+            let run = first(&world);
+            moved_from(&mut world, request, Some(run), 4, 0, 1);
+            let (there, home) = (placed(&world, request).get(&1).copied(), moves(&world, 0).blocks_home);
+            let middle = first(&world) + 1;
+            moved_from(&mut world, request, Some(middle), 1, 1, 0);
+            // One came home from between blocks that stayed and are in sight.
+            let came = moves(&world, 0).blocks_home > home;
+            let seen = run..run + 4;
+            split += u32::from(there == Some(4) && came && seen.contains(&(middle + 1)) && first(&world) < middle);
+            moved(&mut world, request, 9, 1, 0);
+        }
+        assert!(split >= 3, "{split} runs were split within the window: {:?}", moves(&world, 0));
+        world.run();
+        assert_equals_single(&format!("window, {remote:?}"), &world, &pool);
         world.check_empty();
     }
 }
@@ -238,8 +317,7 @@ fn random_moves_say_what_one_instance_says() {
     let mut total = MoveStatus::default();
     for seed in 0..14 {
         let mut rng = Rng(0x5eed_0000 + seed);
-        let windowed = seed % 3 == 2;
-        let pool = PoolSpec::golden(if windowed { "mistral_window" } else { "llama3_old" }, 4);
+        let pool = PoolSpec::golden(["llama3_old", "mpt", "mistral_window"][seed as usize % 3], 4);
         let specs: Vec<Spec> = (0..3)
             .map(|_| Spec {
                 remote: if rng.below(2) == 0 { RemotePolicy::Ship } else { RemotePolicy::Fetch },
@@ -260,7 +338,8 @@ fn random_moves_say_what_one_instance_says() {
                 0 if source != target => world.cut(source, target, 200),
                 1 if seed % 4 == 1 && !world.requests[request].is_over() => world.cancel(request),
                 _ if !world.requests[request].is_over() => {
-                    world.order(request, 1 + rng.below(6) as u32, source, target);
+                    let first = (rng.below(3) == 0).then(|| rng.below(14) as u32);
+                    world.order_from(request, first, 1 + rng.below(6) as u32, source, target);
                 }
                 _ => {}
             }

@@ -205,6 +205,33 @@ fn decoding_outgrows_its_instance() {
     world.check_empty();
 }
 
+/// Biases by distance come from the positions that runs and queries carry: prompts that are lent, growth, and a kv node
+/// that has no weights, with queries that travel and with KV that does.
+#[test]
+fn biases_by_distance_are_the_same_wherever_the_kv_lies() {
+    let pool = PoolSpec::golden("mpt", 4);
+    for remote in [RemotePolicy::Ship, RemotePolicy::Fetch, RemotePolicy::Auto] {
+        let spec = |blocks| Spec { remote, step_rows: 10, ..Spec::cpu(blocks) };
+        let kv = Spec { role: Role::Kv, ..spec(14) };
+        let mut world = World::pool(pool.clone(), None, &[spec(6), spec(12), kv]);
+        let lent = world.submit(0, greedy(prompt(60, 90, 140), 6));
+        run_to_token(&mut world, lent, 1);
+        assert_eq!(placement(&world, 0).1.len(), 2, "both lend");
+        world.run();
+        let grown = world.submit(0, greedy(prompt(61, 18, 140), 60));
+        run_to_token(&mut world, grown, 1);
+        assert!(placement(&world, 0).1.is_empty(), "the prompt fits");
+        run_to_token(&mut world, grown, 50);
+        assert!(!placement(&world, 0).1.is_empty(), "it grew into others' memory");
+        world.run();
+        let travelled = if matches!(remote, RemotePolicy::Fetch) { "data" } else { "partial" };
+        assert!(world.sent(travelled).0 > 0);
+        let diff = assert_equals_single(&format!("biases, {remote:?}"), &world, &pool);
+        println!("{remote:?}: largest difference {diff:e}");
+        world.check_empty();
+    }
+}
+
 #[test]
 fn a_kv_node_lends_memory_and_attention() {
     let pool = PoolSpec::golden("llama3_old", 8);
@@ -269,6 +296,7 @@ fn wgpu_instances_equal_one() {
     let wgpu = Backend::Wgpu;
     on_backends("llama3_old", wgpu, [wgpu, wgpu], RemotePolicy::Ship);
     on_backends("mistral_window", wgpu, [wgpu, wgpu], RemotePolicy::Fetch);
+    on_backends("mpt", wgpu, [wgpu, wgpu], RemotePolicy::Ship);
 }
 
 #[test]
@@ -279,6 +307,8 @@ fn a_cpu_and_a_wgpu_instance_serve_together() {
     on_backends("llama3_old", Backend::Cpu, [Backend::Wgpu, Backend::Cpu], RemotePolicy::Ship);
     on_backends("mistral_window", Backend::Wgpu, [Backend::Cpu, Backend::Wgpu], RemotePolicy::Ship);
     on_backends("yi", Backend::Wgpu, [Backend::Cpu, Backend::Cpu], RemotePolicy::Auto);
+    on_backends("mpt", Backend::Wgpu, [Backend::Cpu, Backend::Wgpu], RemotePolicy::Ship);
+    on_backends("mpt", Backend::Cpu, [Backend::Wgpu, Backend::Wgpu], RemotePolicy::Fetch);
 }
 
 /// With KV, queries and partials in the model's own 16 bits, rounding differs with the order of sums: the tolerance is

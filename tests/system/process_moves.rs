@@ -1,13 +1,14 @@
 //! KV that moves between real processes while their sequences decode: growth over capacity, mutual borrowing, recall by
-//! a creditor and by an operator, under a window too, and creditors that are killed in the middle of a move. (No model
-//! with ALiBi is supported, so none is here.)
+//! a creditor and by an operator, also from the middle of a run, under a window and under ALiBi, and creditors that are
+//! killed in the middle of a move.
 
 use lagoon_tests::faults::{FaultPool, STEP, Watched, number, passkey, prompt};
 use lagoon_tests::golden::Golden;
 use lagoon_tests::partition::Place;
 use lagoon_tests::process::PATIENCE;
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::time::{Duration, Instant};
+use tempfile::TempDir;
 
 /// The bundled model's.
 const VOCAB: u32 = 1024;
@@ -88,20 +89,96 @@ fn growth_mutual_borrowing_and_recall() {
     pool.wait_empty();
 }
 
-/// An operator moves rBlocks out of the middle of a sequence and back while it decodes. (Under the small windows of the
-/// models here a block is behind the window before an operator's order arrives: `moves.rs` has those in process.)
+/// A golden model with a tokenizer: most have none of their own, and only token ids are looked at.
+fn golden_with_tokenizer(golden: &Golden) -> TempDir {
+    let model = tempfile::tempdir().unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(golden.dir.join(file), model.path().join(file)).unwrap();
+    }
+    let tokenizer = lagoon_tests::root().join("tests/goldens/tied_sentencepiece/tokenizer.json");
+    std::fs::copy(tokenizer, model.path().join("tokenizer.json")).unwrap();
+    model
+}
+
+/// The bundled model under a sliding window: a Mistral of the same weights.
+fn passkey_with_window(window: u32) -> TempDir {
+    let model = tempfile::tempdir().unwrap();
+    for file in ["model.safetensors", "tokenizer.json"] {
+        std::fs::copy(passkey().join(file), model.path().join(file)).unwrap();
+    }
+    let mut config: Value =
+        serde_json::from_str(&std::fs::read_to_string(passkey().join("config.json")).unwrap()).unwrap();
+    config["model_type"] = json!("mistral");
+    config["architectures"] = json!(["MistralForCausalLM"]);
+    config["sliding_window"] = json!(window);
+    std::fs::write(model.path().join("config.json"), config.to_string()).unwrap();
+    model
+}
+
+/// Gives an operator's order again and again, until it is accepted and what it moves has moved: a request that has just
+/// moved is left alone for a second, and the planner may be moving it. Returns what the debtor said then.
+fn by_hand(pool: &FaultPool, stream: &Watched, order: &[&str], counter: &str) -> Value {
+    let counter = format!("moves/{counter}");
+    let before = number(&pool.status("a"), &counter);
+    loop {
+        assert!(!stream.is_over(), "{order:?} came too late");
+        if pool.try_ask(order).is_ok() {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    pool.wait("a", &format!("{order:?}"), |s| number(s, &counter) > before && number(s, "moves/in_progress") == 0)
+}
+
+/// An operator takes rBlocks out of the middle of what was one run at a creditor: home, and to another creditor. The
+/// sequence goes on over the pieces, whose positions decide what a window and biases by distance make of them.
+#[test]
+fn rblocks_are_recalled_from_the_middle_of_a_run() {
+    const WINDOW: u32 = 512;
+    // Enough for an operator's orders, at least a second apart, while the window passes over 33 tokens in each.
+    const TOKENS: u32 = 280;
+    let mpt = golden_with_tokenizer(&Golden::load("mpt"));
+    let windowed = passkey_with_window(WINDOW);
+    // Models, their vocabularies, tokens of an rBlock and of the prompt, and the run's first rBlock: under the window the
+    // oldest ones in sight are passed by before the test ends.
+    let cases = [("ALiBi", &mpt, 140, 8, 120, 2), ("a window", &windowed, VOCAB, 16, 800, (800 - WINDOW) / 16 + 18)];
+    for (what, model, vocab, block, prompt_tokens, run) in cases {
+        let mut pool = FaultPool::without_members(model.path(), block, "127.0.0.1", Some(3 * STEP));
+        pool.start(&[("a", 100), ("b", 40), ("c", 40)].map(|(name, blocks)| (name, blocks, Place::default())));
+        let undisturbed = pool.undisturbed(128);
+        let stream = pool.watch("a", &prompt(30, prompt_tokens, vocab), TOKENS);
+        stream.wait_for(2);
+        let request = request(&pool, "a");
+        let at = |block: u32| format!("--first={block}");
+        let said = stream.tokens();
+        let out = ["kv", "move", &request, "--from=a", "--to=b", "--blocks=8", &at(run)];
+        by_hand(&pool, &stream, &out, "blocks_out");
+        assert_eq!(pool.creditors("a").get("b"), Some(&8), "{what}");
+        let home = ["kv", "recall", &request, "--from=b", "--blocks=2", &at(run + 3)];
+        by_hand(&pool, &stream, &home, "blocks_home");
+        let on = ["kv", "move", &request, "--from=b", "--to=c", "--blocks=1", &at(run + 6)];
+        let status = by_hand(&pool, &stream, &on, "blocks_between");
+        // Pieces of three, one and one rBlocks are left of eight.
+        let lent = pool.creditors("a");
+        assert_eq!((lent.get("b"), lent.get("c")), (Some(&5), Some(&1)), "{what}");
+        println!("{what}: three orders over {} tokens: {}", stream.tokens() - said, status["moves"]);
+        stream.wait_for(stream.tokens() + 20);
+        by_hand(&pool, &stream, &["kv", "recall", &request, "--from=c"], "blocks_home");
+        let status = by_hand(&pool, &stream, &["kv", "recall", &request, "--from=b", &at(run + 7)], "blocks_home");
+        assert!(!stream.is_over(), "{what}: it was over before its blocks had come home");
+        assert_eq!((number(&status, "moves/damaged"), number(&status, "recomputed_tokens")), (0, 0), "{what}");
+        stream.finish(what, &undisturbed);
+        pool.wait_empty();
+    }
+}
+
+/// An operator moves rBlocks from one end of a sequence to the other and back while it decodes.
 #[test]
 fn rblocks_move_by_hand() {
     let (name, sizes, prompt_tokens, max_tokens) = ("tied_sentencepiece", [("a", 20), ("b", 20), ("c", 40)], 100, 140);
     {
         let golden = Golden::load(name);
-        // It has no tokenizer of its own; only token ids are looked at.
-        let model = tempfile::tempdir().unwrap();
-        for file in ["config.json", "model.safetensors"] {
-            std::fs::copy(golden.dir.join(file), model.path().join(file)).unwrap();
-        }
-        let tokenizer = lagoon_tests::root().join("tests/goldens/tied_sentencepiece/tokenizer.json");
-        std::fs::copy(tokenizer, model.path().join("tokenizer.json")).unwrap();
+        let model = golden_with_tokenizer(&golden);
         // Slow enough for an operator: a request that was moved is left alone for a second.
         let mut pool = FaultPool::without_members(model.path(), 4, "127.0.0.1", Some(3 * STEP));
         pool.start(&sizes.map(|(name, blocks)| (name, blocks, Place::default())));

@@ -9,6 +9,7 @@ README.md beside this file describes what is written.  Everything runs on the CP
 """
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -47,7 +48,16 @@ def config_dtype(config):
 def load(directory, dtype):
     """The model of a directory, in `dtype`, with plain (eager) attention."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
-    return model.eval()
+    return honour_bias_max(model.eval())
+
+
+def honour_bias_max(model):
+    """Makes an MPT compute with its configuration's alibi_bias_max, as MosaicML's code does: transformers takes 8."""
+    if model.config.model_type == "mpt":
+        inner = model.transformer
+        bias_max = model.config.attn_config.alibi_bias_max
+        inner.build_mpt_alibi_tensor = functools.partial(inner.build_mpt_alibi_tensor, alibi_bias_max=bias_max)
+    return model
 
 
 @torch.no_grad()
@@ -76,20 +86,23 @@ def randomise(model, seed):
         noise = torch.randn(weight.shape, generator=generator)
         if weight.dim() == 1:
             weight.copy_(1 + 0.2 * noise)
-        elif "embed_tokens" in name:
+        elif "embed_tokens" in name or "wte" in name:
             weight.copy_(0.5 * noise)
         else:
             # Peaked attention, and layers that outweigh the embedding: otherwise the model would repeat its last token.
-            gain = (
-                1.5 if "q_proj" in name or "k_proj" in name else 2.0 if "o_proj" in name or "down_proj" in name else 1.0
-            )
+            gains = {"q_proj": 1.5, "k_proj": 1.5, "o_proj": 2.0, "out_proj": 2.0, "down_proj": 2.0}
+            gain = gains.get(name.split(".")[-2], 1.0)
             weight.copy_(noise * gain * weight.shape[1] ** -0.5)
+            if "Wqkv" in name:
+                # Its first two thirds are q and k.
+                weight[: 2 * weight.shape[1]] *= gains["q_proj"]
 
 
 @torch.no_grad()
 def scale_logits(model, tokens):
     """Scale the last norm so that the logits' standard deviation is LOGIT_STD (that works for tied weights too)."""
-    model.model.norm.weight.mul_(LOGIT_STD / float(logits_of(model, tokens).std()))
+    norm = model.transformer.norm_f if hasattr(model, "transformer") else model.model.norm
+    norm.weight.mul_(LOGIT_STD / float(logits_of(model, tokens).std()))
 
 
 def write_weights(directory, model, dtype, shards, tied):
@@ -142,16 +155,13 @@ def make(name, spec, out_root, seed):
     generator = torch.Generator().manual_seed(seed)
     tokens = [1] + torch.randint(3, config["vocab_size"], (spec["tokens"] - 1,), generator=generator).tolist()
 
-    model = (
-        AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.from_pretrained(directory), attn_implementation="eager"
-        )
-        .float()
-        .eval()
+    model = AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(directory), attn_implementation="eager"
     )
+    model = honour_bias_max(model.float().eval())
     randomise(model, seed)
     scale_logits(model, tokens)
-    write_weights(directory, model, dtype, spec.get("shards", 1), config["tie_word_embeddings"])
+    write_weights(directory, model, dtype, spec.get("shards", 1), config.get("tie_word_embeddings", True))
 
     # From here on only what is on disk counts.
     model = load(directory, torch.float32)

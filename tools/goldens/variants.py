@@ -15,6 +15,20 @@ LLAMA3_ROPE = {
 }
 
 
+MPT_ATTENTION = {
+    "alibi": True,
+    "alibi_bias_max": 8,
+    "attn_impl": "torch",
+    "attn_pdrop": 0,
+    "attn_type": "multihead_attention",
+    "attn_uses_sequence_id": False,
+    "clip_qkv": None,
+    "prefix_lm": False,
+    "qk_ln": False,
+    "softmax_scale": None,
+}
+
+
 def llama(**shape):
     """A Llama configuration in the spelling of transformers 4 (top-level rope_theta, torch_dtype)."""
     base = {
@@ -35,6 +49,42 @@ def llama(**shape):
     }
     base.update(shape)
     return base
+
+
+def mpt(vocab, hidden, layers, heads, attn_config):
+    """An MPT configuration in the spelling of transformers 5."""
+    return {
+        "architectures": ["MptForCausalLM"],
+        "model_type": "mpt",
+        "vocab_size": vocab,
+        "d_model": hidden,
+        "n_layers": layers,
+        "n_heads": heads,
+        "expansion_ratio": 4,
+        "max_seq_len": 512,
+        "layer_norm_epsilon": 1e-5,
+        "attn_config": {**MPT_ATTENTION, **attn_config},
+        "learned_pos_emb": True,
+        "no_bias": True,
+        "norm_type": "low_precision_layernorm",
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": "float32",
+        "use_cache": True,
+    }
+
+
+def _mosaic_spelling():
+    """As MosaicML's files on the hub are: another class's name, no epsilon and no word of the tied table."""
+    config = mpt(136, 40, 2, 4, {"alibi_bias_max": 4})
+    config["architectures"] = ["MPTForCausalLM"]
+    config["torch_dtype"] = "float16"
+    config["init_config"] = {"name": "kaiming_normal_", "verbose": 0}
+    config["logit_scale"] = None
+    for field in ("dtype", "layer_norm_epsilon", "tie_word_embeddings"):
+        del config[field]
+    return config
 
 
 def shape(vocab, hidden, inter, layers, heads, kv_heads, head_dim=None):
@@ -136,5 +186,24 @@ VARIANTS = {
         "config": llama(**shape(128, 64, 100, 2, 4, 2, 64), torch_dtype="float16"),
         "tokens": 50,
         "mutants": {"theta": {"rope_theta": 20000.0}},
+    },
+    "mpt": {
+        "shows": "MPT: attention with linear biases for six heads (no power of two), layer norms, GELU, tied embeddings",
+        "config": mpt(140, 48, 2, 6, {}),
+        "tokens": 70,
+        "mutants": {
+            "no_biases": {"attn_config": {**MPT_ATTENTION, "alibi_bias_max": 400}},
+            "bias_max": {"attn_config": {**MPT_ATTENTION, "alibi_bias_max": 9}},
+            "eps": {"layer_norm_epsilon": 1e-2},
+        },
+    },
+    "mpt_f16": {
+        "shows": "MPT: f16 weights, another alibi_bias_max, configuration spelled as MosaicML does",
+        "config": _mosaic_spelling(),
+        "tokens": 60,
+        "mutants": {
+            "no_biases": {"attn_config": {**MPT_ATTENTION, "alibi_bias_max": 400}},
+            "bias_max": {"attn_config": MPT_ATTENTION},
+        },
     },
 }

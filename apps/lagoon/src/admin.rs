@@ -55,6 +55,8 @@ pub(crate) enum Order {
         target: u32,
         #[serde(default)]
         dry_run: bool,
+        #[serde(default)]
+        first: Option<u32>,
     },
     Placements {},
     Plan {},
@@ -64,8 +66,8 @@ impl From<Order> for AdminBody {
     fn from(order: Order) -> Self {
         match order {
             Order::Drain { instance, cancel, stop } => Self::Drain(AdminDrain { instance, cancel, stop }),
-            Order::Move { debtor, seq, blocks, source, target, dry_run } => {
-                Self::Move(AdminMove { debtor, seq, blocks, source, target, dry_run })
+            Order::Move { debtor, seq, blocks, source, target, dry_run, first } => {
+                Self::Move(AdminMove { debtor, seq, blocks, source, target, dry_run, first })
             }
             Order::Placements {} => Self::Placements(AdminPlacements {}),
             Order::Plan {} => Self::Plan(AdminPlan {}),
@@ -213,13 +215,13 @@ mod tests {
 
     #[test]
     fn orders_are_read_as_they_are_written() {
-        let moves = Order::Move { debtor: 1, seq: 7, blocks: 3, source: 2, target: 1, dry_run: true };
+        let moves = Order::Move { debtor: 1, seq: 7, blocks: 3, source: 2, target: 1, dry_run: true, first: Some(4) };
         for order in [moves, Order::Drain { instance: 4, cancel: false, stop: true }, Order::Plan {}] {
             let text = serde_json::to_string(&order).unwrap();
             assert_eq!(serde_json::from_str::<Order>(&text).unwrap(), order, "{text}");
         }
         let short: Order = serde_json::from_str(r#"{"move": {"debtor": 1, "seq": 7}}"#).unwrap();
         let AdminBody::Move(m) = short.into() else { panic!("{short:?}") };
-        assert_eq!((m.debtor, m.seq, m.blocks, m.target, m.dry_run), (1, 7, 0, 0, false));
+        assert_eq!((m.debtor, m.seq, m.blocks, m.target, m.dry_run, m.first), (1, 7, 0, 0, false, None));
     }
 }

@@ -29,6 +29,10 @@ enum KvCommand {
         /// rBlocks to move [default: as many as there are].
         #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
         blocks: u32,
+        /// The sequence's first rBlock that may move, from 0; the next ones there follow [default: the oldest of those that leave the
+        /// instance that runs the request, the newest of others].
+        #[arg(long, value_name = "BLOCK")]
+        first: Option<u32>,
         /// Name or number of the instance that has them.
         #[arg(long, value_name = "INSTANCE")]
         from: String,
@@ -46,6 +50,9 @@ enum KvCommand {
         /// rBlocks to bring back [default: as many as there are].
         #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
         blocks: u32,
+        /// The sequence's first rBlock that may come back, from 0; the next ones there follow [default: the newest].
+        #[arg(long, value_name = "BLOCK")]
+        first: Option<u32>,
         /// Name or number of the instance to take them from [default: the one that has most].
         #[arg(long, value_name = "INSTANCE")]
         from: Option<String>,
@@ -63,18 +70,20 @@ pub(crate) async fn run(args: KvArgs) -> anyhow::Result<()> {
     let (order, dry) = match &args.command {
         KvCommand::Ls => (Order::Placements {}, false),
         KvCommand::Plan => (Order::Plan {}, true),
-        KvCommand::Move { request, blocks, from, to, dry_run } => {
+        KvCommand::Move { request, blocks, first, from, to, dry_run } => {
             let (debtor, seq) = parse_request(&mut operator, request).await?;
             let (source, target) = (operator.find(from).await?.instance, operator.find(to).await?.instance);
-            (Order::Move { debtor, seq, blocks: *blocks, source, target, dry_run: *dry_run }, *dry_run)
+            let (blocks, first, dry_run) = (*blocks, *first, *dry_run);
+            (Order::Move { debtor, seq, blocks, source, target, dry_run, first }, dry_run)
         }
-        KvCommand::Recall { request, blocks, from, dry_run } => {
+        KvCommand::Recall { request, blocks, first, from, dry_run } => {
             let (debtor, seq) = parse_request(&mut operator, request).await?;
             let source = match from {
                 Some(from) => operator.find(from).await?.instance,
                 None => 0,
             };
-            (Order::Move { debtor, seq, blocks: *blocks, source, target: 0, dry_run: *dry_run }, *dry_run)
+            let (blocks, first, dry_run) = (*blocks, *first, *dry_run);
+            (Order::Move { debtor, seq, blocks, source, target: 0, dry_run, first }, dry_run)
         }
     };
     let answer = operator.order(order).await?;

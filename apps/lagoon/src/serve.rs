@@ -311,6 +311,7 @@ fn instance_config(
         geometry: model.config.geometry,
         kv: model.config.kv_shape(sizes.kv_dtype),
         window: model.config.window,
+        alibi: model.config.alibi,
         max_positions: model.config.max_positions,
         vocab: as_u32(model.config.vocab),
         block_tokens: engine.block_tokens,

@@ -78,6 +78,7 @@ impl NodeSpec {
             geometry: model::geometry(),
             kv: model::kv_shape(),
             window: pool.window,
+            alibi: None,
             max_positions: pool.max_positions,
             vocab: model::VOCAB,
             block_tokens: pool.block_tokens,

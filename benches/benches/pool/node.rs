@@ -67,6 +67,7 @@ fn instance_config(scenario: &Scenario, blocks: u32, quic: Option<SocketAddr>) -
         geometry: model.geometry,
         kv: model.kv_shape(DType::F16),
         window: None,
+        alibi: None,
         max_positions: model.max_positions,
         vocab: as_u32(model.vocab),
         block_tokens: BLOCK_TOKENS_DEFAULT,

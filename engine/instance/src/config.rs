@@ -3,7 +3,7 @@
 use crate::cost::RemotePolicy;
 use lagoon_protocol::{Calibration, MemoryTier, PoolShape, Role};
 use lagoon_sched::SchedulerConfig;
-use lagoon_types::{AttentionGeometry, DType, KvShape, ModelHash};
+use lagoon_types::{Alibi, AttentionGeometry, DType, KvShape, ModelHash};
 
 /// See the module's documentation.
 #[derive(Clone, Debug)]
@@ -28,6 +28,8 @@ pub struct InstanceConfig {
     pub kv: KvShape,
     /// Sliding window, in tokens.
     pub window: Option<u32>,
+    /// Biases of attention by distance.
+    pub alibi: Option<Alibi>,
     /// Longest sequence that the model takes, in tokens.
     pub max_positions: u32,
     pub vocab: u32,
@@ -66,6 +68,7 @@ impl InstanceConfig {
             kv_dtype: u32::from(self.kv.dtype.code()),
             block_tokens: self.block_tokens,
             window: self.window.unwrap_or(0),
+            alibi_bias_max: self.alibi.map_or(0, |alibi| alibi.bias_max.to_bits()),
         }
     }
 }

@@ -244,6 +244,10 @@ fn shape_difference(ours: &PoolShape, theirs: &PoolShape) -> String {
             hex(&theirs.model_hash)
         );
     }
+    if ours.alibi_bias_max != theirs.alibi_bias_max {
+        let [ours, theirs] = [ours, theirs].map(|shape| f32::from_bits(shape.alibi_bias_max));
+        return format!("alibi_bias_max differs: this instance has {ours}, the peer {theirs}");
+    }
     let fields = [
         ("layers", ours.layers, theirs.layers),
         ("heads", ours.heads, theirs.heads),

@@ -1,25 +1,28 @@
 //! A model's shape, from `config.json`.
 //!
-//! Fields are read by the names and defaults of transformers' `LlamaConfig` and `MistralConfig`, in both spellings:
-//! `rope_theta`, `rope_scaling` and `torch_dtype` at the top level, or `rope_parameters` and `dtype`. Fields that have
+//! Fields are read by the names and defaults of transformers' `LlamaConfig`, `MistralConfig` and `MptConfig` (the last
+//! in [`crate::mpt`]), in both spellings: `rope_theta`, `rope_scaling` and `torch_dtype` at the top level, or `rope_parameters` and `dtype`. Fields that have
 //! a default only in code that nobody relies on (sizes, the normalisation's epsilon) are required.
 
 use crate::fields::{Fields, narrow};
 use crate::rope::RopeScaling;
-use crate::{GenerationConfig, ModelError};
+use crate::{GenerationConfig, ModelError, mpt};
 use lagoon_types::limits::{
     HEAD_DIM_MAX, HEADS_MAX, HIDDEN_MAX, INTERMEDIATE_MAX, LAYERS_MAX, SEQUENCE_TOKENS_MAX, VOCAB_MAX,
 };
-use lagoon_types::{AttentionGeometry, DType, KvShape};
+use lagoon_types::{Alibi, AttentionGeometry, DType, KvShape};
 use std::path::Path;
 
-/// Which of the supported architectures a model has. They share their layers; defaults and the window differ.
+/// Which of the supported architectures a model has. All are decoders of norm, attention, norm and feed-forward; they
+/// differ in the kind of the norms and of the feed-forward layer, in positions, the window and defaults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Family {
     /// Llama 2 and 3, Yi and everything else that says `"model_type": "llama"`.
     Llama,
     /// Mistral: Llama with an optional sliding window.
     Mistral,
+    /// MPT: layer norms, no gate in the feed-forward layer, and attention with linear biases instead of rotation.
+    Mpt,
 }
 
 impl Family {
@@ -29,32 +32,80 @@ impl Family {
         match self {
             Self::Llama => "llama",
             Self::Mistral => "mistral",
+            Self::Mpt => "mpt",
+        }
+    }
+
+    /// What normalises a block's input.
+    #[must_use]
+    pub const fn norm(self) -> Norm {
+        match self {
+            Self::Llama | Self::Mistral => Norm::Rms,
+            Self::Mpt => Norm::Layer,
+        }
+    }
+
+    /// What stands between the feed-forward layer's projections.
+    #[must_use]
+    pub const fn activation(self) -> Activation {
+        match self {
+            Self::Llama | Self::Mistral => Activation::SiluMul,
+            Self::Mpt => Activation::Gelu,
         }
     }
 }
 
-/// The shape of a decoder of the Llama family, apart from its weights. All values have been checked against each other
+/// A block's norm, which has a weight and no bias.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Norm {
+    Rms,
+    Layer,
+}
+
+/// The nonlinearity of the feed-forward layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// The first projection makes a gate, then what it lets through.
+    SiluMul,
+    Gelu,
+}
+
+impl Activation {
+    /// Width of the first projection over that of the feed-forward layer.
+    #[must_use]
+    pub const fn inputs(self) -> usize {
+        match self {
+            Self::SiluMul => 2,
+            Self::Gelu => 1,
+        }
+    }
+}
+
+/// The shape of a decoder, apart from its weights. All values have been checked against each other
 /// and against `lagoon_types::limits`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
     pub family: Family,
     /// Width of the residual stream.
     pub hidden: usize,
-    /// Width of the feed-forward layer (of gate and of up).
+    /// Width of the feed-forward layer (of gate and of up, each).
     pub intermediate: usize,
     pub layers: usize,
     pub geometry: AttentionGeometry,
     pub vocab: usize,
-    pub rms_eps: f32,
+    /// What norms add to the variance or the mean square.
+    pub norm_eps: f32,
     /// The output projection is the embedding table.
     pub tie_word_embeddings: bool,
     /// Keys that a token sees at most, itself included; `None` is all.
     pub window: Option<u32>,
+    /// Attention is biased by distance, and nothing is rotated; `None` where positions are rotary.
+    pub alibi: Option<Alibi>,
     /// Longest sequence, in tokens; never above `SEQUENCE_TOKENS_MAX`.
     pub max_positions: u32,
     /// Element type that the file claims. The tensors decide; see [`crate::Checkpoint::dtype`].
     pub dtype: Option<DType>,
-    /// Base of the rotary angles.
+    /// Base of the rotary angles, if there are any.
     pub rope_theta: f64,
     pub rope_scaling: RopeScaling,
     /// Token ids of the configuration; `generation_config.json` takes precedence (see [`GenerationConfig`]).
@@ -75,6 +126,9 @@ impl ModelConfig {
 
     fn from_fields(fields: &Fields) -> Result<Self, ModelError> {
         let family = family(fields)?;
+        if family == Family::Mpt {
+            return mpt::from_fields(fields);
+        }
         refuse_unsupported(fields)?;
         let hidden = size(fields, "hidden_size", HIDDEN_MAX)?;
         let geometry = geometry(fields, family, hidden)?;
@@ -86,10 +140,11 @@ impl ModelConfig {
             layers: size(fields, "num_hidden_layers", LAYERS_MAX)?,
             geometry,
             vocab: size(fields, "vocab_size", VOCAB_MAX)?,
-            rms_eps: rms_eps(fields)?,
+            norm_eps: eps(fields, "rms_norm_eps")?.ok_or_else(|| fields.missing("rms_norm_eps"))?,
             tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(false),
             window: window(fields, family)?,
-            max_positions: max_positions(fields)?,
+            alibi: None,
+            max_positions: max_positions(fields, "max_position_embeddings")?,
             dtype: dtype(fields)?,
             rope_theta,
             rope_scaling,
@@ -123,7 +178,8 @@ impl ModelConfig {
     pub fn parameters(&self) -> u64 {
         let (hidden, vocab) = (self.hidden as u64, self.vocab as u64);
         let (q, qkv) = (self.geometry.q_dim() as u64, self.geometry.qkv_dim() as u64);
-        let layer = 2 * hidden + hidden * qkv + q * hidden + 3 * hidden * self.intermediate as u64;
+        let projections = self.family.activation().inputs() as u64 + 1;
+        let layer = 2 * hidden + hidden * qkv + q * hidden + projections * hidden * self.intermediate as u64;
         let tables = if self.tie_word_embeddings { 1 } else { 2 };
         self.layers as u64 * layer + tables * vocab * hidden + hidden
     }
@@ -139,31 +195,34 @@ impl ModelConfig {
 }
 
 /// A required size in `1..=max`.
-fn size(fields: &Fields, field: &str, max: u32) -> Result<usize, ModelError> {
+pub(crate) fn size(fields: &Fields, field: &str, max: u32) -> Result<usize, ModelError> {
     Ok(count(fields, field, max)?.ok_or_else(|| fields.missing(field))? as usize)
 }
 
 /// A size in `1..=max`.
-fn count(fields: &Fields, field: &str, max: u32) -> Result<Option<u32>, ModelError> {
+pub(crate) fn count(fields: &Fields, field: &str, max: u32) -> Result<Option<u32>, ModelError> {
     let value = fields.count(field, u64::from(max))?;
     Ok(value.map(|n| u32::try_from(n).expect("it is at most a u32")))
 }
 
 fn family(fields: &Fields) -> Result<Family, ModelError> {
-    let hint = "supported are \"llama\" (Llama 2 and 3, Yi) and \"mistral\"";
+    let hint = "supported are \"llama\" (Llama 2 and 3, Yi), \"mistral\" and \"mpt\"";
     let family = match fields.text("model_type")?.ok_or_else(|| fields.missing("model_type"))? {
         "llama" => Family::Llama,
         "mistral" => Family::Mistral,
+        "mpt" => Family::Mpt,
         _ => return Err(fields.unsupported("model_type", hint)),
     };
-    let expected = match family {
-        Family::Llama => "LlamaForCausalLM",
-        Family::Mistral => "MistralForCausalLM",
+    // The last one is how MosaicML writes it.
+    let expected: &[&str] = match family {
+        Family::Llama => &["LlamaForCausalLM"],
+        Family::Mistral => &["MistralForCausalLM"],
+        Family::Mpt => &["MptForCausalLM", "MPTForCausalLM"],
     };
     if let Some(value) = fields.get("architectures") {
         let names = value.as_array().ok_or_else(|| fields.invalid("architectures", "it must be a list of names"))?;
-        if !names.is_empty() && !names.iter().any(|name| name.as_str() == Some(expected)) {
-            return Err(fields.unsupported("architectures", &format!("{expected} is what Lagoon serves")));
+        if !names.is_empty() && !names.iter().any(|name| name.as_str().is_some_and(|name| expected.contains(&name))) {
+            return Err(fields.unsupported("architectures", &format!("{} is what Lagoon serves", expected[0])));
         }
     }
     Ok(family)
@@ -179,14 +238,19 @@ fn refuse_unsupported(fields: &Fields) -> Result<(), ModelError> {
     if !matches!(fields.text("hidden_act")?, None | Some("silu" | "swish")) {
         return Err(fields.unsupported("hidden_act", "only \"silu\" is implemented"));
     }
-    for quantised in ["quantization_config", "compression_config"] {
-        if fields.get(quantised).is_some() {
-            return Err(fields.unsupported(quantised, "use a checkpoint in f32, f16 or bf16"));
-        }
-    }
+    refuse_quantised(fields)?;
     for (field, neutral) in [("embedding_multiplier", 1.0), ("partial_rotary_factor", 1.0)] {
         if fields.positive(field)?.is_some_and(|value| value != neutral) {
             return Err(fields.unsupported(field, "only 1 is implemented"));
+        }
+    }
+    Ok(())
+}
+
+pub(crate) fn refuse_quantised(fields: &Fields) -> Result<(), ModelError> {
+    for quantised in ["quantization_config", "compression_config"] {
+        if fields.get(quantised).is_some() {
+            return Err(fields.unsupported(quantised, "use a checkpoint in f32, f16 or bf16"));
         }
     }
     Ok(())
@@ -220,22 +284,24 @@ fn geometry(fields: &Fields, family: Family, hidden: usize) -> Result<AttentionG
     Ok(AttentionGeometry { heads: heads_u32, kv_heads, head_dim })
 }
 
-fn rms_eps(fields: &Fields) -> Result<f32, ModelError> {
-    let eps = narrow(fields.required_positive("rms_norm_eps")?);
-    if eps.is_normal() { Ok(eps) } else { Err(fields.invalid("rms_norm_eps", "it does not fit f32")) }
+/// A norm's epsilon.
+pub(crate) fn eps(fields: &Fields, field: &str) -> Result<Option<f32>, ModelError> {
+    match fields.positive(field)?.map(narrow) {
+        Some(eps) if !eps.is_normal() => Err(fields.invalid(field, "it does not fit f32")),
+        eps => Ok(eps),
+    }
 }
 
 /// Mistral's window; null is none, and an absent field is transformers' default.
 fn window(fields: &Fields, family: Family) -> Result<Option<u32>, ModelError> {
     match family {
-        Family::Llama => Ok(None),
+        Family::Llama | Family::Mpt => Ok(None),
         Family::Mistral if !fields.contains("sliding_window") => Ok(Some(4096)),
         Family::Mistral => count(fields, "sliding_window", u32::MAX),
     }
 }
 
-fn max_positions(fields: &Fields) -> Result<u32, ModelError> {
-    let field = "max_position_embeddings";
+pub(crate) fn max_positions(fields: &Fields, field: &str) -> Result<u32, ModelError> {
     let claimed = fields.required_count(field, u64::MAX)?;
     let kept = claimed.min(u64::from(SEQUENCE_TOKENS_MAX));
     if kept < claimed {
@@ -244,7 +310,7 @@ fn max_positions(fields: &Fields) -> Result<u32, ModelError> {
     Ok(u32::try_from(kept).expect("it is at most SEQUENCE_TOKENS_MAX"))
 }
 
-fn dtype(fields: &Fields) -> Result<Option<DType>, ModelError> {
+pub(crate) fn dtype(fields: &Fields) -> Result<Option<DType>, ModelError> {
     for field in ["dtype", "torch_dtype"] {
         if let Some(text) = fields.text(field)? {
             let hint = "use a checkpoint in f32, f16 or bf16";

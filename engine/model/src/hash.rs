@@ -56,12 +56,14 @@ fn canonical(config: &ModelConfig) -> String {
             format!("llama3 {f:08x} {l:08x} {h:08x} {original_positions}")
         }
     };
+    // Models without biases hash as they did before there were any.
+    let alibi = config.alibi.map(|alibi| format!("alibi {:08x}\n", alibi.bias_max.to_bits())).unwrap_or_default();
     format!(
         "{}\nhidden {hidden}\nintermediate {intermediate}\nlayers {layers}\nheads {heads}\nkv heads {kv_heads}\n\
          head dim {head_dim}\nvocab {vocab}\neps {:08x}\ntied {}\nwindow {:?}\npositions {}\ntheta {:016x}\n\
-         scaling {scaling}\n",
+         scaling {scaling}\n{alibi}",
         family.name(),
-        config.rms_eps.to_bits(),
+        config.norm_eps.to_bits(),
         config.tie_word_embeddings,
         config.window,
         config.max_positions,

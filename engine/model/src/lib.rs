@@ -17,11 +17,12 @@ pub mod generation;
 pub mod hash;
 pub mod hub;
 mod mapped;
+mod mpt;
 pub mod rope;
 pub mod weights;
 
 pub use checkpoint::{Checkpoint, TensorInfo};
-pub use config::{Family, ModelConfig};
+pub use config::{Activation, Family, ModelConfig, Norm};
 pub use error::ModelError;
 pub use generation::GenerationConfig;
 pub use hash::model_hash;

@@ -107,11 +107,14 @@ pub struct Rope {
 }
 
 impl Rope {
-    /// The frequencies that `config` asks for.
+    /// The frequencies that `config` asks for: zero, so that nothing is rotated, for models without rotary positions.
     #[must_use]
     pub fn new(config: &ModelConfig) -> Self {
         let dim = config.geometry.head_dim;
         let frequency = |i: u32| {
+            if config.alibi.is_some() {
+                return 0.0;
+            }
             // The exponent is rounded to f32 as transformers does; the power is then correct to f32's last place.
             let exponent = (2 * i) as f32 / dim as f32;
             let power = config.rope_theta.powf(f64::from(exponent)) as f32;

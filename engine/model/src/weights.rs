@@ -1,11 +1,12 @@
 //! A model's weights on a device.
 //!
 //! Tensors are looked up by transformers' names and checked against the configuration; q, k and v (and gate and up) are
-//! handed to the device as one weight of stacked parts, so that each layer is four matrix products. Nothing is copied
+//! handed to the device as one weight of stacked parts, so that each layer is four matrix products, whatever
+//! the family. Nothing is copied
 //! on the host unless a conversion is asked for. Tensors that the model would not use are refused, since a checkpoint
 //! with, say, projection biases would otherwise be computed wrongly.
 
-use crate::{Checkpoint, ModelConfig, ModelError};
+use crate::{Checkpoint, Family, ModelConfig, ModelError};
 use bytes::Bytes;
 use lagoon_backend::{Device, WeightSource};
 use lagoon_types::DType;
@@ -28,13 +29,13 @@ pub struct Layer<D: Device> {
     pub o: D::Weight,
     /// `[hidden]`.
     pub mlp_norm: D::Weight,
-    /// `[2 * intermediate][hidden]`: gate, then up.
-    pub gate_up: D::Weight,
+    /// `[2 * intermediate][hidden]`: gate, then up; `[intermediate][hidden]` where the activation has no gate.
+    pub up: D::Weight,
     /// `[hidden][intermediate]`.
     pub down: D::Weight,
 }
 
-/// The weights of a model of the Llama family.
+/// The weights of a model.
 pub struct LlamaWeights<D: Device> {
     /// `[vocab][hidden]`.
     pub embed: D::Weight,
@@ -81,7 +82,9 @@ impl<D: Device> LlamaWeights<D> {
     ) -> Result<Self, ModelError> {
         check_no_others(checkpoint, config)?;
         let Some(target) = dtype.or_else(|| checkpoint.dtype()) else {
-            return Err(checkpoint.error(EMBED, "is missing or has no supported element type".to_owned()));
+            return Err(
+                checkpoint.error(names(config.family).embed, "is missing or has no supported element type".to_owned())
+            );
         };
         Self::build(device, config, target, progress, &mut |name, shape| {
             let (stored, bytes) = checkpoint.tensor(name, shape)?;
@@ -113,9 +116,10 @@ impl<D: Device> LlamaWeights<D> {
         let total = config.parameters() * dtype.size() as u64;
         let mut loader = Loader { device, config, dtype, source, progress, done: 0, total };
         let (hidden, vocab) = (config.hidden, config.vocab);
-        let embed = loader.matrix(&[(EMBED, vocab)], hidden)?;
+        let names = names(config.family);
+        let embed = loader.matrix(&[(names.embed, vocab)], hidden)?;
         let layers = (0..config.layers).map(|i| loader.layer(i)).collect::<Result<_, _>>()?;
-        let final_norm = loader.vector(FINAL_NORM)?;
+        let final_norm = loader.vector(names.final_norm)?;
         let lm_head = match config.tie_word_embeddings {
             true => None,
             false => Some(loader.matrix(&[(LM_HEAD, vocab)], hidden)?),
@@ -128,20 +132,69 @@ impl<D: Device> LlamaWeights<D> {
 /// Gives a tensor by name and shape.
 pub type TensorSource<'a> = dyn FnMut(&str, &[usize]) -> Result<LoadedTensor, ModelError> + 'a;
 
-const EMBED: &str = "model.embed_tokens.weight";
-const FINAL_NORM: &str = "model.norm.weight";
+/// Where a family keeps its tensors.
+struct Names {
+    embed: &'static str,
+    final_norm: &'static str,
+    /// What precedes a layer's index.
+    layers: &'static str,
+    attn_norm: &'static str,
+    /// q, k and v, or one tensor with their rows in that order.
+    qkv: &'static [&'static str],
+    o: &'static str,
+    mlp_norm: &'static str,
+    /// Gate and up, or up alone.
+    up: &'static [&'static str],
+    down: &'static str,
+    /// Repeats what is known: rotary frequencies of early Llama 2 files.
+    ignored: Option<&'static str>,
+}
+
 const LM_HEAD: &str = "lm_head.weight";
-const LAYER_TENSORS: [&str; 9] = [
-    "input_layernorm.weight",
-    "self_attn.q_proj.weight",
-    "self_attn.k_proj.weight",
-    "self_attn.v_proj.weight",
-    "self_attn.o_proj.weight",
-    "post_attention_layernorm.weight",
-    "mlp.gate_proj.weight",
-    "mlp.up_proj.weight",
-    "mlp.down_proj.weight",
-];
+
+const LLAMA: Names = Names {
+    embed: "model.embed_tokens.weight",
+    final_norm: "model.norm.weight",
+    layers: "model.layers.",
+    attn_norm: "input_layernorm.weight",
+    qkv: &["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+    o: "self_attn.o_proj.weight",
+    mlp_norm: "post_attention_layernorm.weight",
+    up: &["mlp.gate_proj.weight", "mlp.up_proj.weight"],
+    down: "mlp.down_proj.weight",
+    ignored: Some("self_attn.rotary_emb.inv_freq"),
+};
+
+const MPT: Names = Names {
+    embed: "transformer.wte.weight",
+    final_norm: "transformer.norm_f.weight",
+    layers: "transformer.blocks.",
+    attn_norm: "norm_1.weight",
+    qkv: &["attn.Wqkv.weight"],
+    o: "attn.out_proj.weight",
+    mlp_norm: "norm_2.weight",
+    up: &["ffn.up_proj.weight"],
+    down: "ffn.down_proj.weight",
+    ignored: None,
+};
+
+fn names(family: Family) -> &'static Names {
+    match family {
+        Family::Llama | Family::Mistral => &LLAMA,
+        Family::Mpt => &MPT,
+    }
+}
+
+impl Names {
+    /// Whether a layer has this tensor.
+    fn in_layer(&self, tensor: &str) -> bool {
+        let single = [self.attn_norm, self.o, self.mlp_norm, self.down];
+        single.contains(&tensor)
+            || self.qkv.contains(&tensor)
+            || self.up.contains(&tensor)
+            || self.ignored == Some(tensor)
+    }
+}
 
 struct Loader<'a, 'p, 's, D: Device> {
     device: &'a mut D,
@@ -155,18 +208,20 @@ struct Loader<'a, 'p, 's, D: Device> {
 
 impl<D: Device> Loader<'_, '_, '_, D> {
     fn layer(&mut self, index: usize) -> Result<Layer<D>, ModelError> {
-        let config = self.config;
-        let (hidden, wide, geometry) = (config.hidden, config.intermediate, config.geometry);
-        let names = LAYER_TENSORS.map(|tensor| format!("model.layers.{index}.{tensor}"));
-        let [attn_norm, q, k, v, o, mlp_norm, gate, up, down] = names.each_ref().map(String::as_str);
+        let ModelConfig { hidden, intermediate, geometry, .. } = *self.config;
+        let names = names(self.config.family);
+        let of = |tensor: &str| format!("{}{index}.{tensor}", names.layers);
         let (q_dim, kv_dim) = (geometry.q_dim(), geometry.kv_dim());
+        let qkv_rows: &[usize] = if names.qkv.len() == 1 { &[q_dim + 2 * kv_dim] } else { &[q_dim, kv_dim, kv_dim] };
+        let qkv: Vec<_> = names.qkv.iter().map(|tensor| of(tensor)).zip(qkv_rows.iter().copied()).collect();
+        let up: Vec<_> = names.up.iter().map(|tensor| (of(tensor), intermediate)).collect();
         Ok(Layer {
-            attn_norm: self.vector(attn_norm)?,
-            qkv: self.matrix(&[(q, q_dim), (k, kv_dim), (v, kv_dim)], hidden)?,
-            o: self.matrix(&[(o, hidden)], q_dim)?,
-            mlp_norm: self.vector(mlp_norm)?,
-            gate_up: self.matrix(&[(gate, wide), (up, wide)], hidden)?,
-            down: self.matrix(&[(down, hidden)], wide)?,
+            attn_norm: self.vector(&of(names.attn_norm))?,
+            qkv: self.matrix(&qkv, hidden)?,
+            o: self.matrix(&[(of(names.o), hidden)], q_dim)?,
+            mlp_norm: self.vector(&of(names.mlp_norm))?,
+            up: self.matrix(&up, hidden)?,
+            down: self.matrix(&[(of(names.down), hidden)], intermediate)?,
         })
     }
 
@@ -177,8 +232,8 @@ impl<D: Device> Loader<'_, '_, '_, D> {
     }
 
     /// Matrices `[rows][cols]`, stacked.
-    fn matrix(&mut self, parts: &[(&str, usize)], cols: usize) -> Result<D::Weight, ModelError> {
-        let fetched = parts.iter().map(|(name, rows)| Ok((*rows, self.fetch(name, &[*rows, cols])?)));
+    fn matrix(&mut self, parts: &[(impl AsRef<str>, usize)], cols: usize) -> Result<D::Weight, ModelError> {
+        let fetched = parts.iter().map(|(name, rows)| Ok((*rows, self.fetch(name.as_ref(), &[*rows, cols])?)));
         let fetched = fetched.collect::<Result<Vec<_>, ModelError>>()?;
         self.give(cols, fetched)
     }
@@ -213,15 +268,15 @@ fn convert(from: DType, to: DType, bytes: &[u8]) -> Bytes {
     Bytes::from(out)
 }
 
-/// Refuses tensors that the model has no use for, except those that are known to repeat what is known: rotary
-/// frequencies of early Llama 2 files, and a copy of the embedding table where it is tied.
+/// Refuses tensors that the model has no use for, except those that are known to repeat what is known: see
+/// [`Names::ignored`], and a copy of the embedding table where it is tied.
 fn check_no_others(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<(), ModelError> {
+    let names = names(config.family);
     let known = |name: &str| {
-        if let Some((index, tensor)) = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.')) {
-            let within = index.parse::<usize>().is_ok_and(|i| i < config.layers);
-            return within && (LAYER_TENSORS.contains(&tensor) || tensor == "self_attn.rotary_emb.inv_freq");
+        if let Some((index, tensor)) = name.strip_prefix(names.layers).and_then(|rest| rest.split_once('.')) {
+            return index.parse::<usize>().is_ok_and(|i| i < config.layers) && names.in_layer(tensor);
         }
-        [EMBED, FINAL_NORM, LM_HEAD].contains(&name)
+        [names.embed, names.final_norm, LM_HEAD].contains(&name)
     };
     match checkpoint.tensors().find(|(name, _)| !known(name)) {
         None => Ok(()),

@@ -44,7 +44,7 @@ fn weights_are_stacked_and_not_copied() {
         let again = checkpoint.tensor(name, &written[name].0).unwrap().1;
         assert_eq!(bytes.as_ptr(), again.as_ptr());
     }
-    let gate_up = &weights.layers[0].gate_up;
+    let gate_up = &weights.layers[0].up;
     assert_eq!(gate_up.parts.iter().map(|(rows, _)| *rows).collect::<Vec<_>>(), [24, 24]);
     assert_eq!((weights.final_norm.rows(), weights.final_norm.cols), (1, 16));
     assert_eq!((weights.output().rows(), weights.output().cols), (10, 16));
@@ -77,6 +77,27 @@ fn shards_are_read_through_the_index_and_hash_differently() {
         model_hash(&config, &checkpoint, None)
     };
     assert_ne!(hash(one.path()), hash(many.path()));
+}
+
+/// A kv node may take the hash from elsewhere; the biases are in the pool's shape besides.
+#[test]
+fn the_hash_tells_the_biases() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/mpt");
+    let (config, checkpoint) = open(&golden).unwrap();
+    let mut other = config.clone();
+    other.alibi.as_mut().unwrap().bias_max = 16.0;
+    assert_ne!(model_hash(&config, &checkpoint, None), model_hash(&other, &checkpoint, None));
+}
+
+/// MPT's fused projection is one tensor with the rows of q, k and v in the order in which Llama's are stacked.
+#[test]
+fn an_mpt_loads_by_its_own_names() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/goldens/mpt");
+    let weights = load(&golden, None).unwrap();
+    let parts = |weight: &lagoon_backend::WeightSource| weight.parts.iter().map(|(n, _)| *n).collect::<Vec<_>>();
+    let layer = &weights.layers[0];
+    assert_eq!((parts(&layer.qkv), parts(&layer.up), parts(&layer.down)), (vec![144], vec![192], vec![48]));
+    assert!(weights.lm_head.is_none());
 }
 
 #[test]

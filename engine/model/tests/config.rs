@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use lagoon_model::{Checkpoint, Family, GenerationConfig, ModelConfig, ModelError, Rope, RopeScaling};
-use lagoon_types::DType;
+use lagoon_types::{Alibi, DType};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
@@ -61,7 +61,7 @@ fn defaults_are_those_of_transformers() {
     assert_eq!((config.geometry.kv_heads, config.geometry.head_dim), (8, 8));
     assert_eq!((config.rope_theta, config.rope_scaling, config.window), (10_000.0, RopeScaling::None, None));
     assert!(!config.tie_word_embeddings && config.dtype.is_none() && config.bos_id.is_none());
-    assert_eq!(config.rms_eps, 1e-6);
+    assert_eq!(config.norm_eps, 1e-6);
     let mistral = json!({"model_type": "mistral", "architectures": null});
     let config = with(mistral.clone()).unwrap();
     assert_eq!((config.family, config.window), (Family::Mistral, Some(4096)));
@@ -231,6 +231,98 @@ fn generation_defaults_are_merged() {
     assert_eq!(GenerationConfig::open(dir.path(), &config).unwrap().eos_ids, [5]);
     for bad in [r#"{"eos_token_id": 100}"#, r#"{"top_p": 2}"#, r#"{"temperature": -1}"#, r#"{"top_k": 0.5}"#, "3"] {
         assert!(parse(bad).is_err(), "{bad}");
+    }
+}
+
+fn mpt() -> Value {
+    json!({
+        "model_type": "mpt", "architectures": ["MPTForCausalLM"], "d_model": 48, "n_heads": 6, "n_layers": 2,
+        "max_seq_len": 2048, "vocab_size": 100, "no_bias": true, "norm_type": "low_precision_layernorm",
+        "expansion_ratio": 4, "logit_scale": null, "learned_pos_emb": true, "torch_dtype": "bfloat16",
+        "attn_config": {"alibi": true, "alibi_bias_max": 8, "attn_type": "multihead_attention", "clip_qkv": null,
+            "prefix_lm": false, "qk_ln": false, "softmax_scale": null, "attn_uses_sequence_id": false},
+    })
+}
+
+/// `mpt` with changes of its own fields and of those of `attn_config`.
+fn mpt_with(own: Value, attention: Value) -> Result<ModelConfig, ModelError> {
+    let mut config = mpt();
+    for (field, value) in own.as_object().unwrap() {
+        config[field] = value.clone();
+    }
+    for (field, value) in attention.as_object().unwrap() {
+        config["attn_config"][field] = value.clone();
+    }
+    ModelConfig::parse(Path::new("dir/config.json"), &config.to_string())
+}
+
+#[test]
+fn mpt_is_read_by_the_names_and_defaults_of_its_authors() {
+    let config = mpt_with(json!({}), json!({})).unwrap();
+    assert_eq!((config.family, config.hidden, config.intermediate, config.layers), (Family::Mpt, 48, 192, 2));
+    let geometry = config.geometry;
+    assert_eq!((geometry.heads, geometry.kv_heads, geometry.head_dim), (6, 6, 8));
+    assert_eq!((config.norm_eps, config.max_positions, config.window), (1e-5, 2048, None));
+    assert!(config.tie_word_embeddings && config.dtype == Some(DType::BF16));
+    assert_eq!(config.alibi, Some(Alibi { bias_max: 8.0 }));
+    assert!(Rope::new(&config).inv_freq().iter().all(|f| *f == 0.0), "nothing is rotated");
+    // Embeddings, final norm, and in each layer two norms, the fused projection, its output, and two of the MLP.
+    assert_eq!(config.parameters(), 100 * 48 + 48 + 2 * (2 * 48 + 4 * 48 * 48 + 2 * 48 * 192));
+
+    let other = mpt_with(json!({"layer_norm_epsilon": 1e-6}), json!({"alibi_bias_max": 16.5, "clip_qkv": 0})).unwrap();
+    assert_eq!((other.norm_eps, other.alibi), (1e-6, Some(Alibi { bias_max: 16.5 })));
+    let whole = mpt_with(json!({"expansion_ratio": 4.0}), json!({"kv_n_heads": 6, "sliding_window_size": -1})).unwrap();
+    assert_eq!(whole, config);
+    let mut plain = mpt();
+    plain.as_object_mut().unwrap().remove("attn_config");
+    assert_eq!(ModelConfig::parse(Path::new("config.json"), &plain.to_string()).unwrap(), config);
+    assert_eq!(with(json!({})).unwrap().alibi, None);
+}
+
+#[test]
+fn what_would_change_an_mpt_is_refused_by_name() {
+    let own = [
+        (json!({"no_bias": false}), "`no_bias` is false"),
+        (json!({"expansion_ratio": 2}), "`expansion_ratio` is 2"),
+        (json!({"logit_scale": 0.5}), "`logit_scale` is 0.5"),
+        (json!({"norm_type": "rmsnorm"}), "`norm_type` is \"rmsnorm\""),
+        (json!({"architectures": ["LlamaForCausalLM"]}), "`architectures` is"),
+        (json!({"quantization_config": {"bits": 4}}), "`quantization_config` is"),
+    ];
+    let attention = [
+        (json!({"alibi": false}), "`attn_config.alibi` is false"),
+        (json!({"attn_type": "multiquery_attention"}), "`attn_config.attn_type` is \"multiquery"),
+        (json!({"clip_qkv": 6.0}), "`attn_config.clip_qkv` is 6.0"),
+        (json!({"softmax_scale": 0.1}), "`attn_config.softmax_scale` is 0.1"),
+        (json!({"qk_ln": true}), "`attn_config.qk_ln` is true"),
+        (json!({"prefix_lm": true}), "`attn_config.prefix_lm` is true"),
+        (json!({"kv_n_heads": 2}), "`attn_config.kv_n_heads` is 2"),
+        (json!({"rope": true}), "`attn_config.rope` is true"),
+        (json!({"sliding_window_size": 128}), "`attn_config.sliding_window_size` is 128"),
+    ];
+    let own = own.map(|(change, expected)| (mpt_with(change, json!({})), expected));
+    let attention = attention.map(|(change, expected)| (mpt_with(json!({}), change), expected));
+    for (result, expected) in own.into_iter().chain(attention) {
+        let error = result.unwrap_err();
+        assert!(matches!(error, ModelError::Unsupported { .. }), "{error}");
+        assert!(error.to_string().contains(expected) && error.to_string().contains("\nhint: "), "{error}");
+    }
+    let invalid = [
+        (mpt_with(json!({"n_heads": 5}), json!({})), "`d_model` is 48"),
+        (mpt_with(json!({"n_heads": 16}), json!({})), "`d_model` is 48"),
+        (mpt_with(json!({"layer_norm_epsilon": 1e-60}), json!({})), "`layer_norm_epsilon`"),
+        (mpt_with(json!({"attn_config": 3}), json!({})), "`attn_config` is 3"),
+        (mpt_with(json!({}), json!({"alibi_bias_max": 0})), "`attn_config.alibi_bias_max` is 0"),
+        (mpt_with(json!({}), json!({"alibi_bias_max": -8})), "`attn_config.alibi_bias_max` is -8"),
+    ];
+    for (result, expected) in invalid {
+        let error = result.unwrap_err();
+        assert!(matches!(error, ModelError::InvalidField { .. }), "{error}");
+        assert!(error.to_string().contains(expected), "{error}");
+    }
+    for field in ["d_model", "n_heads", "n_layers", "max_seq_len", "vocab_size"] {
+        let error = mpt_with(json!({field: null}), json!({})).unwrap_err().to_string();
+        assert!(error.contains(&format!("the field `{field}` is missing")), "{error}");
     }
 }
 

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use lagoon_backend::{AttnBatch, AttnRows, CpuDevice, Device, Mode};
-use lagoon_model::{Checkpoint, LlamaWeights, ModelConfig, Rope};
+use lagoon_model::{Activation, Checkpoint, LlamaWeights, ModelConfig, Norm, Rope};
 use lagoon_types::{DType, KvRun};
 use std::path::{Path, PathBuf};
 
@@ -23,27 +23,35 @@ fn logits(dir: &Path, tokens: &[u32], convert: Option<DType>) -> Vec<f32> {
     let mut kv = d.kv(config.kv_shape(weights.dtype), n).unwrap();
     let [mut x, mut normed] = [(); 2].map(|()| d.tensor(n, hidden).unwrap());
     let mut qkv = d.tensor(n, geometry.qkv_dim()).unwrap();
-    let mut gate_up = d.tensor(n, 2 * config.intermediate).unwrap();
+    let mut up = d.tensor(n, config.family.activation().inputs() * config.intermediate).unwrap();
     let mut wide = d.tensor(n, config.intermediate).unwrap();
     let mut partials = d.partials(n, geometry).unwrap();
     let rows = u32::try_from(n).unwrap();
     let runs = [KvRun { base: 0, len: rows, first_pos: 0 }];
     let seqs = [AttnRows { row0: 0, rows, pos0: 0, run0: 0, runs: 1 }];
     let (scale, window) = (config.attention_scale(), config.window);
-    let batch = AttnBatch { geometry, scale, window, alibi: None, seqs: &seqs, runs: &runs };
+    let alibi = config.alibi;
+    let batch = AttnBatch { geometry, scale, window, alibi, seqs: &seqs, runs: &runs };
+    let norm = |d: &mut CpuDevice, x: &_, weight: &_, out: &mut _| match config.family.norm() {
+        Norm::Rms => d.rms_norm(x, weight, config.norm_eps, n, out),
+        Norm::Layer => d.layer_norm(x, weight, config.norm_eps, n, out),
+    };
     d.embed(&weights.embed, tokens, &mut x).unwrap();
     for (i, layer) in weights.layers.iter().enumerate() {
-        d.rms_norm(&x, &layer.attn_norm, config.rms_eps, n, &mut normed).unwrap();
+        norm(d, &x, &layer.attn_norm, &mut normed).unwrap();
         d.matmul(&normed, &layer.qkv, n, Mode::Set, &mut qkv).unwrap();
         d.rope_append(&mut qkv, &rope, geometry, &positions, &mut kv, i).unwrap();
         d.attention(&qkv, &batch, &kv, i, &mut partials).unwrap();
         d.matmul(&partials.out, &layer.o, n, Mode::Add, &mut x).unwrap();
-        d.rms_norm(&x, &layer.mlp_norm, config.rms_eps, n, &mut normed).unwrap();
-        d.matmul(&normed, &layer.gate_up, n, Mode::Set, &mut gate_up).unwrap();
-        d.silu_mul(&gate_up, n, &mut wide).unwrap();
+        norm(d, &x, &layer.mlp_norm, &mut normed).unwrap();
+        d.matmul(&normed, &layer.up, n, Mode::Set, &mut up).unwrap();
+        match config.family.activation() {
+            Activation::SiluMul => d.silu_mul(&up, n, &mut wide).unwrap(),
+            Activation::Gelu => d.gelu(&up, n, &mut wide).unwrap(),
+        }
         d.matmul(&wide, &layer.down, n, Mode::Add, &mut x).unwrap();
     }
-    d.rms_norm(&x, &weights.final_norm, config.rms_eps, n, &mut normed).unwrap();
+    norm(d, &x, &weights.final_norm, &mut normed).unwrap();
     let mut out = d.tensor(n, config.vocab).unwrap();
     d.matmul(&normed, weights.output(), n, Mode::Set, &mut out).unwrap();
     let mut logits = Vec::new();

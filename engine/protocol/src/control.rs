@@ -129,6 +129,9 @@ pub struct PoolShape {
     /// Sliding window in tokens; 0 is none.
     #[prost(uint32, tag = "8")]
     pub window: u32,
+    /// `Alibi::bias_max` as the bits of an f32; 0 where attention has no biases by distance.
+    #[prost(fixed32, tag = "9")]
+    pub alibi_bias_max: u32,
 }
 
 /// First message to the gManager on a control connection.

@@ -117,6 +117,9 @@ pub struct MoveKvCache {
     /// The cycle that a swap belongs to; 0 otherwise.
     #[prost(uint64, tag = "9")]
     pub cycle: u64,
+    /// The sequence's first block that may move; the first of those from it on do. Without it the debtor chooses.
+    #[prost(uint32, optional, tag = "10")]
+    pub first: Option<u32>,
 }
 
 /// How a [`MoveKvCache`] ended.
@@ -295,6 +298,9 @@ pub struct AdminMove {
     pub target: u32,
     #[prost(bool, tag = "6")]
     pub dry_run: bool,
+    /// As [`MoveKvCache::first`].
+    #[prost(uint32, optional, tag = "7")]
+    pub first: Option<u32>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Message)]

@@ -98,7 +98,7 @@ impl<D: Device> Executor<D> {
             geometry: shape.geometry,
             scale: shape.attention_scale(),
             window: shape.window,
-            alibi: None,
+            alibi: shape.alibi,
         };
         let forward = match model {
             None => None,

@@ -15,8 +15,8 @@ pub(crate) struct LaneBuffers<D: Device> {
     /// Cosines and sines per row, `[rows][head_dim]`.
     pub(crate) rope: D::Tensor,
     pub(crate) attn: Partials<D::Tensor>,
-    /// `[rows][2 * intermediate]`.
-    pub(crate) gate_up: D::Tensor,
+    /// `[rows][2 * intermediate]`, or half of that where the activation has no gate.
+    pub(crate) up: D::Tensor,
     /// `[rows][intermediate]`.
     pub(crate) act: D::Tensor,
     /// Last rows, `[sequences][hidden]`.
@@ -35,7 +35,7 @@ impl<D: Device> LaneBuffers<D> {
             qkv: device.tensor(rows, geometry.qkv_dim())?,
             rope: device.tensor(rows, geometry.head_dim as usize)?,
             attn: device.partials(rows, geometry)?,
-            gate_up: device.tensor(rows, 2 * config.intermediate)?,
+            up: device.tensor(rows, config.family.activation().inputs() * config.intermediate)?,
             act: device.tensor(rows, config.intermediate)?,
             last: device.tensor(seqs, config.hidden)?,
             last_normed: device.tensor(seqs, config.hidden)?,

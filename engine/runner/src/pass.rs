@@ -8,7 +8,8 @@
 use crate::executor::{Forward, Shared};
 use crate::work::{Fetch, PassError, RemotePart, Report, SampleOut, Ship, StepWork};
 use bytes::Bytes;
-use lagoon_backend::{AttnRows, Device, Mode};
+use lagoon_backend::{AttnRows, Device, DeviceError, Mode};
+use lagoon_model::{Activation, ModelConfig, Norm};
 use lagoon_types::run::visible_len;
 use lagoon_types::{DType, KvRun, Lane, StepId};
 
@@ -148,7 +149,7 @@ impl Pass {
             }
             let (weights, lane) = (&model.weights.layers[layer], &mut lanes[self.work.lane.index()]);
             let device = &mut *shared.device;
-            device.rms_norm(&lane.x, &weights.attn_norm, config.rms_eps, rows, &mut lane.normed)?;
+            norm(device, config, &lane.x, &weights.attn_norm, rows, &mut lane.normed)?;
             device.matmul(&lane.normed, &weights.qkv, rows, Mode::Set, &mut lane.qkv)?;
             device.rope_append(&mut lane.qkv, &lane.rope, config.geometry, &self.work.slots, &mut *shared.kv, layer)?;
         }
@@ -312,9 +313,12 @@ impl Pass {
         }
         let device = &mut *shared.device;
         device.matmul(&lane.attn.out, &weights.o, rows, Mode::Add, &mut lane.x)?;
-        device.rms_norm(&lane.x, &weights.mlp_norm, config.rms_eps, rows, &mut lane.normed)?;
-        device.matmul(&lane.normed, &weights.gate_up, rows, Mode::Set, &mut lane.gate_up)?;
-        device.silu_mul(&lane.gate_up, rows, &mut lane.act)?;
+        norm(device, config, &lane.x, &weights.mlp_norm, rows, &mut lane.normed)?;
+        device.matmul(&lane.normed, &weights.up, rows, Mode::Set, &mut lane.up)?;
+        match config.family.activation() {
+            Activation::SiluMul => device.silu_mul(&lane.up, rows, &mut lane.act)?,
+            Activation::Gelu => device.gelu(&lane.up, rows, &mut lane.act)?,
+        }
         device.matmul(&lane.act, &weights.down, rows, Mode::Add, &mut lane.x)?;
         self.layer += 1;
         Ok(())
@@ -332,7 +336,7 @@ impl Pass {
         let last: Vec<u32> = wanted.iter().map(|(s, _)| s.row0 + s.rows - 1).collect();
         let device = &mut *shared.device;
         device.gather_rows(&lane.x, &last, &mut lane.last)?;
-        device.rms_norm(&lane.last, &model.weights.final_norm, config.rms_eps, last.len(), &mut lane.last_normed)?;
+        norm(device, config, &lane.last, &model.weights.final_norm, last.len(), &mut lane.last_normed)?;
         let head = model.weights.lm_head.as_ref().unwrap_or(&model.weights.embed);
         device.matmul(&lane.last_normed, head, last.len(), Mode::Set, &mut lane.logits)?;
         host.clear();
@@ -349,6 +353,21 @@ impl Pass {
             });
         }
         Ok(Progress::Done(samples))
+    }
+}
+
+/// The model's kind of norm.
+fn norm<D: Device>(
+    device: &mut D,
+    config: &ModelConfig,
+    x: &D::Tensor,
+    weight: &D::Weight,
+    rows: usize,
+    out: &mut D::Tensor,
+) -> Result<(), DeviceError> {
+    match config.family.norm() {
+        Norm::Rms => device.rms_norm(x, weight, config.norm_eps, rows, out),
+        Norm::Layer => device.layer_norm(x, weight, config.norm_eps, rows, out),
     }
 }
 

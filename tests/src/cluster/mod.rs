@@ -251,6 +251,11 @@ impl World {
 
     /// The gManager orders a move of a request's blocks between nodes.
     pub fn order(&mut self, request: usize, blocks: u32, source: usize, target: usize) {
+        self.order_from(request, None, blocks, source, target);
+    }
+
+    /// The same, of blocks from `first` on.
+    pub fn order_from(&mut self, request: usize, first: Option<u32>, blocks: u32, source: usize, target: usize) {
         let id = |node: usize| self.nodes[node].id().map_or(0, |id| id.0);
         let order = MoveKvCache {
             order: self.steps,
@@ -260,6 +265,7 @@ impl World {
             target: id(target),
             target_addr: node::address(target),
             deadline_ms: 10_000,
+            first,
             ..MoveKvCache::default()
         };
         let debtor = self.requests[request].node;

@@ -168,6 +168,7 @@ impl Node {
             geometry: config.geometry,
             kv: config.kv_shape(pool.kv_dtype),
             window: config.window,
+            alibi: config.alibi,
             max_positions: config.max_positions,
             vocab: config.vocab as u32,
             block_tokens: pool.block_tokens,

@@ -349,7 +349,8 @@ impl Run<'_> {
         let target = self.world.process(to).and_then(Process::id);
         let (Some(debtor), Some(target)) = (debtor, target) else { return };
         let target = if target == debtor { 0 } else { target.0 };
-        let order = AdminMove { debtor: debtor.0, seq: id as u64 + 1, blocks, source: 0, target, dry_run: false };
+        let (debtor, seq) = (debtor.0, id as u64 + 1);
+        let order = AdminMove { debtor, seq, blocks, source: 0, target, dry_run: false, first: None };
         self.world.admin(AdminBody::Move(order));
     }
 

@@ -198,6 +198,7 @@ fn config(setting: &Setting, index: usize) -> InstanceConfig {
         geometry,
         kv: shape,
         window: None,
+        alibi: None,
         max_positions: SEQUENCE_TOKENS_MAX,
         vocab: 2,
         block_tokens: setting.block_tokens,

@@ -237,6 +237,7 @@ impl Dgfm {
             reason: MoveReason::Swap.into(),
             deadline_ms: u32::try_from(cycle.end_by_ms.saturating_sub(now_ms)).unwrap_or(u32::MAX),
             cycle: id,
+            first: None,
         };
         self.out.push_back((member.instance, ControlBody::MoveKvCache(body)));
     }

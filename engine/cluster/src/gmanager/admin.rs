@@ -97,7 +97,7 @@ impl GManager {
                 "only blocks that are full in every layer can move; leave the number out to move all of them",
             );
         }
-        let order = Move { debtor, seq, blocks, source, target, reason: MoveReason::Operator };
+        let order = Move { debtor, seq, blocks, first: m.first, source, target, reason: MoveReason::Operator };
         if let Err(error) = self.check_move(&order) {
             return refused(error, "try again in a few seconds, or choose another target");
         }

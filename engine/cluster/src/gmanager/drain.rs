@@ -84,7 +84,7 @@ impl GManager {
             if blocks > 0 {
                 room[at].0 -= blocks;
                 let (source, target, reason) = (id, room[at].1, MoveReason::Drain);
-                moves.push(Move { debtor: *debtor, seq: *seq, blocks, source, target, reason });
+                moves.push(Move { debtor: *debtor, seq: *seq, blocks, first: None, source, target, reason });
             }
         }
         moves
@@ -107,7 +107,15 @@ impl GManager {
             // A request has one order at a time.
             if blocks > 0 && moves.iter().all(|m| m.seq != seq) {
                 room -= blocks;
-                moves.push(Move { debtor: id, seq, blocks, source, target: id, reason: MoveReason::Drain });
+                moves.push(Move {
+                    debtor: id,
+                    seq,
+                    blocks,
+                    first: None,
+                    source,
+                    target: id,
+                    reason: MoveReason::Drain,
+                });
             }
         }
         moves

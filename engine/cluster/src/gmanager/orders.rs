@@ -13,6 +13,8 @@ pub(super) struct Move {
     pub(super) debtor: InstanceId,
     pub(super) seq: SeqId,
     pub(super) blocks: u32,
+    /// As `MoveKvCache::first`.
+    pub(super) first: Option<u32>,
     pub(super) source: InstanceId,
     pub(super) target: InstanceId,
     pub(super) reason: MoveReason,
@@ -163,6 +165,7 @@ impl GManager {
             reason: order.reason.into(),
             deadline_ms: u32::try_from(deadline_ms).expect("a small constant"),
             cycle: 0,
+            first: order.first,
         });
         self.send(order.debtor, body);
         self.stats.moves_given += 1;

@@ -104,5 +104,5 @@ impl GManager {
 
 pub(super) fn move_of(order: &Order) -> Move {
     let &Order { debtor, seq, blocks, source, target, .. } = order;
-    Move { debtor, seq, blocks, source, target, reason: MoveReason::Plan }
+    Move { debtor, seq, blocks, first: None, source, target, reason: MoveReason::Plan }
 }

@@ -21,10 +21,17 @@ pub(super) fn check_shape(shape: &PoolShape) -> Result<(), Rejected> {
     if shape.block_tokens > limits::BLOCK_TOKENS_MAX {
         return reject(format!("block_tokens is {}: at most {}", shape.block_tokens, limits::BLOCK_TOKENS_MAX));
     }
+    if !(bias_max(shape).is_finite() && bias_max(shape) >= 0.0) {
+        return reject(format!("alibi_bias_max is {}: expected 0 or more", bias_max(shape)));
+    }
     match u8::try_from(shape.kv_dtype).ok().and_then(DType::from_code) {
         Some(_) => Ok(()),
         None => reject(format!("{} is no element type", shape.kv_dtype)),
     }
+}
+
+fn bias_max(shape: &PoolShape) -> f32 {
+    f32::from_bits(shape.alibi_bias_max)
 }
 
 /// Refuses an instance that differs from the pool, naming both values of the first field that does.
@@ -47,6 +54,7 @@ pub(super) fn same_shape(pool: &PoolShape, instance: &PoolShape) -> Result<(), R
         ("KV element type", (dtype(pool), dtype(instance))),
         ("block_tokens", number(|s| s.block_tokens)),
         ("window", number(|s| s.window)),
+        ("alibi_bias_max", (bias_max(pool).to_string(), bias_max(instance).to_string())),
     ];
     for (name, (ours, theirs)) in fields {
         if ours != theirs {

@@ -21,6 +21,7 @@ fn shape() -> PoolShape {
         kv_dtype: DType::F16.code().into(),
         block_tokens: 32,
         window: 0,
+        alibi_bias_max: 0,
     }
 }
 
@@ -94,6 +95,14 @@ fn a_mismatch_is_rejected_with_both_values() {
     rejects(|r| r.shape.as_mut().unwrap().kv_dtype = 3, "the instance's KV element type is bf16, the pool's is f16");
     rejects(|r| r.shape.as_mut().unwrap().block_tokens = 64, "the instance's block_tokens is 64, the pool's is 32");
     rejects(|r| r.shape.as_mut().unwrap().window = 5, "the instance's window is 5, the pool's is 0");
+    rejects(
+        |r| r.shape.as_mut().unwrap().alibi_bias_max = 8f32.to_bits(),
+        "the instance's alibi_bias_max is 8, the pool's is 0",
+    );
+    rejects(
+        |r| r.shape.as_mut().unwrap().alibi_bias_max = f32::NAN.to_bits(),
+        "alibi_bias_max is NaN: expected 0 or more",
+    );
     rejects(|r| r.version_min = VERSION_MAX + 1, "protocol versions 2 to 1 of the instance and 1 to 1 of the gManager");
     rejects(|r| r.shape = None, "no pool shape");
     rejects(|r| r.shape.as_mut().unwrap().model_hash = vec![8; 31], "32 bytes, not 31");

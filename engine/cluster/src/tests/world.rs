@@ -512,5 +512,6 @@ pub(super) fn shape() -> PoolShape {
         kv_dtype: SHAPE.dtype.code().into(),
         block_tokens: BLOCK_TOKENS,
         window: 0,
+        alibi_bias_max: 0,
     }
 }

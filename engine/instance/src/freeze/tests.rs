@@ -31,6 +31,7 @@ fn config() -> InstanceConfig {
         geometry: AttentionGeometry { heads: 1, kv_heads: 1, head_dim: 2 },
         kv: KvShape { layers: 1, kv_heads: 1, head_dim: 2, dtype: DType::F32 },
         window: None,
+        alibi: None,
         max_positions: 1_000,
         vocab: 10,
         block_tokens: 4,

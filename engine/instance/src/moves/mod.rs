@@ -98,6 +98,8 @@ struct Move {
     source: Place,
     target: Place,
     wanted: u32,
+    /// The first block that may move, where an operator says so.
+    first: Option<u32>,
     moved: u32,
     deadline_ms: u64,
     phase: Phase,
@@ -186,7 +188,8 @@ impl Instance {
         let target_addr = (target != Place::Here).then(|| order.target_addr.clone());
         let deadline_ms = self.now_ms + u64::from(order.deadline_ms).min(MOVE_MS_MAX);
         let seq = SeqId(order.seq);
-        let request = Request { seq, why, source, target, target_addr, blocks: order.blocks, purpose, deadline_ms };
+        let (blocks, first) = (order.blocks, order.first);
+        let request = Request { seq, why, source, target, target_addr, blocks, first, purpose, deadline_ms };
         let frozen = self.frozen().filter(|f| f.seq == seq);
         let swap = order.reason() == MoveReason::Swap;
         let started = if swap != frozen.is_some() || frozen.is_some_and(|f| f.cycle != order.cycle) {
@@ -226,10 +229,12 @@ impl Instance {
     }
 
     /// Chooses at most `n` of the candidates: the oldest of those that leave, the newest of those that are elsewhere, so
-    /// that what stays local is the end of the sequence and is one run.
-    fn choose(&self, id: SeqId, source: Place, n: u32) -> Vec<(u32, Placement)> {
+    /// that what stays local is the end of the sequence and is one run. With `first`, those from that block on.
+    fn choose(&self, id: SeqId, source: Place, first: Option<u32>, n: u32) -> Vec<(u32, Placement)> {
         let mut blocks = self.candidates(id, source);
+        blocks.retain(|(block, _)| first.is_none_or(|first| *block >= first));
         match source {
+            _ if first.is_some() => blocks.truncate(n as usize),
             Place::Here => blocks.truncate(n as usize),
             Place::At(_) => drop(blocks.drain(..blocks.len().saturating_sub(n as usize))),
         }
@@ -245,18 +250,29 @@ impl Instance {
     pub(crate) fn start_parking(&mut self, seq: SeqId, blocks: u32) -> bool {
         let (why, purpose, deadline_ms) = (Why::Park, LeasePurpose::Move, self.now_ms + PARK_DEADLINE_MS);
         let (source, target) = (Place::Here, Place::At(InstanceId(0)));
-        self.start_move(Request { seq, why, source, target, target_addr: None, blocks, purpose, deadline_ms }).is_ok()
+        self.start_move(Request {
+            seq,
+            why,
+            source,
+            target,
+            target_addr: None,
+            blocks,
+            first: None,
+            purpose,
+            deadline_ms,
+        })
+        .is_ok()
     }
 
     fn start_move(&mut self, request: Request) -> Result<(), String> {
-        let Request { seq, why, source, target, target_addr, blocks, purpose, deadline_ms } = request;
+        let Request { seq, why, source, target, target_addr, blocks, first, purpose, deadline_ms } = request;
         if source == target {
             return Err("the source is the target".to_owned());
         }
         if self.moves.moves.len() >= INSTANCE_MOVES_MAX {
             return Err(format!("{INSTANCE_MOVES_MAX} moves are under way"));
         }
-        let n = self.choose(seq, source, blocks).len();
+        let n = self.choose(seq, source, first, blocks).len();
         let n = u32::try_from(n).unwrap_or(u32::MAX);
         if n == 0 {
             return Err(format!("{seq} has no whole blocks there that could move"));
@@ -279,6 +295,7 @@ impl Instance {
             source,
             target,
             wanted: blocks,
+            first,
             moved: 0,
             deadline_ms,
             phase,
@@ -314,13 +331,12 @@ impl Instance {
 
     /// Own blocks for what comes home: as many as are free, one left for growth.
     fn reserve_here(&mut self, no: u64, n: u32) {
-        let Some(entry) = self.moves.moves.get(&no) else { return };
-        let (seq, source) = (entry.seq, entry.source);
+        let Some(&Move { seq, source, first, .. }) = self.moves.moves.get(&no) else { return };
         let n = n.min(self.rm.available().saturating_sub(1));
         let Some(own) = (n > 0).then(|| self.rm.allocate(seq, n, None)).flatten() else {
             return self.close_move(no, "this instance has no room", false);
         };
-        let chosen = self.choose(seq, source, n);
+        let chosen = self.choose(seq, source, first, n);
         let items: Vec<Item> =
             chosen.into_iter().zip(&own).map(|(from, to)| self.item(from, Placement::Local(*to))).collect();
         self.rm.free(seq, &own[items.len()..]);
@@ -341,10 +357,10 @@ impl Instance {
         let Some(no) = self.move_of_borrow(borrow) else { return self.rm.release(&all, self.now_ms) };
         let kv = self.config.kv;
         let hasher = LeaseHasher::new(kv.layers as usize, self.config.block_tokens, kv.layer_token_bytes());
-        let (seq, source) = (self.moves.moves[&no].seq, self.moves.moves[&no].source);
+        let &Move { seq, source, first, .. } = &self.moves.moves[&no];
         let to = |entry: u32| Placement::Remote(RemoteBlock { creditor, lease: id, epoch, entry });
         let connected = self.peers.key(creditor).is_some() && source != Place::At(creditor);
-        let chosen = if connected { self.choose(seq, source, blocks) } else { Vec::new() };
+        let chosen = if connected { self.choose(seq, source, first, blocks) } else { Vec::new() };
         let items: Vec<Item> = chosen.into_iter().zip(0..).map(|(from, entry)| self.item(from, to(entry))).collect();
         let used = u32::try_from(items.len()).unwrap_or(u32::MAX);
         if used < blocks {
@@ -553,6 +569,7 @@ struct Request {
     /// `None` for whoever the gManager names, if the target is not here.
     target_addr: Option<String>,
     blocks: u32,
+    first: Option<u32>,
     purpose: LeasePurpose,
     deadline_ms: u64,
 }

@@ -26,7 +26,8 @@ impl Instance {
             let home = there.min(self.rm.available().saturating_sub(1));
             for (blocks, target) in [(home, Place::Here), (there - home, Place::At(InstanceId(0)))] {
                 let (source, why, purpose) = (Place::At(creditor), Why::Recall, LeasePurpose::Move);
-                let request = Request { seq, why, source, target, target_addr: None, blocks, purpose, deadline_ms };
+                let (target_addr, first) = (None, None);
+                let request = Request { seq, why, source, target, target_addr, blocks, first, purpose, deadline_ms };
                 // What cannot move is missing at the creditor's deadline, and that is its answer.
                 if blocks > 0 && self.start_move(request).is_err() {
                     left += blocks;

@@ -19,6 +19,7 @@ fn shape() -> PoolShape {
         kv_dtype: 2,
         block_tokens: 32,
         window: 4096,
+        alibi_bias_max: 0,
     }
 }
 

@@ -83,7 +83,7 @@ fn act() -> impl Strategy<Value = Act> {
         3 => (1u64..900).prop_map(Act::Pass),
         1 => (2_000u64..20_000).prop_map(Act::Pass),
         2 => (1u32..7, 0u64..4, 0u32..3, 0u32..7, 0u32..7).prop_map(|(debtor, seq, blocks, source, target)| {
-            Act::Move(AdminMove { debtor, seq, blocks, source, target, dry_run: false })
+            Act::Move(AdminMove { debtor, seq, blocks, source, target, dry_run: false, first: None })
         }),
         1 => (1u32..7, any::<bool>()).prop_map(|(instance, cancel)| Act::Drain { instance, cancel }),
         2 => (1u64..6, 1u32..7, 0u32..3).prop_map(|(order, from, moved)| Act::Outcome { order, from, moved }),

@@ -49,7 +49,7 @@ fn admin(gm: &mut GManager, body: AdminBody, now_ms: u64) -> lagoon_protocol::Ad
     gm.on_admin(&AdminQuery { query: 4, body: Some(body) }, now_ms)
 }
 
-const MOVE: AdminMove = AdminMove { debtor: 1, seq: 7, blocks: 0, source: 0, target: 2, dry_run: false };
+const MOVE: AdminMove = AdminMove { debtor: 1, seq: 7, blocks: 0, source: 0, target: 2, dry_run: false, first: None };
 
 #[test]
 fn rows_are_gathered_by_debtor() {
