@@ -7,7 +7,7 @@
 // has loaded the next 2 KB before it multiplies the present ones, and with two or more blocks of 8 warps to a
 // multiprocessor that is 64 KB and more, twice what latency asks for.
 //
-// Exactness for nothing: activations enter as the sum of two f16 terms (22 bits) or three bf16 terms (24 bits).
+// Exactness for nothing: activations enter as the sum of three terms of the weights' type, which is all of an f32.
 //
 // The columns of a step are dealt so that fragments are what 16-byte loads bring: lane t of four holds columns 8 t to 8 t + 7
 // of 32, for weights and activations alike; a sum does not mind the order.
@@ -20,17 +20,25 @@ constexpr uint32_t GEMV_ROWS = 16, GEMV_WARPS = 8, GEMV_STEP = 64;
 template <typename T>
 struct Terms;
 
-// hi is a multiple of 2^8 and lo of 2^-3, so that f16 neither overflows below 2^23 nor loses what is above 2^-28.
+// Multiples of 2^8, of 2^-3 and of 2^-14, each of f16's range: nothing overflows below 2^23, and 2^-39 is what is lost at most
+// of small ones.
 template <>
 struct Terms<f16> {
-    static constexpr int COUNT = 2;
-    static constexpr float HIGH = 256.0f, LOW = 0.125f;
+    static constexpr int COUNT = 3;
+    static constexpr float FIRST = 256.0f, STEP = 1.0f / 2048.0f;
     DEVICE static void make(float x0, float x1, uint32_t (&terms)[COUNT]) {
-        const float h0 = widen(narrow<f16>(x0 / HIGH)) * HIGH, h1 = widen(narrow<f16>(x1 / HIGH)) * HIGH;
-        terms[0] = pack<f16>(x0 / HIGH, x1 / HIGH);
-        terms[1] = pack<f16>((x0 - h0) / LOW, (x1 - h1) / LOW);
+        x0 /= FIRST;
+        x1 /= FIRST;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            terms[i] = pack<f16>(x0, x1);
+            x0 = (x0 - widen(narrow<f16>(x0))) / STEP;
+            x1 = (x1 - widen(narrow<f16>(x1))) / STEP;
+        }
     }
-    DEVICE static float total(const float (&sums)[COUNT]) { return sums[0] * HIGH + sums[1] * LOW; }
+    DEVICE static float total(const float (&sums)[COUNT]) {
+        return ((sums[2] * STEP + sums[1]) * STEP + sums[0]) * FIRST;
+    }
 };
 
 template <>

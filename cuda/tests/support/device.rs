@@ -62,7 +62,7 @@ pub(crate) struct ShimDevice {
     shim: &'static Shim,
     launches: u64,
     pub(crate) tuning: Tuning,
-    plan: Plan,
+    pub(crate) plan: Plan,
 }
 
 /// Small pieces, and all shapes of the decode kernel's pipeline.
@@ -296,37 +296,7 @@ impl Device for ShimDevice {
         layer: usize,
         out: &mut Partials<Tensor>,
     ) -> Result<(), DeviceError> {
-        batch.fill_counts(&mut out.count);
-        let view = view_of(kv, layer);
-        let dtype = kv.shape.dtype;
-        let mut plan = std::mem::take(&mut self.plan);
-        plan.make(batch, dtype, view.is_aligned(dtype.size() as u64), &self.tuning);
-        let mut bytes = Vec::new();
-        plan.bytes(&mut bytes);
-        let mut uploaded = vec![0u32; bytes.len() / 4];
-        bytemuck::cast_slice_mut(&mut uploaded).copy_from_slice(&bytes);
-        let heads = batch.geometry.heads;
-        let slopes: Vec<f32> = batch.alibi.iter().flat_map(|alibi| alibi.slopes(heads)).collect();
-        let pieces = plan.piece_rows as usize;
-        let (mut piece_out, mut piece_lse) =
-            (vec![f32::NAN; pieces * batch.geometry.q_dim()], vec![f32::NAN; pieces * heads as usize]);
-        let buffers = Buffers {
-            plan: uploaded.as_ptr() as u64,
-            q: q.data.as_ptr() as u64,
-            q_stride: number(q.cols),
-            slopes: if slopes.is_empty() { 0 } else { slopes.as_ptr() as u64 },
-            out: out.out.data.as_mut_ptr() as u64,
-            lse: out.lse.data.as_mut_ptr() as u64,
-            piece_out: piece_out.as_mut_ptr() as u64,
-            piece_lse: piece_lse.as_mut_ptr() as u64,
-        };
-        for launch in plan.launches(&buffers, view) {
-            self.launch(&launch);
-        }
-        if let Some(merge) = plan.merge(&buffers) {
-            self.launch(&merge);
-        }
-        self.plan = plan;
+        self.attend(q, batch, view_of(kv, layer), kv.shape.dtype, None, out);
         Ok(())
     }
 
@@ -388,6 +358,51 @@ impl Device for ShimDevice {
 }
 
 impl ShimDevice {
+    /// Attention over planes that lie anywhere; `pad` fills the plan up with so many empty decode items and merges.
+    pub(crate) fn attend(
+        &mut self,
+        q: &Tensor,
+        batch: &AttnBatch<'_>,
+        view: KvView,
+        dtype: DType,
+        pad: Option<(usize, usize)>,
+        out: &mut Partials<Tensor>,
+    ) {
+        batch.fill_counts(&mut out.count);
+        let mut plan = std::mem::take(&mut self.plan);
+        plan.make(batch, dtype, view.is_aligned(dtype.size() as u64), &self.tuning);
+        if let Some((items, merges)) = pad {
+            let counts = plan.counts();
+            plan.pad(counts[0] + items, counts[3] + merges);
+        }
+        let mut bytes = Vec::new();
+        plan.bytes(&mut bytes);
+        let mut uploaded = vec![0u32; bytes.len() / 4];
+        bytemuck::cast_slice_mut(&mut uploaded).copy_from_slice(&bytes);
+        let heads = batch.geometry.heads;
+        let slopes: Vec<f32> = batch.alibi.iter().flat_map(|alibi| alibi.slopes(heads)).collect();
+        let pieces = plan.piece_rows as usize;
+        let (mut piece_out, mut piece_lse) =
+            (vec![f32::NAN; pieces * batch.geometry.q_dim()], vec![f32::NAN; pieces * heads as usize]);
+        let buffers = Buffers {
+            plan: uploaded.as_ptr() as u64,
+            q: q.data.as_ptr() as u64,
+            q_stride: number(q.cols),
+            slopes: if slopes.is_empty() { 0 } else { slopes.as_ptr() as u64 },
+            out: out.out.data.as_mut_ptr() as u64,
+            lse: out.lse.data.as_mut_ptr() as u64,
+            piece_out: piece_out.as_mut_ptr() as u64,
+            piece_lse: piece_lse.as_mut_ptr() as u64,
+        };
+        for launch in plan.launches(&buffers, view) {
+            self.launch(&launch);
+        }
+        if let Some(merge) = plan.merge(&buffers) {
+            self.launch(&merge);
+        }
+        self.plan = plan;
+    }
+
     /// Runs a product with scratch of exactly the size that it asks for.
     pub(crate) fn product(&mut self, product: &Product) {
         let sms = self.tuning.sms;

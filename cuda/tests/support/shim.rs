@@ -50,7 +50,7 @@ pub(crate) fn library() -> Result<PathBuf, String> {
     command.args(["-Wno-unknown-pragmas", "-ffp-contract=off"]);
     command.args(if sanitize { ["-O1", "-fsanitize=address"] } else { ["-O2", "-pthread"] });
     command.arg("-o").arg(&scratch).arg(root.join("shim/shim.cpp"));
-    command.args(["-x", "c++"]).arg(root.join("kernels/all.cu"));
+    command.args(["-x", "c++"]).arg(root.join("kernels/all.cu")).arg(root.join("shim/faulty.cu"));
     // A preloaded sanitizer is for the tests, not for the compiler.
     let output = command.env_remove("LD_PRELOAD").output().map_err(|e| format!("no C++ compiler: {e}"))?;
     assert!(output.status.success(), "the shim does not compile:\n{}", String::from_utf8_lossy(&output.stderr));

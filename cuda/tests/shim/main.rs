@@ -1,6 +1,12 @@
 //! Every kernel on the host, against f64: the conformance suite of `Device`, and what it does not ask. The last test runs all
 //! of it once more under the address sanitizer.
 
+mod attention;
+mod faults;
+mod linear;
+mod pointwise;
+mod sampling;
+#[path = "../support/mod.rs"]
 mod support;
 
 use lagoon_backend::conformance::Tolerance;

@@ -1,0 +1,261 @@
+//! Micro attention beyond the conformance suite: every size of group, both precisions, biases with windows, stores whose
+//! planes and layers interleave, plans padded for graphs, and what the plan promises.
+
+use crate::support::device::{ShimDevice, TUNING, Tensor, number};
+use lagoon_backend::conformance::Data;
+use lagoon_backend::{AttnBatch, AttnRows, Partials};
+use lagoon_cuda::kernels::attention::{Buffers, KvView, Plan, Precision};
+use lagoon_types::run::visible;
+use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun};
+
+struct Case {
+    geometry: AttentionGeometry,
+    dtype: DType,
+    precision: Precision,
+    window: Option<u32>,
+    alibi: bool,
+    /// Rows and position of the first, of each sequence.
+    seqs: Vec<(u32, u32)>,
+    run_max: u32,
+    pad: Option<(usize, usize)>,
+}
+
+impl Default for Case {
+    fn default() -> Self {
+        Self {
+            geometry: geometry(4, 2, 64),
+            dtype: DType::BF16,
+            precision: Precision::Exact,
+            window: None,
+            alibi: false,
+            seqs: vec![(1, 100), (40, 30)],
+            run_max: 50,
+            pad: None,
+        }
+    }
+}
+
+fn geometry(heads: u32, kv_heads: u32, head_dim: u32) -> AttentionGeometry {
+    AttentionGeometry { heads, kv_heads, head_dim }
+}
+
+/// Sequences of rows over `0..pos0 + rows`, cut into runs that lie in the store in the reverse order, with gaps.
+fn layout(case: &Case, data: &mut Data) -> (Vec<AttnRows>, Vec<KvRun>, u32) {
+    let (mut seqs, mut runs, mut row0) = (Vec::new(), Vec::new(), 0);
+    for &(rows, pos0) in &case.seqs {
+        let (run0, mut pos) = (runs.len(), 0);
+        while pos < pos0 + rows {
+            let len = data.number(1..case.run_max + 1).min(pos0 + rows - pos);
+            runs.push(KvRun { base: 0, len, first_pos: pos });
+            pos += len;
+        }
+        seqs.push(AttnRows { row0, rows, pos0, run0: number(run0), runs: number(runs.len() - run0) });
+        row0 += rows;
+    }
+    let mut slots = 1;
+    for run in runs.iter_mut().rev() {
+        run.base = slots;
+        slots += run.len + 1;
+    }
+    (seqs, runs, slots)
+}
+
+/// What one row's head sees: output and log-sum-exp.
+fn oracle(
+    batch: &AttnBatch<'_>,
+    seq: &AttnRows,
+    pos: u32,
+    head: u32,
+    query: &[f32],
+    stored: &dyn Fn(bool, u32, usize) -> f64,
+) -> (Vec<f64>, f64) {
+    let dim = batch.geometry.head_dim as usize;
+    let slope = batch.alibi.map_or(0.0, |a| f64::from(a.slope(head, batch.geometry.heads)));
+    let seen = visible(pos, batch.window);
+    let keys: Vec<(u32, u32)> = batch.runs[seq.run0 as usize..][..seq.runs as usize]
+        .iter()
+        .flat_map(|run| run.positions().zip(run.base..))
+        .filter(|(pos, _)| seen.contains(pos))
+        .collect();
+    let at = head as usize / batch.geometry.group() as usize * dim;
+    let scores: Vec<f64> = keys
+        .iter()
+        .map(|(key, slot)| {
+            let dot: f64 = (0..dim).map(|d| f64::from(query[d]) * stored(false, *slot, at + d)).sum();
+            dot * f64::from(batch.scale) + slope * (f64::from(*key) - f64::from(pos))
+        })
+        .collect();
+    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+    let mut out = vec![0.0; dim];
+    for ((_, slot), score) in keys.iter().zip(&scores) {
+        let weight = (score - max).exp() / sum;
+        out.iter_mut().enumerate().for_each(|(d, o)| *o += weight * stored(true, *slot, at + d));
+    }
+    (out, max + sum.ln())
+}
+
+/// The bound is absolute: queries, keys and values are below 3 and mostly below 1, so scores and outputs are about 1.
+fn check(case: &Case) {
+    let mut device = ShimDevice::open().expect("the shim");
+    device.tuning.precision = case.precision;
+    let mut data = Data::new(21);
+    let g = case.geometry;
+    let (seqs, runs, slots) = layout(case, &mut data);
+    // A token holds K and V of two layers, the second of which is attended to.
+    let kv_dim = g.kv_dim();
+    let token = 4 * kv_dim;
+    let (bytes, widened) = data.stored(case.dtype, slots as usize * token);
+    let mut store = vec![0u128; bytes.len().div_ceil(16)];
+    bytemuck::cast_slice_mut::<u128, u8>(&mut store)[..bytes.len()].copy_from_slice(&bytes);
+    let base = store.as_ptr() as u64;
+    let offset = |elements: usize| (elements * case.dtype.size()) as u64;
+    let view = KvView {
+        k: base + offset(2 * kv_dim),
+        v: base + offset(3 * kv_dim),
+        token_stride: token as u64,
+        head_stride: u64::from(g.head_dim),
+    };
+    let stored = |value: bool, slot: u32, at: usize| {
+        f64::from(widened[slot as usize * token + (2 + usize::from(value)) * kv_dim + at])
+    };
+    let batch = AttnBatch {
+        geometry: g,
+        scale: 1.0 / (g.head_dim as f32).sqrt(),
+        window: case.window,
+        alibi: case.alibi.then_some(Alibi { bias_max: 8.0 }),
+        seqs: &seqs,
+        runs: &runs,
+    };
+    let rows = batch.rows();
+    let cols = g.qkv_dim();
+    let q = Tensor { data: data.values(rows * cols), cols };
+    let heads = g.heads as usize;
+    let mut out = Partials {
+        out: Tensor { data: vec![f32::NAN; rows * g.q_dim()], cols: g.q_dim() },
+        lse: Tensor { data: vec![f32::NAN; rows * heads], cols: heads },
+        count: Vec::new(),
+    };
+    device.attend(&q, &batch, view, case.dtype, case.pad, &mut out);
+    let bound = match (case.precision, case.dtype) {
+        (Precision::Fast, DType::BF16) => 2e-2,
+        (Precision::Fast, DType::F16) => 3e-3,
+        _ => 3e-5,
+    };
+    let dim = g.head_dim as usize;
+    for seq in &seqs {
+        for i in 0..seq.rows {
+            let row = (seq.row0 + i) as usize;
+            for head in 0..g.heads {
+                let query = &q.data[row * cols + head as usize * dim..][..dim];
+                let (want, lse) = oracle(&batch, seq, seq.pos0 + i, head, query, &stored);
+                let got = &out.out.data[row * g.q_dim() + head as usize * dim..][..dim];
+                let what = format!("{g:?} {} {:?} row {row} head {head}", case.dtype, case.precision);
+                for (d, (got, want)) in got.iter().zip(&want).enumerate() {
+                    assert!((f64::from(*got) - want).abs() <= bound, "{what}: element {d} is {got}, not {want}");
+                }
+                let got = out.lse.data[row * heads + head as usize];
+                assert!((f64::from(got) - lse).abs() <= bound, "{what}: log-sum-exp is {got}, not {lse}");
+            }
+        }
+    }
+}
+
+#[test]
+fn groups_of_every_size() {
+    for group in 1..=8 {
+        let dtype = if group % 2 == 0 { DType::F16 } else { DType::BF16 };
+        check(&Case { geometry: geometry(2 * group, 2, 64), dtype, ..Case::default() });
+    }
+    // More heads than a tile, and more than a tile of many rows.
+    check(&Case { geometry: geometry(12, 1, 64), seqs: vec![(1, 70), (2, 9), (20, 3)], ..Case::default() });
+    check(&Case { geometry: geometry(71, 1, 64), seqs: vec![(1, 33), (3, 20)], ..Case::default() });
+    check(&Case { geometry: geometry(130, 1, 64), seqs: vec![(1, 20), (2, 5)], ..Case::default() });
+}
+
+#[test]
+fn one_term_is_near() {
+    for dtype in [DType::F16, DType::BF16] {
+        for head_dim in [64, 96, 128, 256] {
+            let seqs = vec![(50, 40), (1, 60)];
+            let precision = Precision::Fast;
+            check(&Case { geometry: geometry(2, 1, head_dim), dtype, precision, seqs, ..Case::default() });
+        }
+    }
+}
+
+#[test]
+fn two_terms_for_every_head_size() {
+    for dtype in [DType::F16, DType::BF16] {
+        for head_dim in [64, 96, 128, 256] {
+            let seqs = vec![(70, 0), (33, 101), (1, 300), (5, 250)];
+            check(&Case { geometry: geometry(3, 1, head_dim), dtype, seqs, ..Case::default() });
+        }
+    }
+}
+
+#[test]
+fn windows_and_biases_together() {
+    for window in [1, 15, 16, 17, 64, 65] {
+        let seqs = vec![(1, 130), (66, 64), (1, 15), (3, 16)];
+        let alibi = window % 2 == 1;
+        check(&Case { window: Some(window), alibi, seqs, run_max: 20, ..Case::default() });
+    }
+}
+
+#[test]
+fn odd_stores_take_the_general_kernel() {
+    for (dtype, head_dim) in [(DType::F32, 64), (DType::F16, 20), (DType::BF16, 130)] {
+        check(&Case { geometry: geometry(6, 3, head_dim), dtype, alibi: true, ..Case::default() });
+    }
+}
+
+#[test]
+fn padded_plans_give_the_same() {
+    let seqs = vec![(1, 500), (1, 3), (2, 90)];
+    check(&Case { seqs, pad: Some((5, 3)), ..Case::default() });
+}
+
+#[test]
+fn plans_cover_each_visible_key_once() {
+    let mut data = Data::new(3);
+    let case = Case { seqs: vec![(1, 3000), (90, 700), (2, 0), (1, 64)], run_max: 200, ..Case::default() };
+    let (seqs, runs, _) = layout(&case, &mut data);
+    for window in [None, Some(100)] {
+        let g = case.geometry;
+        let batch = AttnBatch { geometry: g, scale: 1.0, window, alibi: None, seqs: &seqs, runs: &runs };
+        let mut plan = Plan::default();
+        plan.make(&batch, DType::F16, true, &TUNING);
+        let [decode, prefill, any, merges] = plan.counts();
+        assert!(decode > 0 && prefill > 0 && any == 0 && (merges > 0 || window.is_some()));
+        let at = Buffers { plan: 0, q: 0, q_stride: 0, slopes: 0, out: 0, lse: 0, piece_out: 0, piece_lse: 0 };
+        let view = KvView { k: 0, v: 0, token_stride: 128, head_stride: 64 };
+        let names: Vec<_> = plan.launches(&at, view).map(|launch| launch.name).collect();
+        assert_eq!(names, ["attention_decode_f16_64", "attention_prefill_f16_64_exact"]);
+        let mut bytes = Vec::new();
+        plan.bytes(&mut bytes);
+        let words: Vec<u32> = bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+        let items = &words[..12 * (decode + prefill)];
+        let table = &words[items.len() + 4 * merges..];
+        // Positions that each row's items hold, in any order.
+        let mut seen = vec![Vec::new(); batch.rows()];
+        for item in items.chunks_exact(12) {
+            let &[row0, rows, _, count, run0, _, len, first_pos, _, _, keys, _] = item else { unreachable!() };
+            let of_table = table.chunks_exact(3).skip(run0 as usize).take(count as usize).map(|r| (r[2], r[1]));
+            let runs: Vec<(u32, u32)> = if count == 1 { vec![(first_pos, len)] } else { of_table.collect() };
+            assert_eq!(runs.iter().map(|r| r.1).sum::<u32>(), keys);
+            for row in row0..row0 + rows {
+                seen[row as usize].extend(runs.iter().flat_map(|(first, len)| *first..first + len));
+            }
+        }
+        for seq in &seqs {
+            for i in 0..seq.rows {
+                let visible = visible(seq.pos0 + i, window);
+                let row = &mut seen[(seq.row0 + i) as usize];
+                row.retain(|pos| visible.contains(pos));
+                row.sort_unstable();
+                assert!(row.iter().copied().eq(visible), "row {i} of a sequence at {}", seq.pos0);
+            }
+        }
+    }
+}

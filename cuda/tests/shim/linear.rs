@@ -1,0 +1,132 @@
+//! Products beyond the conformance suite: large tiles, parts of k, biases, one term, activations that f16 cannot hold.
+
+use crate::support::device::{ShimDevice, number};
+use lagoon_backend::conformance::Data;
+use lagoon_cuda::kernels::attention::Precision;
+use lagoon_cuda::kernels::linear::{Launches, Product};
+use lagoon_cuda::kernels::weight_ld;
+use lagoon_types::DType;
+
+struct Case {
+    rows: usize,
+    n: usize,
+    k: usize,
+    dtype: DType,
+    precision: Precision,
+    /// Multiprocessors that the plan is for: few make large tiles, many make parts of k.
+    sms: u32,
+    /// Largest activation, about.
+    magnitude: f32,
+    add: bool,
+    bias: bool,
+}
+
+impl Default for Case {
+    fn default() -> Self {
+        Self {
+            rows: 20,
+            n: 70,
+            k: 72,
+            dtype: DType::BF16,
+            precision: Precision::Exact,
+            sms: 8,
+            magnitude: 1.0,
+            add: false,
+            bias: true,
+        }
+    }
+}
+
+/// Runs a case and compares it with f64; the names of the kernels that it took.
+fn check(case: &Case) -> Vec<&'static str> {
+    let mut device = ShimDevice::open().expect("the shim");
+    device.tuning.precision = case.precision;
+    device.tuning.sms = case.sms;
+    let mut data = Data::new(7);
+    let (rows, n, k, size) = (case.rows, case.n, case.k, case.dtype.size());
+    let x: Vec<f32> = data.values(rows * k).iter().map(|v| v * case.magnitude).collect();
+    let ld = weight_ld(k, size);
+    let (mut bytes, mut weight) = (vec![0u128; n * ld * size / 16], vec![0.0f32; n * k]);
+    for row in 0..n {
+        let (stored, exact) = data.stored(case.dtype, k);
+        bytemuck::cast_slice_mut::<u128, u8>(&mut bytes)[row * ld * size..][..k * size].copy_from_slice(&stored);
+        weight[row * k..][..k].copy_from_slice(&exact);
+    }
+    let (bias_bytes, bias) = data.stored(case.dtype, n);
+    let before = data.values(rows * n);
+    let mut out = before.clone();
+    let product = Product {
+        x: x.as_ptr() as u64,
+        x_stride: number(k),
+        w: bytes.as_ptr() as u64,
+        dtype: case.dtype,
+        bias: if case.bias { bias_bytes.as_ptr() as u64 } else { 0 },
+        out: out.as_mut_ptr() as u64,
+        out_stride: number(n),
+        rows: number(rows),
+        n: number(n),
+        k: number(k),
+        add: case.add,
+    };
+    device.product(&product);
+    // What a term loses of each activation: half a unit of the last of its bits.
+    let loss = match (case.precision, case.dtype) {
+        (Precision::Fast, DType::BF16) if rows > 16 => 2f64.powi(-9),
+        (Precision::Fast, DType::F16) if rows > 16 => 2f64.powi(-12),
+        (_, DType::BF16) => 2f64.powi(-17),
+        _ => 2f64.powi(-21),
+    };
+    for row in 0..rows {
+        for col in 0..n {
+            let mut want = if case.add { f64::from(before[row * n + col]) } else { 0.0 };
+            want += if case.bias { f64::from(bias[col]) } else { 0.0 };
+            let mut sum = want.abs();
+            for i in 0..k {
+                let product = f64::from(x[row * k + i]) * f64::from(weight[col * k + i]);
+                want += product;
+                sum += product.abs();
+            }
+            let got = f64::from(out[row * n + col]);
+            assert!((got - want).abs() <= loss * sum, "row {row} column {col} is {got}, not {want} ({rows} {n} {k})");
+        }
+    }
+    match product.launches(0, case.precision, case.sms) {
+        Launches::Stream(launch) => vec![launch.name],
+        Launches::Tiles { split, gemm, reduce } => {
+            split.map(|l| l.name).into_iter().chain([gemm.name]).chain(reduce.map(|l| l.name)).collect()
+        }
+    }
+}
+
+#[test]
+fn large_tiles_and_parts() {
+    for dtype in [DType::F16, DType::BF16] {
+        for precision in [Precision::Exact, Precision::Fast] {
+            let large = check(&Case { rows: 140, n: 300, k: 104, dtype, precision, sms: 4, ..Case::default() });
+            assert!(large[1].ends_with("_128"), "{large:?}");
+            let parts = check(&Case { rows: 33, n: 65, k: 1100, dtype, precision, add: true, ..Case::default() });
+            assert!(parts[1].ends_with("_64") && parts[2] == "gemm_reduce", "{parts:?}");
+        }
+    }
+}
+
+#[test]
+fn few_rows_stream_the_weight() {
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for rows in [1, 2, 7, 8, 9, 16] {
+            let names = check(&Case { rows, n: 37, k: 600, dtype, add: rows % 2 == 0, ..Case::default() });
+            assert!(names[0].starts_with("gemv_"), "{names:?}");
+        }
+        check(&Case { rows: 3, n: 16, k: 13, dtype, bias: false, ..Case::default() });
+    }
+    check(&Case { rows: 70, n: 65, k: 30, dtype: DType::F32, ..Case::default() });
+}
+
+#[test]
+fn activations_beyond_f16_do_not_overflow() {
+    for magnitude in [1e6, 1e-3] {
+        for rows in [1, 12, 40] {
+            check(&Case { rows, dtype: DType::F16, magnitude, bias: false, ..Case::default() });
+        }
+    }
+}
