@@ -642,6 +642,9 @@ int cuModuleLoadData(void** out, const void* image) {
     ENTER("cuModuleLoadData");
     CURRENT_CONTEXT;
     if (image == nullptr || *static_cast<const char*>(image) == 0) return INVALID_IMAGE;
+    // For whole programs, which cannot call `lagoon_fake_kernels`.
+    const char* kernels = getenv("LAGOON_FAKE_KERNELS");
+    if (shim_launch == nullptr && kernels != nullptr) lagoon_fake_kernels(kernels);
     Module* module = new Module;
     state().modules.insert(module);
     *out = module;

@@ -15,7 +15,7 @@ pub(crate) enum BackendArg {
     Cpu,
     /// A GPU through wgpu (Vulkan, Metal, DX12); a software adapter if there is no other.
     Wgpu,
-    /// An NVIDIA GPU through CUDA.
+    /// An NVIDIA GPU through CUDA, the first that the driver lists; only when asked for.
     Cuda,
 }
 

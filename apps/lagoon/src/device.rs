@@ -6,7 +6,7 @@ use crate::calibration_cache::{self as cache, Key};
 use crate::model::{OpenModel, bytes_bar};
 use anyhow::{Context, bail};
 use lagoon_backend::{Device, DeviceInfo, PaceProfile, Paced, cpu::CpuDevice};
-use lagoon_cuda::CudaProbe;
+use lagoon_cuda::{CudaDevice, CudaOptions, CudaProbe, kernels};
 use lagoon_model::{LlamaWeights, Rope};
 use lagoon_protocol::Calibration;
 use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, Model, Report};
@@ -24,6 +24,7 @@ pub(crate) enum Chosen {
     Cpu,
     WgpuGpu,
     WgpuSoftware,
+    Cuda,
 }
 
 impl Chosen {
@@ -31,19 +32,18 @@ impl Chosen {
         match self {
             Self::Cpu => "cpu",
             Self::WgpuGpu | Self::WgpuSoftware => "wgpu",
+            Self::Cuda => "cuda",
         }
     }
 }
 
-/// Picks a backend: what was asked for, or the best there is. A software adapter is never taken unasked.
+/// Picks a backend: what was asked for, or the best there is. A software adapter is never taken unasked, nor is CUDA
+/// while no GPU has proved it.
 pub(crate) fn choose(backend: BackendArg) -> anyhow::Result<Chosen> {
     match backend {
         BackendArg::Cpu => Ok(Chosen::Cpu),
         BackendArg::Cuda => match lagoon_cuda::probe() {
-            CudaProbe::Present { .. } => bail!(
-                "this build has no CUDA backend yet, though a device is there\n\
-                 hint: use --backend wgpu or --backend cpu"
-            ),
+            CudaProbe::Present { .. } => Ok(Chosen::Cuda),
             CudaProbe::Absent { reason } => bail!("no CUDA: {reason}\nhint: use --backend auto"),
         },
         BackendArg::Auto => {
@@ -98,6 +98,10 @@ pub(crate) fn start(
     let software = match chosen {
         Chosen::Cpu => {
             let device = args.threads.map_or_else(CpuDevice::new, CpuDevice::with_threads);
+            return pace(device, args, model, sizes, report);
+        }
+        Chosen::Cuda => {
+            let device = CudaDevice::open(kernels::FATBIN, CudaOptions::default()).context("open the CUDA device")?;
             return pace(device, args, model, sizes, report);
         }
         Chosen::WgpuGpu => AdapterChoice::Gpu,

@@ -3,6 +3,7 @@
 use crate::calibration_cache as cache;
 use crate::local::EphemeralCa;
 use crate::pool_client::PoolClient;
+use lagoon_cuda::{CudaDevice, CudaOptions, CudaProbe, kernels};
 use lagoon_protocol::{VERSION_MAX, VERSION_MIN};
 use lagoon_shaders::list_adapters;
 use lagoon_transport::{Node, TransportConfig};
@@ -84,11 +85,22 @@ fn cpu() -> Check {
     check("cpu", true, info.name, "")
 }
 
+/// Whether `--backend cuda` would open, and what would multiply there.
 fn cuda() -> Check {
     let probe = lagoon_cuda::probe();
-    let present = matches!(probe, lagoon_cuda::CudaProbe::Present { .. });
-    let text = if present { format!("{probe}; this build has no CUDA backend yet") } else { probe.to_string() };
-    check("cuda", false, text, "")
+    if !matches!(probe, CudaProbe::Present { .. }) {
+        return check("cuda", false, probe.to_string(), "");
+    }
+    let kernels = format!("kernels: {}", kernels::FATBIN_SOURCE);
+    match CudaDevice::open(kernels::FATBIN, CudaOptions::default()) {
+        Ok(device) => {
+            let name = lagoon_backend::Device::info(&device).name;
+            check("cuda", true, format!("{name}; {kernels}; linear layers: {}", device.linear_layers()), "")
+        }
+        Err(error) => {
+            check("cuda", false, format!("{probe}: {error}; {kernels}"), "`--backend wgpu` and `--backend cpu` do without")
+        }
+    }
 }
 
 fn adapters() -> Vec<Check> {

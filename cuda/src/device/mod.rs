@@ -72,6 +72,12 @@ impl CudaDevice {
         Ok(Self { context, options, tuning, lanes, plans, copied, unseen: [false; 2], at: 0 })
     }
 
+    /// What multiplies in linear layers, for people.
+    #[must_use]
+    pub fn linear_layers(&self) -> &'static str {
+        "own kernels"
+    }
+
     fn lane(&mut self) -> &mut Lane {
         &mut self.lanes[self.at]
     }
