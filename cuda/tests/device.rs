@@ -1,0 +1,185 @@
+//! The backend's contract, proved on the CUDA backend where there is no GPU: the fake driver runs the kernels through
+//! the host shim, late and in random orders.
+
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+#[macro_use]
+#[path = "support/fake.rs"]
+#[allow(dead_code, unused_macros, reason = "each test binary uses some of it")]
+mod fake;
+#[path = "support/shim.rs"]
+#[allow(dead_code, unreachable_pub, reason = "each test binary uses some of it")]
+mod shim;
+
+use fake::{Fake, OUT_OF_MEMORY};
+use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError};
+use lagoon_cuda::kernels::attention::{DecodeClass, Precision, Tuning};
+use lagoon_cuda::{CudaDevice, CudaOptions};
+use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Small pages and pieces, so that small shapes meet every path.
+const PAGE: u64 = 1 << 16;
+const MEMORY: u64 = 1 << 30;
+const TUNING: Tuning = Tuning {
+    sms: 8,
+    classes: [
+        DecodeClass { warps: 2, stages: 4, blocks_per_sm: 1, piece_keys_min: 48 },
+        DecodeClass { warps: 4, stages: 2, blocks_per_sm: 2, piece_keys_min: 96 },
+        DecodeClass { warps: 8, stages: 3, blocks_per_sm: 2, piece_keys_min: 200 },
+    ],
+    class_keys: [64, 256],
+    precision: Precision::Exact,
+};
+
+/// Runs `test` on a device over the fake driver; at the end everything is released and nothing was misused.
+fn with_device(name: &str, layers_per_group: Option<u32>, test: impl FnOnce(&mut CudaDevice, &Fake)) {
+    static SEED: AtomicU64 = AtomicU64::new(2);
+    let fake = shim::library().and_then(|library| {
+        let fake = Fake::new(MEMORY, PAGE, SEED.fetch_add(1, Ordering::Relaxed))?;
+        fake.kernels(&library);
+        Ok(fake)
+    });
+    match fake {
+        Ok(fake) => {
+            let options = CudaOptions { ordinal: 0, layers_per_group, tuning: Some(TUNING) };
+            let mut device = CudaDevice::open(b"any image", options).unwrap();
+            test(&mut device, &fake);
+            drop(device);
+            fake.finish();
+        }
+        Err(reason) => fake::skip(name, &reason),
+    }
+}
+
+// As in shim.rs: in bf16 queries, attention weights and activations are two terms of 8 bits.
+macro_rules! over_the_fake {
+    ($group:expr, $($case:ident),+ $(,)?) => {
+        $(
+            #[test]
+            fn $case() {
+                use lagoon_backend::conformance::{Tolerance, cases};
+                let name = concat!(module_path!(), "::", stringify!($case));
+                crate::with_device(name, $group, |device, _| cases::$case(device, Tolerance::loosened(8.0)));
+            }
+        )+
+    };
+}
+
+/// Each layer has page groups of its own.
+mod unsliced {
+    lagoon_backend::conformance_names!(over_the_fake(Some(1),));
+}
+
+/// Layers share page groups: the stores that the suite makes have two or three layers, or one.
+mod sliced {
+    over_the_fake!(Some(2), rope_append_then_attention, attention_dtypes, attention_prefill, attention_alibi);
+    mod by_three {
+        over_the_fake!(Some(3), kv_bytes_round_trip);
+    }
+}
+
+const G: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64 };
+const SHAPE: KvShape = KvShape { layers: 2, kv_heads: 2, head_dim: 64, dtype: DType::F16 };
+
+/// Memory that runs out, wherever it does, is an error that says so, and leaves nothing behind.
+#[test]
+fn out_of_memory_is_an_error_everywhere() {
+    with_device("out_of_memory_is_an_error_everywhere", None, |device, fake| {
+        for (function, nth) in [("cuMemAlloc", 1), ("cuMemCreate", 1), ("cuMemCreate", 3), ("cuMemAddressReserve", 2)] {
+            let before = fake.counts();
+            fake.fail(function, nth, OUT_OF_MEMORY);
+            let error = if function == "cuMemAlloc" {
+                device.tensor(10, 10).map(drop).unwrap_err()
+            } else {
+                device.kv(SHAPE, 1000).map(drop).unwrap_err()
+            };
+            assert!(matches!(error, DeviceError::OutOfMemory { .. }), "{function}: {error}");
+            let after = fake.counts();
+            assert_eq!((before.physical, before.reservations), (after.physical, after.reservations), "{function}");
+            assert_eq!((before.buffers, before.bytes_used), (after.buffers, after.bytes_used), "{function}");
+        }
+        // A map that fails while a step writes: the step fails, the next one goes on.
+        let mut kv = device.kv(SHAPE, 1000).unwrap();
+        fake.fail("cuMemMap", 2, OUT_OF_MEMORY);
+        let bytes = vec![1; SHAPE.layer_token_bytes()];
+        assert!(matches!(device.kv_write(&mut kv, 0, 7, &bytes), Err(DeviceError::OutOfMemory { .. })));
+        device.kv_write(&mut kv, 0, 7, &bytes).unwrap();
+        let mut got = Vec::new();
+        device.kv_read(&kv, 0, 7, 1, &mut got).unwrap();
+        assert_eq!(got, bytes);
+        assert!(matches!(device.kv(SHAPE, 100_000_000), Err(DeviceError::OutOfMemory { .. })));
+    });
+}
+
+/// A launch that the driver refuses is a lost device, not a panic.
+#[test]
+fn a_refused_launch_is_an_error() {
+    with_device("a_refused_launch_is_an_error", None, |device, fake| {
+        let x = device.tensor(2, 8).unwrap();
+        let mut out = device.tensor(2, 4).unwrap();
+        fake.fail("cuLaunchKernel", 1, fake::UNKNOWN);
+        assert!(matches!(device.silu_mul(&x, 2, &mut out), Err(DeviceError::Lost(_))));
+        device.silu_mul(&x, 2, &mut out).unwrap();
+    });
+}
+
+/// Peers' writes and queries on their own stream see each other's KV, and what own copies wrote.
+#[test]
+fn urgent_work_shares_the_store() {
+    for _ in 0..12 {
+        with_device("urgent_work_shares_the_store", None, |device, _| {
+            let mut kv = device.kv(SHAPE, 64).unwrap();
+            let token = SHAPE.layer_token_bytes();
+            let value = |v: f32| half_bytes(v, token / 2);
+            // Own copies into slots 0 to 7, peers' into 8 to 15.
+            device.kv_write(&mut kv, 1, 0, &value(1.0).repeat(8)).unwrap();
+            device.urgent(true);
+            device.kv_write(&mut kv, 1, 8, &value(3.0).repeat(8)).unwrap();
+            let q = device.tensor(1, G.q_dim()).unwrap();
+            let mut out = device.partials(1, G).unwrap();
+            let seqs = [AttnRows { row0: 0, rows: 1, pos0: 20, run0: 0, runs: 1 }];
+            let runs = [KvRun { base: 0, len: 16, first_pos: 0 }];
+            let batch = AttnBatch { geometry: G, scale: 1.0, window: None, alibi: None, seqs: &seqs, runs: &runs };
+            device.attention(&q, &batch, &kv, 1, &mut out).unwrap();
+            let mut got = Vec::new();
+            device.read(&out.out, 0..1, 0..G.q_dim(), &mut got).unwrap();
+            assert!(got.iter().all(|v| (*v - 2.0).abs() < 1e-5), "the mean of eight 1 and eight 3: {got:?}");
+            device.urgent(false);
+            let mut bytes = Vec::new();
+            device.kv_read(&kv, 1, 8, 8, &mut bytes).unwrap();
+            assert_eq!(bytes, value(3.0).repeat(8));
+        });
+    }
+}
+
+/// Many more uploads than the ring holds, each seen by the operation it was for.
+#[test]
+fn staging_wraps_around() {
+    with_device("staging_wraps_around", None, |device, _| {
+        let cols = 4096;
+        let mut x = device.tensor(300, cols).unwrap();
+        let mut out = device.tensor(3, cols).unwrap();
+        let rows: Vec<f32> = (0..300 * cols).map(|i| (i % 1021) as f32).collect();
+        for round in 0..4 {
+            device.write(&mut x, 0, &rows).unwrap();
+            for i in 0..50u32 {
+                let ids = [i + round, 2 * i, 299 - i];
+                device.gather_rows(&x, &ids, &mut out).unwrap();
+                if i % 10 == 3 {
+                    let mut got = Vec::new();
+                    device.read(&out, 0..3, 0..cols, &mut got).unwrap();
+                    for (row, id) in ids.iter().enumerate() {
+                        assert_eq!(got[row * cols..][..cols], rows[*id as usize * cols..][..cols]);
+                    }
+                }
+            }
+        }
+    });
+}
+
+fn half_bytes(value: f32, n: usize) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    DType::F16.encode(&vec![value; n], &mut bytes);
+    bytes
+}
