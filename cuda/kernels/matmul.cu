@@ -2,11 +2,18 @@
 #include "shared/gemm.cuh"
 #include "shared/gemv.cuh"
 
-KERNEL(gemv_f16_8, 256, 3, GemvParams) { gemv<f16, 1>(p); }
-KERNEL(gemv_f16_16, 256, 2, GemvParams) { gemv<f16, 2>(p); }
-KERNEL(gemv_bf16_8, 256, 3, GemvParams) { gemv<bf16, 1>(p); }
-KERNEL(gemv_bf16_16, 256, 2, GemvParams) { gemv<bf16, 2>(p); }
-KERNEL(gemv_f32, 256, 2, GemvParams) { gemv_plain(p); }
+#define GEMV_FEW(TYPE, NAME)                                              \
+    KERNEL(gemv_##NAME##_1, 256, 3, GemvParams) { gemv_few<TYPE, 1>(p); } \
+    KERNEL(gemv_##NAME##_2, 256, 3, GemvParams) { gemv_few<TYPE, 2>(p); }
+
+GEMV_FEW(float, f32)
+GEMV_FEW(f16, f16)
+GEMV_FEW(bf16, bf16)
+
+KERNEL(gemv_f16_8, 256, 2, GemvParams) { gemv<f16, 1>(p); }
+KERNEL(gemv_f16_16, 256, 1, GemvParams) { gemv<f16, 2>(p); }
+KERNEL(gemv_bf16_8, 256, 2, GemvParams) { gemv<bf16, 1>(p); }
+KERNEL(gemv_bf16_16, 256, 1, GemvParams) { gemv<bf16, 2>(p); }
 
 KERNEL(split_f16, 256, 1, SplitParams) { split_rows<f16, true>(p); }
 KERNEL(split_bf16, 256, 1, SplitParams) { split_rows<bf16, false>(p); }

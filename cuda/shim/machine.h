@@ -154,6 +154,7 @@ struct f16 {
 struct bf16 {
     uint16_t bits;
 };
+inline float as_float(uint32_t from) { return shim::bits<float>(from); }
 inline float widen(float x) { return x; }
 inline float widen(f16 x) { return shim::f16_to_f32(x.bits); }
 inline float widen(bf16 x) { return shim::bf16_to_f32(x.bits); }
@@ -263,6 +264,16 @@ inline int below(int lane, int delta) { return lane < delta ? lane : lane - delt
 inline float shuffle_xor(float x, int mask) { return shim::from_lane("shuffle_xor", x, shim::across, mask); }
 inline uint64_t shuffle_xor(uint64_t x, int mask) { return shim::from_lane("shuffle_xor", x, shim::across, mask); }
 inline uint64_t shuffle_up(uint64_t x, int delta) { return shim::from_lane("shuffle_up", x, shim::below, delta); }
+inline bool any_lane(bool x) {
+    shim::Slot mine = {};
+    mine.words[0] = x;
+    const shim::Slot slot = shim::together("any_lane", mine, [](shim::Slot* slots) {
+        uint64_t any = 0;
+        for (int lane = 0; lane < 32; lane++) any |= slots[lane].words[0];
+        for (int lane = 0; lane < 32; lane++) slots[lane].words[1] = any;
+    });
+    return slot.words[1] != 0;
+}
 
 inline float exp2_fast(float x) { return exp2f(x); }
 inline uint4 load_once(const void* from) {

@@ -5,7 +5,7 @@
 // the query heads of a group are packed into the 16 rows of m16n8k16, 8 at a time, and each product takes D / 16 + D / 8
 // instructions for 8 keys, so 16 keys of D = 128 cost 32 products for 8 KB. A multiprocessor of an H200 receives about 21
 // bytes a clock (4.8 TB/s over 132 at 1.7 GHz): 8 KB take 380 clocks, in which it could issue 1,500 warp instructions; a
-// warp issues about 300 here. The kernel is bound by memory with a margin of four.
+// warp issues under 400 here (counted in the machine code). The kernel is bound by memory with a margin of four.
 //
 // Exactness for nothing: rows 0 to 7 of the products are the first terms of 8 packed queries and rows 8 to 15 their second
 // terms, so that a score is the sum of two accumulators of the same thread. The same holds for weights and values. Without
@@ -16,13 +16,12 @@
 #pragma once
 #include "keys.cuh"
 
-constexpr uint32_t DECODE_TILE = 8, DECODE_KEYS = 16;
+constexpr uint32_t DECODE_TILE = 8, DECODE_KEYS = KEY_GROUP;
 // Second terms are multiples of 2^-11: f16's narrow exponents lose nothing of them.
 constexpr float TERM_SCALE = 2048.0f, TERM_UNSCALE = 1.0f / 2048.0f;
 
 template <int D>
 struct DecodeShared {
-    // Bytes of a head's row: the padding keeps ldmatrix free of bank conflicts.
     static constexpr uint32_t ROW = 2 * D + 16;
     static constexpr uint32_t PLANE = DECODE_KEYS * ROW;
     static constexpr uint32_t STAGE = 2 * PLANE + DECODE_KEYS * 4;
@@ -72,26 +71,6 @@ struct DecodeWarp {
         for (int i = 0; i < COLS; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0;
     }
 
-    // Starts copying 16 keys from index `first` into a stage; keys beyond the item are zeros at NOWHERE.
-    DEVICE static void copy(const AttentionParams& p, uint32_t keys, uint32_t kv_head, KeyWalk& walk, uint32_t first,
-                            unsigned char* stage) {
-        constexpr uint32_t CHUNKS = D / 8;
-        const uint32_t lane = threadIdx.x % 32;
-        const SharedAddress to = shared_address(stage);
-        uint32_t* positions = reinterpret_cast<uint32_t*>(stage + 2 * S::PLANE);
-        const uint64_t head = kv_head * p.kv.head_stride;
-#pragma unroll
-        for (uint32_t i = lane; i < DECODE_KEYS * CHUNKS; i += 32) {
-            const uint32_t key = i / CHUNKS, chunk = i % CHUNKS, index = first + key;
-            const bool valid = index < keys;
-            if (valid) walk.seek(index);
-            const uint64_t from = (valid ? walk.slot(index) * p.kv.token_stride : 0) + head + chunk * 8;
-            copy_async(to + key * S::ROW + chunk * 16, at<const T>(p.kv.k) + from, valid);
-            copy_async(to + S::PLANE + key * S::ROW + chunk * 16, at<const T>(p.kv.v) + from, valid);
-            if (chunk == 0) positions[key] = valid ? walk.position(index) : NOWHERE;
-        }
-    }
-
     // Scores of 16 keys, in units of log2: [key / 8][key % 2] for keys 2 (lane % 4) and the one after of each 8.
     DEVICE void score(const unsigned char* stage, uint32_t window, float (&scores)[2][2]) {
         const uint32_t lane = threadIdx.x % 32;
@@ -133,15 +112,18 @@ struct DecodeWarp {
         uint32_t a[4];
         split<T>(w[0][0], w[0][1], TERM_SCALE, a[0], a[1]);
         split<T>(w[1][0], w[1][1], TERM_SCALE, a[2], a[3]);
+        // A new maximum becomes rare as keys pass: a branch of the whole warp saves most of the scaling.
+        if (any_lane(kept != 1.0f)) {
+#pragma unroll
+            for (int i = 0; i < COLS; i++) {
+                for (int e = 0; e < 4; e++) o[i][e] *= kept;
+            }
+        }
         const SharedAddress v = shared_address(stage) + S::PLANE + lane % 16 * S::ROW + lane / 16 * 16;
 #pragma unroll
         for (int i = 0; i < COLS; i += 2) {
             uint32_t b[4];
             ldmatrix_x4_trans(b, v + i * 16);
-            for (int e = 0; e < 4; e++) {
-                o[i][e] *= kept;
-                o[i + 1][e] *= kept;
-            }
             mma<T>(o[i], a, b[0], b[1]);
             mma<T>(o[i + 1], a, b[2], b[3]);
         }
@@ -202,19 +184,24 @@ DEVICE void attention_decode(const AttentionParams& p) {
     unsigned char* ring = shared + warp * warp_bytes;
     DecodeWarp<T, D> state;
     state.load_queries(p, item, kv_head, tile);
-    KeyWalk walk(item, p.runs);
+    KeyCopy<T, D, 32> keys(p, item, kv_head);
     uint32_t copied = warp * DECODE_KEYS;
-    for (uint32_t i = 0; i + 1 < p.stages; i++, copied += stride) {
-        if (copied < item.keys) state.copy(p, item.keys, kv_head, walk, copied, ring + i * S::STAGE);
+    // A stage more of the warp's keys, if there are any; a group of copies in any case.
+    const auto fill = [&](uint32_t stage) {
+        unsigned char* to = ring + stage * S::STAGE;
+        if (copied < item.keys) {
+            keys.copy(threadIdx.x % 32, copied, to, S::PLANE, reinterpret_cast<uint32_t*>(to + 2 * S::PLANE));
+        }
         copy_commit();
-    }
+        copied += stride;
+    };
+    for (uint32_t i = 0; i + 1 < p.stages; i++) fill(i);
     uint32_t read = 0, write = p.stages - 1;
-    for (uint32_t key = warp * DECODE_KEYS; key < item.keys; key += stride, copied += stride) {
+    for (uint32_t key = warp * DECODE_KEYS; key < item.keys; key += stride) {
         wait_for_stage(p.stages);
         // All lanes' copies have arrived, and all lanes have read the stage that is filled next.
         sync_warp();
-        if (copied < item.keys) state.copy(p, item.keys, kv_head, walk, copied, ring + write * S::STAGE);
-        copy_commit();
+        fill(write);
         state.attend(ring + read * S::STAGE, p.window);
         write = write + 1 == p.stages ? 0 : write + 1;
         read = read + 1 == p.stages ? 0 : read + 1;

@@ -61,20 +61,11 @@ struct PrefillBlock {
         }
     }
 
-    // Starts copying a stage of keys from index `first`; keys beyond the item are zeros at NOWHERE.
-    DEVICE void copy(KeyWalk& walk, uint32_t first, unsigned char* to_stage) const {
-        constexpr uint32_t CHUNKS = D / 8;
-        const SharedAddress to = shared_address(to_stage);
-        uint32_t* positions = reinterpret_cast<uint32_t*>(to_stage + 2 * S::PLANE);
-        const uint64_t head = kv_head * p.kv.head_stride;
-        for (uint32_t i = threadIdx.x; i < S::KEYS * CHUNKS; i += PREFILL_THREADS) {
-            const uint32_t key = i / CHUNKS, chunk = i % CHUNKS, index = first + key;
-            const bool valid = index < item.keys;
-            if (valid) walk.seek(index);
-            const uint64_t from = (valid ? walk.slot(index) * p.kv.token_stride : 0) + head + chunk * 8;
-            copy_async(to + key * S::ROW + chunk * 16, at<const T>(p.kv.k) + from, valid);
-            copy_async(to + S::PLANE + key * S::ROW + chunk * 16, at<const T>(p.kv.v) + from, valid);
-            if (chunk == 0) positions[key] = valid ? walk.position(index) : NOWHERE;
+    // Starts copying a stage of keys from index `first`.
+    DEVICE static void copy(KeyCopy<T, D, PREFILL_THREADS>& keys, uint32_t first, unsigned char* to) {
+        uint32_t* positions = reinterpret_cast<uint32_t*>(to + 2 * S::PLANE);
+        for (uint32_t i = 0; i < S::KEYS; i += KEY_GROUP) {
+            keys.copy(threadIdx.x, first + i, to + i * S::ROW, S::PLANE, positions + i);
         }
     }
 };
@@ -159,6 +150,8 @@ struct PrefillWarp {
 
     // Scores become weights; the state is scaled to the new maxima.
     DEVICE void soften(float (&s)[MT][NT][4]) {
+        float kept[MT][2];
+        bool changed = false;
 #pragma unroll
         for (int m = 0; m < MT; m++) {
 #pragma unroll
@@ -169,7 +162,8 @@ struct PrefillWarp {
                 tile = fmaxf(tile, shuffle_xor(tile, 1));
                 tile = fmaxf(tile, shuffle_xor(tile, 2));
                 const float new_max = fmaxf(max[m][h], tile), base = finite_max(new_max);
-                const float kept = exp2_fast(max[m][h] - base);
+                kept[m][h] = exp2_fast(max[m][h] - base);
+                changed |= kept[m][h] != 1.0f;
                 max[m][h] = new_max;
                 float part = 0;
 #pragma unroll
@@ -180,12 +174,17 @@ struct PrefillWarp {
                         part += s[m][n][e];
                     }
                 }
-                sum[m][h] = sum[m][h] * kept + part;
+                sum[m][h] = sum[m][h] * kept[m][h] + part;
+            }
+        }
+        // A new maximum becomes rare as keys pass: a branch of the whole warp saves most of the scaling.
+        if (!any_lane(changed)) return;
 #pragma unroll
-                for (int i = 0; i < COLS; i++) {
-                    o[m][i][2 * h] *= kept;
-                    o[m][i][2 * h + 1] *= kept;
-                }
+        for (int m = 0; m < MT; m++) {
+#pragma unroll
+            for (int i = 0; i < COLS; i++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) o[m][i][e] *= kept[m][e / 2];
             }
         }
     }
@@ -272,13 +271,13 @@ DEVICE void attention_prefill(const AttentionParams& p) {
     const AttnItem item = at<const AttnItem>(p.items)[blockIdx.y];
     if (item.rows == 0) return;
     const PrefillBlock<T, D, TERMS> block = {p, item, blockIdx.x, p.heads / p.kv_heads, shared};
-    KeyWalk walk(item, p.runs);
-    block.copy(walk, 0, block.stage(0));
+    KeyCopy<T, D, PREFILL_THREADS> keys(p, item, blockIdx.x);
+    block.copy(keys, 0, block.stage(0));
     copy_commit();
     block.load_queries();
     PrefillWarp<T, D, TERMS> warp(block);
     for (uint32_t first = 0, i = 0; first < item.keys; first += S::KEYS, i ^= 1) {
-        if (first + S::KEYS < item.keys) block.copy(walk, first + S::KEYS, block.stage(i ^ 1));
+        if (first + S::KEYS < item.keys) block.copy(keys, first + S::KEYS, block.stage(i ^ 1));
         copy_commit();
         copy_wait<1>();
         sync_block();

@@ -21,22 +21,26 @@ struct Gemm {
     uint32_t m0, n0, k_end;
     float acc[MT][NT][4];
 
-    // Starts copying `rows` rows of 32 columns of a matrix; what lies outside becomes zeros.
-    DEVICE void copy_rows(Address matrix, uint32_t row0, uint32_t count, uint32_t ld, uint32_t k, int rows,
-                          unsigned char* to) const {
-        const SharedAddress shared_to = shared_address(to);
-        for (uint32_t i = threadIdx.x; i < rows * (GEMM_K / 8); i += THREADS) {
-            const uint32_t row = i / (GEMM_K / 8), chunk = i % (GEMM_K / 8), column = k + chunk * 8;
-            const bool valid = row0 + row < count && column < k_end;
-            const T* from = at<const T>(matrix) + (valid ? static_cast<uint64_t>(row0 + row) * ld + column : 0);
-            copy_async(shared_to + row * GEMM_ROW + chunk * 16, from, valid);
+    // Starts copying ROWS rows of 32 columns of a matrix; what lies outside becomes zeros.
+    template <int ROWS>
+    DEVICE void copy_rows(Address matrix, uint32_t row0, uint32_t count, uint32_t ld, uint32_t k, unsigned char* to) const {
+        static_assert(ROWS * 4 % THREADS == 0, "every thread copies as much");
+        // Four threads a row, 16 bytes each.
+        const uint32_t first = threadIdx.x / 4, column = k + threadIdx.x % 4 * 8;
+        const SharedAddress shared_to = shared_address(to) + first * GEMM_ROW + threadIdx.x % 4 * 16;
+#pragma unroll
+        for (uint32_t i = 0; i < ROWS * 4 / THREADS; i++) {
+            const uint32_t row = row0 + first + i * (THREADS / 4);
+            const bool valid = row < count && column < k_end;
+            const T* from = at<const T>(matrix) + (valid ? static_cast<uint64_t>(row) * ld + column : 0);
+            copy_async(shared_to + i * (THREADS / 4) * GEMM_ROW, from, valid);
         }
     }
 
     DEVICE void copy(uint32_t k, unsigned char* stage) const {
-        copy_rows(p.hi, m0, p.m, p.lda, k, BM, stage);
-        if (TERMS == 2) copy_rows(p.lo, m0, p.m, p.lda, k, BM, stage + A);
-        copy_rows(p.w, n0, p.n, p.ldw, k, BN, stage + TERMS * A);
+        copy_rows<BM>(p.hi, m0, p.m, p.lda, k, stage);
+        if (TERMS == 2) copy_rows<BM>(p.lo, m0, p.m, p.lda, k, stage + A);
+        copy_rows<BN>(p.w, n0, p.n, p.ldw, k, stage + TERMS * A);
     }
 
     DEVICE void multiply(const unsigned char* stage) {

@@ -1,172 +1,248 @@
 // A few rows of activations times a weight: out[r][n] = x[r] · w[n].
 //
-// Bytes: the weight once, 2 n k (4 n k in f32); activations are small and come from the caches. Operations: tensor cores
-// take 16 weight rows as their left side and 8 rows of activations as their right side, so a batch of 1 to 8 costs the same.
-// For each 2 KB of weights (16 rows, 64 columns) a warp issues about 120 instructions with 8 rows of activations, 220 with
-// 16; a multiprocessor of an H200, which receives 2 KB in 96 clocks, could issue 384. Bound by memory. In flight: each warp
-// has loaded the next 2 KB before it multiplies the present ones, and with two or more blocks of 8 warps to a
-// multiprocessor that is 64 KB and more, twice what latency asks for.
+// Bytes: the weight once, 2 n k (4 n k in f32); activations are small and come from the caches. A multiprocessor of an H200
+// receives 2 KB in about 96 clocks (4.8 TB/s over 132 at 1.7 GHz), in which it could issue 384 warp instructions. Two kernels
+// stay well below that, so that memory is the bound:
+//
+// * one or two rows, in plain arithmetic: a lane reads 16 bytes of four weight rows and multiplies them by the same
+//   activations. 2 KB cost about 140 instructions with one row and 180 with two (counted in the machine code).
+// * to 16 rows, on tensor cores: 32 weight rows are the left side, 8 or 16 rows of activations the right. Splitting the
+//   activations into terms costs most of the 280 instructions for 4 KB and 8 rows, or of the 450 for 16.
+//
+// In flight: each warp has loaded the next 2 or 4 KB before it multiplies the present ones; 8 warps a block and one to three
+// blocks a multiprocessor make 32 to 64 KB, and latency asks for 29 KB (4.8 TB/s times 0.8 µs over 132).
 //
 // Exactness for nothing: activations enter as the sum of three terms of the weights' type, which is all of an f32.
-//
-// The columns of a step are dealt so that fragments are what 16-byte loads bring: lane t of four holds columns 8 t to 8 t + 7
-// of 32, for weights and activations alike; a sum does not mind the order.
 #pragma once
 #include "common.cuh"
 
-constexpr uint32_t GEMV_ROWS = 16, GEMV_WARPS = 8, GEMV_STEP = 64;
+constexpr uint32_t GEMV_WARPS = 8;
 
-// Activations as terms, and how their products add up.
+// Eight (f32: four) weights of a 16-byte load, widened.
+template <typename T>
+struct Packed;
+template <>
+struct Packed<float> {
+    static constexpr uint32_t COUNT = 4;
+    DEVICE static void widen_all(const uint4& w, float (&x)[COUNT]) {
+        const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[i] = as_float(words[i]);
+    }
+};
+template <typename T>
+struct Packed {
+    static constexpr uint32_t COUNT = 8;
+    DEVICE static void widen_all(const uint4& w, float (&x)[COUNT]) {
+        const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            x[2 * i] = widen(T{static_cast<uint16_t>(words[i])});
+            x[2 * i + 1] = widen(T{static_cast<uint16_t>(words[i] >> 16)});
+        }
+    }
+};
+
+// COUNT activations from `column` of a row; zeros where there are none.
+template <uint32_t COUNT>
+DEVICE void load_activations(const GemvParams& p, uint32_t row, uint32_t column, float (&x)[COUNT]) {
+    const float* from = at<const float>(p.x) + static_cast<uint64_t>(row) * p.x_stride + column;
+    if (row < p.rows && column + COUNT <= p.k && reinterpret_cast<Address>(from) % 16 == 0) {
+#pragma unroll
+        for (uint32_t i = 0; i < COUNT / 4; i++) {
+            const float4 four = reinterpret_cast<const float4*>(from)[i];
+            x[4 * i] = four.x, x[4 * i + 1] = four.y, x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
+        }
+    } else {
+#pragma unroll
+        for (uint32_t i = 0; i < COUNT; i++) x[i] = row < p.rows && column + i < p.k ? from[i] : 0.0f;
+    }
+}
+
+// 16 bytes of a weight row; zeros beyond its end. Rows beyond the last are read as the last and not written.
+template <typename T>
+DEVICE uint4 load_weights(const GemvParams& p, uint32_t row, uint32_t column) {
+    const T* from = at<const T>(p.w) + static_cast<uint64_t>(min(row, p.n - 1)) * p.ldw + column;
+    return column < p.ldw ? load_once(from) : uint4{0, 0, 0, 0};
+}
+
+template <typename T>
+DEVICE void store_product(const GemvParams& p, uint32_t row, uint32_t n, float sum) {
+    if (row >= p.rows || n >= p.n) return;
+    if (p.bias) sum += widen(at<const T>(p.bias)[n]);
+    float* out = at<float>(p.out) + static_cast<uint64_t>(row) * p.out_stride + n;
+    *out = p.add ? *out + sum : sum;
+}
+
+constexpr uint32_t FEW_WEIGHTS = 4, FEW_BLOCK = FEW_WEIGHTS * GEMV_WARPS / 2;
+
+// ROWS rows of activations in plain arithmetic. Four weight rows belong to two warps, which take turns along k. Grid: blocks of
+// 16 weight rows, blocks of ROWS rows.
+template <typename T, int ROWS>
+DEVICE void gemv_few(const GemvParams& p) {
+    constexpr uint32_t EACH = Packed<T>::COUNT, STEP = 2 * 32 * EACH;
+    SHARED float parts[GEMV_WARPS][FEW_WEIGHTS][ROWS];
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const uint32_t n0 = blockIdx.x * FEW_BLOCK + warp / 2 * FEW_WEIGHTS, row0 = blockIdx.y * ROWS;
+    float sums[FEW_WEIGHTS][ROWS] = {};
+    uint4 now[FEW_WEIGHTS], next[FEW_WEIGHTS];
+    uint32_t k = (warp % 2 * 32 + lane) * EACH;
+#pragma unroll
+    for (uint32_t i = 0; i < FEW_WEIGHTS; i++) now[i] = load_weights<T>(p, n0 + i, k);
+    for (; k < p.k; k += STEP) {
+#pragma unroll
+        for (uint32_t i = 0; i < FEW_WEIGHTS; i++) next[i] = load_weights<T>(p, n0 + i, k + STEP);
+        float x[ROWS][EACH];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) load_activations<EACH>(p, row0 + r, k, x[r]);
+#pragma unroll
+        for (uint32_t i = 0; i < FEW_WEIGHTS; i++) {
+            float w[EACH];
+            Packed<T>::widen_all(now[i], w);
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+                for (uint32_t e = 0; e < EACH; e++) sums[i][r] = fmaf(x[r][e], w[e], sums[i][r]);
+            }
+            now[i] = next[i];
+        }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < FEW_WEIGHTS; i++) {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const float sum = warp_sum(sums[i][r]);
+            if (lane == 0) parts[warp][i][r] = sum;
+        }
+    }
+    sync_block();
+    for (uint32_t i = threadIdx.x; i < FEW_BLOCK * ROWS; i += blockDim.x) {
+        const uint32_t n = i % FEW_BLOCK, r = i / FEW_BLOCK, pair = n / FEW_WEIGHTS * 2, w = n % FEW_WEIGHTS;
+        store_product<T>(p, row0 + r, blockIdx.x * FEW_BLOCK + n, parts[pair][w][r] + parts[pair + 1][w][r]);
+    }
+}
+
+// Activations as three terms, and how their products add up.
 template <typename T>
 struct Terms;
 
 // Multiples of 2^8, of 2^-3 and of 2^-14, each of f16's range: nothing overflows below 2^23, and 2^-39 is what is lost at most
-// of small ones.
+// of small ones. The scales differ, so each term has sums of its own.
 template <>
 struct Terms<f16> {
-    static constexpr int COUNT = 3;
+    static constexpr int SUMS = 3;
     static constexpr float FIRST = 256.0f, STEP = 1.0f / 2048.0f;
-    DEVICE static void make(float x0, float x1, uint32_t (&terms)[COUNT]) {
+    DEVICE static void make(float x0, float x1, uint32_t (&terms)[3]) {
         x0 /= FIRST;
         x1 /= FIRST;
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) {
+        for (int i = 0; i < 3; i++) {
             terms[i] = pack<f16>(x0, x1);
-            x0 = (x0 - widen(narrow<f16>(x0))) / STEP;
-            x1 = (x1 - widen(narrow<f16>(x1))) / STEP;
+            x0 = (x0 - widen(f16{static_cast<uint16_t>(terms[i])})) / STEP;
+            x1 = (x1 - widen(f16{static_cast<uint16_t>(terms[i] >> 16)})) / STEP;
         }
     }
-    DEVICE static float total(const float (&sums)[COUNT]) {
+    DEVICE static float total(const float (&sums)[SUMS]) {
         return ((sums[2] * STEP + sums[1]) * STEP + sums[0]) * FIRST;
     }
 };
 
 template <>
 struct Terms<bf16> {
-    static constexpr int COUNT = 3;
-    DEVICE static void make(float x0, float x1, uint32_t (&terms)[COUNT]) {
+    static constexpr int SUMS = 1;
+    DEVICE static void make(float x0, float x1, uint32_t (&terms)[3]) {
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) {
+        for (int i = 0; i < 3; i++) {
             terms[i] = pack<bf16>(x0, x1);
-            x0 -= widen(narrow<bf16>(x0));
-            x1 -= widen(narrow<bf16>(x1));
+            x0 -= widen(bf16{static_cast<uint16_t>(terms[i])});
+            x1 -= widen(bf16{static_cast<uint16_t>(terms[i] >> 16)});
         }
     }
-    DEVICE static float total(const float (&sums)[COUNT]) { return (sums[2] + sums[1]) + sums[0]; }
+    DEVICE static float total(const float (&sums)[SUMS]) { return sums[0]; }
 };
 
+constexpr uint32_t GEMV_ROWS = 32, GEMV_STEP = 64;
+
+// The columns of a step are dealt so that fragments are what 16-byte loads bring: lane t of four holds columns 8 t to 8 t + 7
+// of 32, for weights and activations alike; a sum does not mind the order.
 template <typename T, int TILES>
 struct GemvWarp {
-    static constexpr int COUNT = Terms<T>::COUNT;
+    static constexpr int SUMS = Terms<T>::SUMS;
     const GemvParams& p;
     uint32_t n0;
-    float sums[TILES][COUNT][4];
+    // Of 16 weight rows, by 8 rows of activations.
+    float sums[2][TILES][SUMS][4];
 
-    // Weights of rows lane / 4 and lane / 4 + 8, 8 columns each from `k` and from `k + 32`.
-    DEVICE void load(uint32_t k, uint4 (&w)[4]) const {
+    // For each half of the columns and each 16 weight rows: rows lane / 4 and lane / 4 + 8.
+    DEVICE void load(uint32_t k, uint4 (&w)[2][2][2]) const {
         const uint32_t lane = threadIdx.x % 32;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const uint32_t row = n0 + lane / 4 + i % 2 * 8, column = k + i / 2 * 32 + lane % 4 * 8;
-            const bool valid = row < p.n && column < p.ldw;
-            w[i] = valid ? load_once(at<const T>(p.w) + static_cast<uint64_t>(row) * p.ldw + column) : uint4{0, 0, 0, 0};
+        for (uint32_t i = 0; i < 8; i++) {
+            const uint32_t half = i / 4, m = i / 2 % 2, high = i % 2;
+            w[half][m][high] = load_weights<T>(p, n0 + 16 * m + 8 * high + lane / 4, k + 32 * half + lane % 4 * 8);
         }
     }
 
-    // Eight activations from `column` of a row; zeros where there are none.
-    DEVICE void activations(uint32_t row, uint32_t column, float (&x)[8]) const {
-        const float* from = at<const float>(p.x) + static_cast<uint64_t>(row) * p.x_stride + column;
-        if (row < p.rows && column + 8 <= p.k && reinterpret_cast<Address>(from) % 16 == 0) {
-            const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
-            x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-        } else {
-#pragma unroll
-            for (int i = 0; i < 8; i++) x[i] = row < p.rows && column + i < p.k ? from[i] : 0.0f;
-        }
-    }
-
-    DEVICE void multiply(uint32_t k, const uint4 (&w)[4]) {
+    DEVICE void multiply(uint32_t k, const uint4 (&w)[2][2][2]) {
         const uint32_t lane = threadIdx.x % 32;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const uint4 &low = w[2 * half], &high = w[2 * half + 1];
-            const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
                 float x[8];
-                activations(8 * tile + lane / 4, k + 32 * half + lane % 4 * 8, x);
-                uint32_t terms[4][COUNT];
+                load_activations<8>(p, 8 * tile + lane / 4, k + 32 * half + lane % 4 * 8, x);
+                uint32_t terms[4][3];
 #pragma unroll
                 for (int i = 0; i < 4; i++) Terms<T>::make(x[2 * i], x[2 * i + 1], terms[i]);
 #pragma unroll
-                for (int i = 0; i < COUNT; i++) {
-                    mma<T>(sums[tile][i], first, terms[0][i], terms[1][i]);
-                    mma<T>(sums[tile][i], second, terms[2][i], terms[3][i]);
+                for (int m = 0; m < 2; m++) {
+                    const uint4 &low = w[half][m][0], &high = w[half][m][1];
+                    const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
+#pragma unroll
+                    for (int i = 0; i < 3; i++) {
+                        float(&to)[4] = sums[m][tile][i < SUMS ? i : 0];
+                        mma<T>(to, first, terms[0][i], terms[1][i]);
+                        mma<T>(to, second, terms[2][i], terms[3][i]);
+                    }
                 }
             }
         }
     }
 };
 
-// Grid: blocks of 16 weight rows. The warps of a block share the columns and are added at the end, in order.
+// Grid: blocks of 32 weight rows. The warps of a block share the columns and are added at the end, in order.
 template <typename T, int TILES>
 DEVICE void gemv(const GemvParams& p) {
     SHARED float parts[GEMV_WARPS][8 * TILES][GEMV_ROWS];
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     GemvWarp<T, TILES> state = {p, blockIdx.x * GEMV_ROWS, {}};
-    uint4 now[4], next[4];
+    uint4 now[2][2][2], next[2][2][2];
     uint32_t k = warp * GEMV_STEP;
-    if (k < p.k) state.load(k, now);
+    state.load(k, now);
     for (; k < p.k; k += GEMV_WARPS * GEMV_STEP) {
         state.load(k + GEMV_WARPS * GEMV_STEP, next);
         state.multiply(k, now);
 #pragma unroll
-        for (int i = 0; i < 4; i++) now[i] = next[i];
+        for (int i = 0; i < 8; i++) now[i / 4][i / 2 % 2][i % 2] = next[i / 4][i / 2 % 2][i % 2];
     }
 #pragma unroll
-    for (int tile = 0; tile < TILES; tile++) {
+    for (int m = 0; m < 2; m++) {
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            float sums[Terms<T>::COUNT];
-            for (int i = 0; i < Terms<T>::COUNT; i++) sums[i] = state.sums[tile][i][e];
-            parts[warp][8 * tile + lane % 4 * 2 + e % 2][lane / 4 + e / 2 * 8] = Terms<T>::total(sums);
+        for (int tile = 0; tile < TILES; tile++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                float sums[Terms<T>::SUMS];
+#pragma unroll
+                for (int i = 0; i < Terms<T>::SUMS; i++) sums[i] = state.sums[m][tile][i][e];
+                parts[warp][8 * tile + lane % 4 * 2 + e % 2][16 * m + lane / 4 + e / 2 * 8] = Terms<T>::total(sums);
+            }
         }
     }
     sync_block();
     for (uint32_t i = threadIdx.x; i < 8 * TILES * GEMV_ROWS; i += blockDim.x) {
-        const uint32_t row = i / GEMV_ROWS, n = state.n0 + i % GEMV_ROWS;
-        if (row >= p.rows || n >= p.n) continue;
-        float sum = p.bias ? widen(at<const T>(p.bias)[n]) : 0.0f;
+        const uint32_t row = i / GEMV_ROWS;
+        float sum = 0;
         for (uint32_t w = 0; w < GEMV_WARPS; w++) sum += parts[w][row][i % GEMV_ROWS];
-        float* out = at<float>(p.out) + static_cast<uint64_t>(row) * p.out_stride + n;
-        *out = p.add ? *out + sum : sum;
-    }
-}
-
-// The same for f32 weights, in plain arithmetic: a warp takes a weight row and up to 8 rows of activations. 32 operations
-// for each 4 bytes at most. Grid: blocks of 8 weight rows, blocks of 8 rows.
-DEVICE void gemv_plain(const GemvParams& p) {
-    constexpr int ROWS = 8;
-    const uint32_t lane = threadIdx.x % 32, n = blockIdx.x * GEMV_WARPS + threadIdx.x / 32, row0 = blockIdx.y * ROWS;
-    // Whole warps leave together.
-    if (n >= p.n) return;
-    const float* w = at<const float>(p.w) + static_cast<uint64_t>(n) * p.ldw;
-    float sums[ROWS] = {};
-    for (uint32_t k = lane; k < p.k; k += 32) {
-        const float weight = w[k];
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            if (row0 + r < p.rows) {
-                sums[r] = fmaf(at<const float>(p.x)[static_cast<uint64_t>(row0 + r) * p.x_stride + k], weight, sums[r]);
-            }
-        }
-    }
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        const float sum = warp_sum(sums[r]) + (p.bias ? at<const float>(p.bias)[n] : 0.0f);
-        if (lane == 0 && row0 + r < p.rows) {
-            float* out = at<float>(p.out) + static_cast<uint64_t>(row0 + r) * p.out_stride + n;
-            *out = p.add ? *out + sum : sum;
-        }
+        store_product<T>(p, row, state.n0 + i % GEMV_ROWS, sum);
     }
 }

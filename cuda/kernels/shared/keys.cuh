@@ -33,6 +33,71 @@ struct KeyWalk {
 // A position after every query's.
 constexpr uint32_t NOWHERE = 1u << 30;
 
+constexpr uint32_t KEY_GROUP = 16;
+
+// Copies K and V of 16 keys at a time to shared memory, by THREADS threads together: rows of 2 D bytes padded by 16, which
+// keeps ldmatrix free of bank conflicts, V's plane `plane` bytes after K's. A group within one run, the common case, costs one
+// address and its strides; only others look at each key. Keys beyond the item become zeros at NOWHERE.
+template <typename T, int D, uint32_t THREADS>
+struct KeyCopy {
+    static constexpr uint32_t CHUNKS = D / 8, COPIES = KEY_GROUP * CHUNKS, ROW = 2 * D + 16;
+    KeyWalk walk;
+    const T* k;
+    uint64_t token_stride;
+    // From a key to its value, in elements.
+    int64_t to_value;
+    uint32_t keys;
+
+    DEVICE KeyCopy(const AttentionParams& p, const AttnItem& item, uint32_t kv_head)
+        : walk(item, p.runs),
+          k(at<const T>(p.kv.k) + kv_head * p.kv.head_stride),
+          token_stride(p.kv.token_stride),
+          to_value(static_cast<int64_t>(p.kv.v - p.kv.k) / static_cast<int64_t>(sizeof(T))),
+          keys(item.keys) {}
+
+    DEVICE void copy(uint32_t thread, uint32_t first, unsigned char* stage, uint32_t plane, uint32_t* positions) {
+        if (first < keys) walk.seek(first);
+        if (first < keys && first - walk.before + KEY_GROUP <= walk.run.len) {
+            copy_run(thread, walk.slot(first), shared_address(stage), plane);
+            if (thread < KEY_GROUP) positions[thread] = walk.position(first) + thread;
+        } else {
+            copy_each(thread, first, shared_address(stage), plane, positions);
+        }
+    }
+
+    DEVICE void copy_run(uint32_t thread, uint32_t slot, SharedAddress to, uint32_t plane) const {
+        const T* from = k + slot * token_stride;
+        // The distance of keys within a group fits 32 bits.
+        const uint32_t stride = static_cast<uint32_t>(token_stride);
+#pragma unroll
+        for (uint32_t j = 0; j < (COPIES + THREADS - 1) / THREADS; j++) {
+            const uint32_t i = thread + j * THREADS;
+            if (COPIES % THREADS != 0 && i >= COPIES) break;
+            // Where threads divide evenly among keys, a thread keeps its column.
+            const bool even = THREADS % CHUNKS == 0;
+            const uint32_t key = even ? thread / CHUNKS + j * (THREADS / CHUNKS) : i / CHUNKS;
+            const uint32_t chunk = even ? thread % CHUNKS : i % CHUNKS;
+            const T* address = from + (key * stride + chunk * 8);
+            copy_async(to + key * ROW + chunk * 16, address, true);
+            copy_async(to + plane + key * ROW + chunk * 16, address + to_value, true);
+        }
+    }
+
+    DEVICE void copy_each(uint32_t thread, uint32_t first, SharedAddress to, uint32_t plane, uint32_t* positions) const {
+        KeyWalk here = walk;
+#pragma unroll 1
+        for (uint32_t i = thread; i < COPIES; i += THREADS) {
+            const uint32_t key = i / CHUNKS, chunk = i % CHUNKS, index = first + key;
+            const bool valid = index < keys;
+            if (valid) here.seek(index);
+            const T* address = k + (valid ? here.slot(index) * token_stride : 0) + chunk * 8;
+            copy_async(to + key * ROW + chunk * 16, address, valid);
+            copy_async(to + plane + key * ROW + chunk * 16, address + to_value, valid);
+            if (chunk == 0) positions[key] = valid ? here.position(index) : NOWHERE;
+        }
+    }
+};
+
 // A key after the query, also NOWHERE, is at a distance of 2^31 or more: positions are below 2^21, and so is a window or it
 // is 2^31.
 DEVICE bool is_visible(uint32_t query, uint32_t key, uint32_t window) { return query - key < window; }

@@ -31,6 +31,7 @@ struct bf16 {
     uint16_t bits;
 };
 
+DEVICE float as_float(uint32_t bits) { return __uint_as_float(bits); }
 DEVICE float widen(float x) { return x; }
 DEVICE float widen(f16 x) {
     float y;
@@ -128,7 +129,7 @@ DEVICE void sync_warp() { __syncwarp(); }
 DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE uint64_t shuffle_xor(uint64_t x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE uint64_t shuffle_up(uint64_t x, int delta) { return __shfl_up_sync(0xffffffffu, x, delta); }
-
+DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 
 // 2^x, off by 2 units in the last place at most; 0 for negative infinity.
 DEVICE float exp2_fast(float x) {

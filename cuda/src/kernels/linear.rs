@@ -1,7 +1,7 @@
 //! Linear layers, `out[r] (=|+=) x[r] · weightᵀ (+ bias)`: parameters, choice of the kernel and geometry.
 //!
-//! * To [`GEMV_ROWS_MAX`] rows, `gemv_*` streams the weights once, straight from memory into tensor-core fragments (f16,
-//!   bf16) or products (f32). Activations are split into as many terms as f32 needs: it costs nothing there.
+//! * To [`GEMV_ROWS_MAX`] rows, `gemv_*` streams the weights once: in plain arithmetic for one or two rows, straight into
+//!   tensor-core fragments for more, with activations split into as many terms as f32 needs: it costs nothing there.
 //! * For more rows, `split_*` writes the activations as one or two terms of the weights' type, with a power-of-two scale for
 //!   each row in f16 so that nothing overflows, and `gemm_*` multiplies tiles on tensor cores. A product with too few tiles
 //!   to fill the device is cut along the inner dimension, and `gemm_reduce` adds the parts in a fixed order.
@@ -14,18 +14,19 @@ use lagoon_types::DType;
 
 /// Rows up to which weights are streamed.
 pub const GEMV_ROWS_MAX: u32 = 16;
-/// Weight rows of a block of `gemv_f16` and `gemv_bf16`.
-const GEMV_COLS: u32 = 16;
+/// Rows up to which f32 weights are: they have no tensor cores, and each two rows stream them again.
+const GEMV_F32_ROWS_MAX: u32 = 4;
+/// Weight rows of a block for one or two rows of activations, and for more.
+const GEMV_FEW_COLS: u32 = 16;
+const GEMV_COLS: u32 = 32;
 /// Threads of a `gemv` block.
 const GEMV_THREADS: u32 = 256;
-/// Rows of `x` that a block of `gemv_f32` serves.
-const GEMV_F32_ROWS: u32 = 8;
 /// Shortest part of the inner dimension that is worth a block of its own.
 const SPLIT_K_MIN: u32 = 512;
 /// Parts of the inner dimension at most.
 const SPLITS_MAX: u32 = 16;
 
-/// `gemv_*`. Grid: blocks of weight rows (and of 8 rows of `x` for f32).
+/// `gemv_*`. Grid: blocks of weight rows (and of 2 rows of `x` for f32).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct GemvParams {
@@ -163,8 +164,8 @@ struct Cut {
     k_part: u32,
 }
 
-const fn is_streamed(rows: u32) -> bool {
-    rows <= GEMV_ROWS_MAX
+fn is_streamed(rows: u32, dtype: DType) -> bool {
+    rows <= if dtype == DType::F32 { GEMV_F32_ROWS_MAX } else { GEMV_ROWS_MAX }
 }
 
 fn cut(rows: u32, n: u32, k: u32, dtype: DType, sms: u32) -> Cut {
@@ -182,7 +183,7 @@ fn cut(rows: u32, n: u32, k: u32, dtype: DType, sms: u32) -> Cut {
 /// Bytes of scratch that a product needs, to be aligned to 16: terms and scales of `x`, and parts.
 #[must_use]
 pub fn workspace_bytes(rows: u32, n: u32, k: u32, dtype: DType, sms: u32) -> u64 {
-    if is_streamed(rows) || dtype == DType::F32 {
+    if is_streamed(rows, dtype) || dtype == DType::F32 {
         return 0;
     }
     let (terms, scales) = terms_bytes(rows, k);
@@ -201,7 +202,7 @@ impl Product {
     #[must_use]
     pub fn launches(&self, workspace: u64, precision: Precision, sms: u32) -> Launches {
         let ldw = u32::try_from(weight_ld(self.k as usize, self.dtype.size())).expect("columns fit");
-        if is_streamed(self.rows) {
+        if is_streamed(self.rows, self.dtype) {
             return Launches::Stream(self.stream(ldw));
         }
         let cut = cut(self.rows, self.n, self.k, self.dtype, sms);
@@ -276,12 +277,19 @@ impl Product {
             add: u32::from(self.add),
             pad: 0,
         };
-        let (name, grid) = match (self.dtype, self.rows <= 8) {
-            (DType::F32, _) => ("gemv_f32", [self.n.div_ceil(GEMV_THREADS / 32), self.rows.div_ceil(GEMV_F32_ROWS), 1]),
-            (DType::F16, true) => ("gemv_f16_8", [self.n.div_ceil(GEMV_COLS), 1, 1]),
-            (DType::F16, false) => ("gemv_f16_16", [self.n.div_ceil(GEMV_COLS), 1, 1]),
-            (DType::BF16, true) => ("gemv_bf16_8", [self.n.div_ceil(GEMV_COLS), 1, 1]),
-            (DType::BF16, false) => ("gemv_bf16_16", [self.n.div_ceil(GEMV_COLS), 1, 1]),
+        let few = [self.n.div_ceil(GEMV_FEW_COLS), self.rows.div_ceil(2), 1];
+        let more = [self.n.div_ceil(GEMV_COLS), 1, 1];
+        let (name, grid) = match (self.dtype, self.rows) {
+            (DType::F32, 1) => ("gemv_f32_1", few),
+            (DType::F32, _) => ("gemv_f32_2", few),
+            (DType::F16, 1) => ("gemv_f16_1", few),
+            (DType::F16, 2) => ("gemv_f16_2", few),
+            (DType::F16, 3..=8) => ("gemv_f16_8", more),
+            (DType::F16, _) => ("gemv_f16_16", more),
+            (DType::BF16, 1) => ("gemv_bf16_1", few),
+            (DType::BF16, 2) => ("gemv_bf16_2", few),
+            (DType::BF16, 3..=8) => ("gemv_bf16_8", more),
+            (DType::BF16, _) => ("gemv_bf16_16", more),
         };
         Launch { name, grid, block: GEMV_THREADS, shared_bytes: 0, params }
     }
