@@ -63,7 +63,8 @@ mod tests {
         assert_eq!(slopes(8.0, 3), [0.0625, 0.003_906_25, 0.25]);
         let twelve = slopes(8.0, 12);
         assert_eq!(twelve[..8], slopes(8.0, 8));
-        let between: Vec<f32> = (0..4).map(|i| (-0.5 - f64::from(i)).exp2() as f32).collect();
-        assert_eq!(twelve[8..], between);
+        for (slope, exponent) in twelve[8..].iter().zip([-0.5, -1.5, -2.5, -3.5f64]) {
+            assert!((f64::from(*slope) / exponent.exp2() - 1.0).abs() < 1e-7, "{slope}");
+        }
     }
 }
