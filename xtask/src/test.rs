@@ -19,14 +19,14 @@ use crate::tidy;
 /// The environment variable that names the file to which a test that cannot run appends `name<TAB>reason`.
 const SKIP_LOG: &str = "LAGOON_SKIP_LOG";
 
-/// The simulator finds mistakes made on purpose, and shows how. The whole workspace is named so that its dependencies
+/// The simulators find mistakes made on purpose, and show how. The whole workspace is named so that its dependencies
 /// stay as built.
 const MUTANTS: [&str; 9] = [
     "test",
     "--locked",
     "--release",
     "--workspace",
-    "--features=lagoon-sim/mutants",
+    "--features=lagoon-sim/mutants,lagoon-transfer/mutants",
     "--test",
     "mutants",
     "--",

@@ -1,10 +1,14 @@
 //! Control messages: membership, the contract protocol (Infinite-LLM v1 §4.4) and leases; those of planning and
-//! movement are in [`crate::placement`]. Evolvable: fields are tagged, unknown ones are skipped, a body that this build
-//! does not know decodes as `None`.
+//! movement are in [`crate::placement`], those of KV transfer in [`crate::transfer`]. Evolvable: fields are tagged,
+//! unknown ones are skipped, a body that this build does not know decodes as `None`.
 
 use crate::placement::{
     AdminQuery, AdminReply, Calibration, DrainOrder, Fenced, Freeze, Frozen, LeaseRevoked, LeaseSealed, Load,
     MoveKvCache, MoveOutcome, NotLeader, PlacementEntry, Recall, Thaw,
+};
+use crate::transfer::{
+    TransferComplete, TransferCompleted, TransferConnect, TransferConnected, TransferExport, TransferRefused,
+    TransferRenew, TransferRenewed,
 };
 
 use prost::{Enumeration, Message, Oneof};
@@ -15,7 +19,7 @@ pub struct Control {
     #[prost(
         oneof = "ControlBody",
         tags = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, \
-                28, 29, 30, 31, 32"
+                28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40"
     )]
     pub body: Option<ControlBody>,
 }
@@ -96,6 +100,23 @@ pub enum ControlBody {
     AdminQuery(AdminQuery),
     #[prost(message, tag = "32")]
     AdminReply(AdminReply),
+    // KV transfer (KVDirect §4): decode and prefill worker.
+    #[prost(message, tag = "33")]
+    TransferConnect(TransferConnect),
+    #[prost(message, tag = "34")]
+    TransferConnected(TransferConnected),
+    #[prost(message, tag = "35")]
+    TransferRefused(TransferRefused),
+    #[prost(message, tag = "36")]
+    TransferExport(TransferExport),
+    #[prost(message, tag = "37")]
+    TransferRenew(TransferRenew),
+    #[prost(message, tag = "38")]
+    TransferRenewed(TransferRenewed),
+    #[prost(message, tag = "39")]
+    TransferComplete(TransferComplete),
+    #[prost(message, tag = "40")]
+    TransferCompleted(TransferCompleted),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Enumeration)]

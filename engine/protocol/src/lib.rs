@@ -14,10 +14,12 @@
 pub mod control;
 pub mod data;
 pub mod placement;
+pub mod transfer;
 
 pub use control::*;
 pub use data::*;
 pub use placement::*;
+pub use transfer::*;
 
 /// Versions of this protocol that this build speaks. Peers agree on the highest common one in their handshake.
 pub const VERSION_MIN: u32 = 1;

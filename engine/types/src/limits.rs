@@ -191,3 +191,43 @@ const _: () = assert!(CONTROL_FRAME_BYTES_MAX <= DATA_FRAME_BYTES_MAX && DATA_FR
 const _: () = assert!(PREFACE_BYTES_MAX <= CONTROL_FRAME_BYTES_MAX);
 const _: () = assert!(TICKET_SEQS_MAX <= STEP_ROWS_MAX && TICKET_SEQS_MAX <= TICKET_RUNS_MAX);
 const _: () = assert!(SEQUENCE_TOKENS_MAX <= u32::MAX / 2);
+
+// KV transfer (KVDirect §4).
+/// rBlocks of one worker that a layout may name.
+pub const TRANSFER_BLOCKS_MAX: u32 = 1 << 26;
+/// Planes, and registered regions, of one layout.
+pub const TRANSFER_PLANES_MAX: usize = 4096;
+/// rBlocks of one export: larger requests are several exports.
+pub const EXPORT_BLOCKS_MAX: usize = 16 << 10;
+/// Bytes of one read transaction (or one rBlock's layer, where that is more).
+pub const TRANSFER_READ_BYTES: u64 = 512 << 10;
+/// The same at most, also of a peer's.
+pub const TRANSFER_READ_BYTES_MAX: u64 = 32 << 20;
+/// Pieces that one read transaction may be gathered from.
+pub const TRANSFER_SEGMENTS_MAX: usize = 1024;
+/// Bytes that were asked for and have not arrived, on one connection.
+pub const TRANSFER_CONN_BYTES: u64 = 16 << 20;
+/// The same on all connections of a reader.
+pub const TRANSFER_BYTES: u64 = 64 << 20;
+/// Requests that one connection transfers or completes at once.
+pub const TRANSFER_CONN_REQUESTS_MAX: usize = 1024;
+/// Writers that one reader is connected to, and readers of one writer.
+pub const TRANSFER_CONNS_MAX: usize = INSTANCES_MAX;
+/// Exports that one writer keeps for one reader.
+pub const TRANSFER_EXPORTS_MAX: usize = 4096;
+/// Time that one read transaction may take before its path is given up.
+pub const TRANSFER_READ_MS: u64 = 5_000;
+/// Time that a request may be in transfer, reconnects included.
+pub const TRANSFER_REQUEST_MS: u64 = 60_000;
+/// Time that an export may stand, however often it is renewed.
+pub const EXPORT_MS_MAX: u64 = 600_000;
+/// Times that a damaged rBlock is read again before its request fails.
+pub const TRANSFER_DAMAGE_RETRIES: u32 = 1;
+
+const _: () = assert!(EXPORT_BLOCKS_MAX * (16 + 14) < CONTROL_FRAME_BYTES_MAX);
+const _: () = assert!(TRANSFER_READ_BYTES <= TRANSFER_CONN_BYTES && TRANSFER_CONN_BYTES <= TRANSFER_BYTES);
+const _: () = assert!(TRANSFER_READ_BYTES_MAX * 2 <= DATA_FRAME_BYTES_MAX as u64);
+const _: () = assert!(TRANSFER_READ_MS < LEASE_TTL_MS && LEASE_TTL_MS < TRANSFER_REQUEST_MS);
+const _: () = assert!(TRANSFER_REQUEST_MS <= EXPORT_MS_MAX);
+// Renewals name every export of a reader.
+const _: () = assert!(TRANSFER_EXPORTS_MAX * 11 < CONTROL_FRAME_BYTES_MAX);

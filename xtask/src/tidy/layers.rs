@@ -17,8 +17,8 @@ enum Floor {
     Tool,
 }
 
-/// `{types, view} <- {protocol, kv, text, backend} <- {sched, cluster, model} <- runner <- instance`.
-const TIERS: [(&str, u8); 11] = [
+/// `{types, view} <- {protocol, kv, text, backend} <- {sched, cluster, transfer, model} <- runner <- instance`.
+const TIERS: [(&str, u8); 12] = [
     ("types", 0),
     ("view", 0),
     ("protocol", 1),
@@ -27,6 +27,7 @@ const TIERS: [(&str, u8); 11] = [
     ("backend", 1),
     ("sched", 2),
     ("cluster", 2),
+    ("transfer", 2),
     ("model", 2),
     ("runner", 3),
     ("instance", 4),

@@ -1,0 +1,99 @@
+//! The check of a sealed rBlock's content, which a reader compares with what arrived.
+//!
+//! `check(block) = X(c_0 ‖ c_1 ‖ …)` over the layers that reader and writer share, with `c_l = X(the block's KV of
+//! layer l, [token][K | V][head][element], of the heads that both share, in the writer's element type)` and X = XXH3
+//! with 128 bits. So it does not depend on how either side lays its memory out.
+//!
+//! Why not BLAKE3, with which leases are sealed: beside a copy it is the bottleneck (3 GB/s on one core of the
+//! development machine, where memcpy makes 9 and XXH3 13 from memory, over 20 from cache). The check finds damage and
+//! blocks that were reused too early; it need not resist forgery, because a writer that lies could check its lies too,
+//! and everybody else is kept out by mutual TLS.
+
+use std::fmt;
+use twox_hash::XxHash3_128;
+
+/// XXH3-128 of some content.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub struct Check(pub [u8; Check::BYTES]);
+
+impl Check {
+    /// Bytes of a check.
+    pub const BYTES: usize = 16;
+
+    /// Of bytes that lie in one piece.
+    #[must_use]
+    pub fn of(bytes: &[u8]) -> Self {
+        Self(XxHash3_128::oneshot(bytes).to_le_bytes())
+    }
+
+    /// Of a block, from those of its layers, in order.
+    #[must_use]
+    pub fn combine(layers: &[Self]) -> Self {
+        let mut checker = Checker::default();
+        layers.iter().for_each(|layer| checker.update(&layer.0));
+        checker.finish()
+    }
+}
+
+impl fmt::Debug for Check {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl fmt::Display for Check {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().take(8).try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+/// A check in the making.
+#[derive(Clone, Default)]
+pub struct Checker(XxHash3_128);
+
+impl fmt::Debug for Checker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Checker")
+    }
+}
+
+impl Checker {
+    pub fn update(&mut self, bytes: &[u8]) {
+        self.0.write(bytes);
+    }
+
+    #[must_use]
+    pub fn finish(&self) -> Check {
+        Check(self.0.finish_128().to_le_bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_do_not_change_a_check() {
+        let bytes: Vec<u8> = (0..5000u32).map(|i| u8::try_from(i % 251).unwrap()).collect();
+        for size in [1, 7, 240, 241, 1024, 4999] {
+            let mut checker = Checker::default();
+            bytes.chunks(size).for_each(|part| checker.update(part));
+            assert_eq!(checker.finish(), Check::of(&bytes), "{size}");
+        }
+        let mut other = bytes.clone();
+        other[4321] ^= 1;
+        assert_ne!(Check::of(&other), Check::of(&bytes));
+    }
+
+    /// The reference vectors of XXH3-128 (seed 0) for no bytes, as the algorithm's specification gives them.
+    #[test]
+    fn it_is_xxh3() {
+        assert_eq!(Check::of(b"").0, 0x99aa_06d3_0147_98d8_6001_c324_468d_497f_u128.to_le_bytes());
+    }
+
+    #[test]
+    fn the_order_of_layers_matters() {
+        let (a, b) = (Check::of(b"a"), Check::of(b"b"));
+        assert_ne!(Check::combine(&[a, b]), Check::combine(&[b, a]));
+    }
+}

@@ -1,0 +1,327 @@
+//! The transaction queue: reads in order, merged where both memories go on (KVDirect §4.2).
+//!
+//! Requests that are posted together take turns piece by piece; each request's COMPLETE follows its last read. [`Queue::
+//! pop`] takes reads in order up to the next COMPLETE, and [`coalesce`] merges those whose remote and local ranges are
+//! both contiguous, also of different requests. Invariants:
+//!
+//! * a request's reads are in transactions of ascending order: none overtakes an earlier one of its request;
+//! * there are never more transactions than reads, and none is longer than the limit, unless a single piece is;
+//! * COMPLETEs are markers: they end a batch, and the reader sends them when all reads of their request are verified.
+
+use crate::pull::{Local, Pull, Remote};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::Arc,
+};
+
+/// A read of one piece, or of a part of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Read {
+    pub request: u64,
+    pub export: u64,
+    pub piece: usize,
+    /// One range, or (staged) all of a piece's.
+    pub remote: Vec<Remote>,
+    /// `None`: to a buffer.
+    pub local: Option<Local>,
+    /// All of the piece, in canonical order: it is checked while it is copied.
+    pub plain: bool,
+}
+
+impl Read {
+    fn bytes(&self) -> u64 {
+        self.remote.iter().map(|range| range.bytes).sum()
+    }
+}
+
+/// Bytes of one export in a transaction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segment {
+    pub export: u64,
+    pub remote: Remote,
+}
+
+/// Which bytes of a transaction are whose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    pub request: u64,
+    pub piece: usize,
+    /// First byte in the transaction.
+    pub at: u64,
+    pub bytes: u64,
+    /// As in [`Read`].
+    pub plain: bool,
+}
+
+/// One read of the writer's memory: its segments one behind the other, to one place or into a buffer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Transaction {
+    pub segments: Vec<Segment>,
+    pub bytes: u64,
+    /// `None`: to a buffer.
+    pub local: Option<Local>,
+    /// In ascending order, covering all bytes.
+    pub parts: Vec<Part>,
+}
+
+impl Transaction {
+    fn new(read: &Read) -> Self {
+        let mut transaction = Self { segments: Vec::new(), bytes: 0, local: read.local, parts: Vec::new() };
+        transaction.push(read);
+        transaction
+    }
+
+    fn push(&mut self, read: &Read) {
+        let bytes = read.bytes();
+        self.parts.push(Part { request: read.request, piece: read.piece, at: self.bytes, bytes, plain: read.plain });
+        for range in &read.remote {
+            match self.segments.last_mut() {
+                Some(last) if last.export == read.export && follows(&last.remote, range) => {
+                    last.remote.bytes += range.bytes;
+                }
+                _ => self.segments.push(Segment { export: read.export, remote: *range }),
+            }
+        }
+        self.bytes += bytes;
+    }
+
+    /// Contiguous ranges of the writer's memory: what RDMA would post.
+    #[must_use]
+    pub fn ranges(&self) -> usize {
+        let joints = self.segments.windows(2).filter(|pair| follows(&pair[0].remote, &pair[1].remote)).count();
+        self.segments.len() - joints
+    }
+
+    /// What is left of it without a request's bytes: as many transactions as there are stretches of others.
+    #[must_use]
+    pub fn without(&self, request: u64) -> Vec<Self> {
+        let mut out: Vec<Self> = Vec::new();
+        let mut open = false;
+        for part in &self.parts {
+            if part.request == request {
+                open = false;
+                continue;
+            }
+            let local = self.local.map(|local| Local { region: local.region, offset: local.offset + part.at });
+            let (export, remote) = self.cut(part.at, part.bytes);
+            let (request, piece, plain) = (part.request, part.piece, part.plain);
+            let read = Read { request, export, piece, remote, local, plain };
+            match out.last_mut() {
+                Some(last) if open => last.push(&read),
+                _ => out.push(Self::new(&read)),
+            }
+            open = true;
+        }
+        out
+    }
+
+    /// The export and ranges of bytes that belong to one part.
+    fn cut(&self, at: u64, bytes: u64) -> (u64, Vec<Remote>) {
+        let (mut start, mut export, mut out) = (0, 0, Vec::new());
+        for segment in &self.segments {
+            let from = at.max(start);
+            let to = (at + bytes).min(start + segment.remote.bytes);
+            if from < to {
+                export = segment.export;
+                let Remote { region, offset, .. } = segment.remote;
+                out.push(Remote { region, offset: offset + (from - start), bytes: to - from });
+            }
+            start += segment.remote.bytes;
+        }
+        (export, out)
+    }
+}
+
+fn follows(before: &Remote, after: &Remote) -> bool {
+    before.region == after.region && before.offset + before.bytes == after.offset
+}
+
+/// Limits of one transaction.
+#[derive(Clone, Copy, Debug)]
+pub struct Bounds {
+    pub bytes: u64,
+    pub segments: usize,
+}
+
+/// Merges reads, which are in order. See the module's invariants.
+#[must_use]
+pub fn coalesce(reads: &[Read], bounds: Bounds) -> Vec<Transaction> {
+    let mut out: Vec<Transaction> = Vec::new();
+    // Where transactions end in both memories, and the last one of each request.
+    let mut ends: BTreeMap<(u32, u64, u32, u64), usize> = BTreeMap::new();
+    let mut last: BTreeMap<u64, usize> = BTreeMap::new();
+    let mut buffer: Option<usize> = None;
+    for read in reads {
+        let Some(first) = read.remote.first() else { continue };
+        let candidate = match &read.local {
+            Some(local) => ends.get(&(first.region, first.offset, local.region, local.offset)).copied(),
+            None => buffer,
+        };
+        let fits = |at: &usize| {
+            let transaction = &out[*at];
+            transaction.bytes + read.bytes() <= bounds.bytes
+                && transaction.segments.len() + read.remote.len() <= bounds.segments
+                && last.get(&read.request).is_none_or(|last| last <= at)
+        };
+        let at = candidate.filter(fits);
+        let at = match at {
+            Some(at) => {
+                out[at].push(read);
+                at
+            }
+            None => {
+                out.push(Transaction::new(read));
+                out.len() - 1
+            }
+        };
+        last.insert(read.request, at);
+        match &read.local {
+            Some(local) => {
+                if let Some(end) = read.remote.last() {
+                    let after = local.offset + read.bytes();
+                    ends.insert((end.region, end.offset + end.bytes, local.region, after), at);
+                }
+            }
+            None => buffer = Some(at),
+        }
+    }
+    out
+}
+
+/// A request in the queue: what is left of it to be read.
+#[derive(Debug)]
+struct Cursor {
+    request: u64,
+    export: u64,
+    pull: Arc<Pull>,
+    /// Pieces to read, if not all.
+    only: Option<VecDeque<usize>>,
+    next: usize,
+}
+
+impl Cursor {
+    fn next_piece(&mut self) -> Option<usize> {
+        if let Some(only) = &mut self.only {
+            return only.pop_front();
+        }
+        (self.next < self.pull.pieces()).then(|| {
+            self.next += 1;
+            self.next - 1
+        })
+    }
+
+    fn is_empty(&self) -> bool {
+        self.only.as_ref().map_or(self.next >= self.pull.pieces(), VecDeque::is_empty)
+    }
+}
+
+/// A request for the queue.
+#[derive(Clone, Debug)]
+pub struct Post {
+    pub request: u64,
+    pub export: u64,
+    pub pull: Arc<Pull>,
+    /// The pieces to read; all if `None`.
+    pub only: Option<Vec<usize>>,
+}
+
+/// What [`Queue::pop`] took.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Batch {
+    pub reads: Vec<Read>,
+    /// The request whose COMPLETE ended the batch.
+    pub complete: Option<u64>,
+}
+
+/// See the module's documentation.
+#[derive(Debug, Default)]
+pub struct Queue {
+    /// Requests that were posted together take turns.
+    groups: VecDeque<VecDeque<Cursor>>,
+}
+
+impl Queue {
+    /// Posts requests that take turns.
+    pub fn post(&mut self, requests: Vec<Post>) {
+        let cursor = |Post { request, export, pull, only }| Cursor {
+            request,
+            export,
+            pull,
+            only: only.map(VecDeque::from),
+            next: 0,
+        };
+        let group: VecDeque<Cursor> = requests.into_iter().map(cursor).collect();
+        if !group.is_empty() {
+            self.groups.push_back(group);
+        }
+    }
+
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.groups.is_empty()
+    }
+
+    /// Forgets what is left of a request.
+    pub fn remove(&mut self, request: u64) {
+        self.groups.iter_mut().for_each(|group| group.retain(|cursor| cursor.request != request));
+        self.groups.retain(|group| !group.is_empty());
+    }
+
+    pub fn clear(&mut self) {
+        self.groups.clear();
+    }
+
+    /// Takes reads in order up to the next COMPLETE, or about `bytes` of them. Reads over `read_bytes` are cut.
+    pub fn pop(&mut self, bytes: u64, read_bytes: u64) -> Batch {
+        let mut batch = Batch::default();
+        let mut taken = 0;
+        while taken < bytes {
+            let Some(group) = self.groups.front_mut() else { break };
+            let Some(mut cursor) = group.pop_front() else {
+                self.groups.pop_front();
+                continue;
+            };
+            if let Some(piece) = cursor.next_piece() {
+                taken += read_piece(&cursor, piece, read_bytes, &mut batch.reads);
+            }
+            if cursor.is_empty() {
+                batch.complete = Some(cursor.request);
+                if group.is_empty() {
+                    self.groups.pop_front();
+                }
+                break;
+            }
+            group.push_back(cursor);
+        }
+        batch
+    }
+}
+
+/// Appends the reads of a piece; gives their bytes.
+fn read_piece(cursor: &Cursor, piece: usize, read_bytes: u64, reads: &mut Vec<Read>) -> u64 {
+    let plain = cursor.pull.is_plain(piece);
+    let Cursor { request, export, .. } = *cursor;
+    let mut bytes = 0;
+    let mut staged: Vec<Remote> = Vec::new();
+    cursor.pull.reads(piece, &mut |remote, local| {
+        bytes += remote.bytes;
+        let Some(place) = local else { return staged.push(remote) };
+        let mut at = 0;
+        while at < remote.bytes {
+            let len = read_bytes.min(remote.bytes - at);
+            reads.push(Read {
+                request,
+                export,
+                piece,
+                remote: vec![Remote { offset: remote.offset + at, bytes: len, ..remote }],
+                local: Some(Local { offset: place.offset + at, ..place }),
+                plain: plain && len == remote.bytes,
+            });
+            at += len;
+        }
+    });
+    if !staged.is_empty() {
+        reads.push(Read { request, export, piece, remote: staged, local: None, plain: false });
+    }
+    bytes
+}

@@ -1,0 +1,156 @@
+//! Where the bytes of a transaction go when they arrive: into place or into a buffer, checked while they are hot.
+
+use crate::{
+    check::{Check, Checker},
+    coalesce::{Part, Transaction},
+    pull::Pull,
+    region::{Region, RegionError},
+};
+use std::{collections::BTreeMap, sync::Arc};
+
+/// Bytes that are copied and then checked at once: they stay in the core's first cache.
+const STRIDE_BYTES: usize = 16 << 10;
+
+/// What a transaction's arrival came to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Landed {
+    /// Checks of pieces that were computed on the way: (request, piece, check).
+    pub checks: Vec<(u64, usize, Check)>,
+    /// Finite values that the reader's element type cannot hold, by request.
+    pub overflows: BTreeMap<u64, u64>,
+}
+
+/// The pulls of the requests that are in transfer.
+pub type Pulls = BTreeMap<u64, Arc<Pull>>;
+
+/// Takes the bytes of one transaction, in order.
+#[derive(Debug)]
+pub struct Lander<'a> {
+    transaction: &'a Transaction,
+    pulls: &'a Pulls,
+    regions: &'a [Arc<dyn Region>],
+    verify: bool,
+    at: u64,
+    /// The next part, or the one that is arriving, and its check in the making.
+    part: usize,
+    checker: Checker,
+    buffer: Vec<u8>,
+    landed: Landed,
+}
+
+impl<'a> Lander<'a> {
+    /// `verify`: checks are computed on the way where they can be.
+    #[must_use]
+    pub fn new(transaction: &'a Transaction, pulls: &'a Pulls, regions: &'a [Arc<dyn Region>], verify: bool) -> Self {
+        let staged = if transaction.local.is_none() { usize::try_from(transaction.bytes).unwrap_or(0) } else { 0 };
+        Self {
+            transaction,
+            pulls,
+            regions,
+            verify,
+            at: 0,
+            part: 0,
+            checker: Checker::default(),
+            buffer: Vec::with_capacity(staged),
+            landed: Landed::default(),
+        }
+    }
+
+    /// Bytes that have not come yet.
+    #[must_use]
+    pub fn missing(&self) -> u64 {
+        self.transaction.bytes - self.at
+    }
+
+    /// The next bytes.
+    ///
+    /// # Errors
+    /// When there are too many, or a region cannot be written.
+    pub fn push(&mut self, bytes: &[u8]) -> Result<(), RegionError> {
+        let mut rest = bytes;
+        self.push_with(bytes.len() as u64, &mut |target| {
+            let (now, later) = rest.split_at(target.len());
+            target.copy_from_slice(now);
+            rest = later;
+            Ok(())
+        })
+    }
+
+    /// The next `bytes` bytes, which `fill` puts where they belong, in order.
+    ///
+    /// # Errors
+    /// As [`Lander::push`], and those of `fill`.
+    pub fn push_with(
+        &mut self,
+        bytes: u64,
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<(), RegionError>,
+    ) -> Result<(), RegionError> {
+        if bytes > self.missing() {
+            let (offset, end) = (self.at, self.at + bytes);
+            return Err(RegionError::Outside { offset, end, bytes: self.transaction.bytes });
+        }
+        let Some(local) = self.transaction.local else {
+            let start = self.buffer.len();
+            self.buffer.resize(start + usize::try_from(bytes).unwrap_or(0), 0);
+            self.at += bytes;
+            return fill(&mut self.buffer[start..]);
+        };
+        let region = Arc::clone(&self.regions[local.region as usize]);
+        let mut left = usize::try_from(bytes).unwrap_or(0);
+        while left > 0 {
+            // A stride never reaches over a part's end, so that its check ends where it does.
+            let part = self.transaction.parts[self.part];
+            let room = usize::try_from(part.at + part.bytes - self.at).unwrap_or(usize::MAX);
+            let len = left.min(room).min(STRIDE_BYTES);
+            let checker = (self.verify && part.plain).then_some(&mut self.checker);
+            let mut result = Ok(());
+            let mut checker = checker;
+            region.fill(local.offset + self.at, len, &mut |target| {
+                if result.is_ok() {
+                    result = fill(target);
+                    checker.iter_mut().for_each(|checker| checker.update(target));
+                }
+            })?;
+            result?;
+            left -= len;
+            self.at += len as u64;
+            self.end_part(&part);
+        }
+        Ok(())
+    }
+
+    fn end_part(&mut self, part: &Part) {
+        if self.at < part.at + part.bytes {
+            return;
+        }
+        self.part += 1;
+        if self.verify && part.plain {
+            let checker = std::mem::take(&mut self.checker);
+            self.landed.checks.push((part.request, part.piece, checker.finish()));
+        }
+    }
+
+    /// All bytes came: converts what is in the buffer.
+    ///
+    /// # Errors
+    /// When a region cannot be written.
+    pub fn finish(mut self) -> Result<Landed, RegionError> {
+        assert_eq!(self.missing(), 0, "a transaction ends with its last byte");
+        if self.transaction.local.is_some() {
+            return Ok(self.landed);
+        }
+        for part in &self.transaction.parts {
+            let Some(pull) = self.pulls.get(&part.request) else { continue };
+            let at = usize::try_from(part.at).unwrap_or(usize::MAX);
+            let piece = &self.buffer[at..][..usize::try_from(part.bytes).unwrap_or(usize::MAX)];
+            if self.verify {
+                self.landed.checks.push((part.request, part.piece, pull.check_staged(part.piece, piece)));
+            }
+            let overflows = pull.convert(part.piece, piece, self.regions)?;
+            if overflows > 0 {
+                *self.landed.overflows.entry(part.request).or_default() += overflows;
+            }
+        }
+        Ok(self.landed)
+    }
+}

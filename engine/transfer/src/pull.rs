@@ -1,0 +1,421 @@
+//! One export as a reader takes it: which bytes of the writer belong where, piece by piece.
+//!
+//! A **piece** is one layer of one of the writer's rBlocks, of the heads that both have: the unit that is read,
+//! checked and converted. A [`Pull`] only computes; it holds no state of the transfer.
+
+use crate::{
+    check::{Check, Checker},
+    extent::{Pair, canonical, packed, pairs},
+    layout::{DIMS, Dim, Grid, Index, Layout},
+    plan::{Conversion, View, Way},
+    region::{Region, RegionError},
+};
+use half::{bf16, f16};
+use lagoon_types::DType;
+use std::{ops::Range, sync::Arc};
+
+/// Bytes of the writer's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Remote {
+    pub region: u32,
+    pub offset: u64,
+    pub bytes: u64,
+}
+
+/// A place in the reader's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Local {
+    pub region: u32,
+    pub offset: u64,
+}
+
+/// Why an export cannot be pulled to where the caller wants it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PullError {
+    #[error(
+        "{tokens} tokens from slot {first} on need {needed} rBlocks, {given} are given: a pull allocates all or nothing"
+    )]
+    Allocation { tokens: u32, first: u32, needed: u64, given: usize },
+    #[error("{tokens} tokens fill {needed} of the writer's rBlocks, the export names {given}")]
+    Export { tokens: u32, needed: u64, given: usize },
+    #[error("{whose} rBlock {block} does not exist: there are {blocks}")]
+    Block { whose: &'static str, block: u32, blocks: u32 },
+}
+
+/// Consecutive tokens of one plane, in one memory.
+#[derive(Clone, Debug)]
+struct Cell {
+    grid: Grid,
+    dtype: DType,
+    /// K and V that it has.
+    kv: Range<u32>,
+    /// Index of its first element in the grid.
+    first: Index,
+}
+
+impl Cell {
+    /// The index of a token and of K or V, counted from the cell's first.
+    fn at(&self, token: u32, kv: u32) -> Index {
+        let mut index = self.first;
+        index[Dim::Token as usize] += token;
+        index[Dim::Kv as usize] += kv - self.kv.start;
+        index
+    }
+}
+
+/// The cells of one layer of a block, from a token on: one, or K's and V's.
+fn cells(layout: &Layout, view: &View, layer: u32, block: u32, token: u32) -> Vec<Cell> {
+    let planes = layout.planes_of(layer).map(|plane| Cell {
+        grid: plane.grid(),
+        dtype: plane.dtype,
+        kv: plane.part.range(),
+        first: [block, layer - plane.first_layer, 0, token, view.heads.start - layout.heads().start, 0],
+    });
+    let mut cells: Vec<Cell> = planes.collect();
+    cells.sort_by_key(|cell| cell.kv.start);
+    cells
+}
+
+/// Calls `visit` with (region, offset, bytes) of the content of consecutive tokens, in canonical order.
+fn content(cells: &[Cell], tokens: u32, heads: u32, dim: u32, visit: &mut dyn FnMut(u32, u64, u64)) {
+    if let [cell] = cells {
+        let len = [1, 1, cell.kv.end - cell.kv.start, tokens, heads, dim];
+        return canonical(&len, &cell.grid, &cell.first, &mut |at, bytes| visit(cell.grid.region, at, bytes));
+    }
+    for token in 0..tokens {
+        for cell in cells {
+            let len = [1, 1, cell.kv.end - cell.kv.start, 1, heads, dim];
+            let first = cell.at(token, cell.kv.start);
+            canonical(&len, &cell.grid, &first, &mut |at, bytes| visit(cell.grid.region, at, bytes));
+        }
+    }
+}
+
+fn heads(view: &View) -> u32 {
+    view.heads.end - view.heads.start
+}
+
+/// The check of the first `tokens` tokens of one block, as its writer computes it for an export.
+///
+/// # Errors
+/// When a region cannot be read.
+pub fn check_block(
+    layout: &Layout,
+    view: &View,
+    block: u32,
+    tokens: u32,
+    regions: &[Arc<dyn Region>],
+) -> Result<Check, RegionError> {
+    let mut layers = Vec::new();
+    for layer in view.layers.clone() {
+        let cells = cells(layout, view, layer, block, 0);
+        layers.push(check_content(&cells, tokens, heads(view), layout.head_dim(), regions)?);
+    }
+    Ok(Check::combine(&layers))
+}
+
+fn check_content(
+    cells: &[Cell],
+    tokens: u32,
+    heads: u32,
+    dim: u32,
+    regions: &[Arc<dyn Region>],
+) -> Result<Check, RegionError> {
+    let mut checker = Checker::default();
+    feed(&mut checker, cells, tokens, (heads, dim), regions)?;
+    Ok(checker.finish())
+}
+
+fn feed(
+    checker: &mut Checker,
+    cells: &[Cell],
+    tokens: u32,
+    (heads, dim): (u32, u32),
+    regions: &[Arc<dyn Region>],
+) -> Result<(), RegionError> {
+    let mut result = Ok(());
+    content(cells, tokens, heads, dim, &mut |region, offset, bytes| {
+        if result.is_ok() {
+            let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+            result = regions[region as usize].view(offset, bytes, &mut |part| checker.update(part));
+        }
+    });
+    result
+}
+
+/// See the module's documentation.
+#[derive(Clone, Debug)]
+pub struct Pull {
+    reader: Arc<Layout>,
+    writer: Arc<Layout>,
+    conversion: Arc<Conversion>,
+    remote: Vec<u32>,
+    local: Vec<u32>,
+    tokens: u32,
+    local_first: u32,
+    /// Consecutive pieces are blocks of one layer, rather than layers of one block.
+    by_layer: bool,
+}
+
+impl Pull {
+    /// An export of `tokens` tokens in the writer's blocks `remote`, for the reader's blocks `local` from token
+    /// `local_first` of the first one on.
+    ///
+    /// # Errors
+    /// When either side's blocks do not hold the tokens, or do not exist.
+    pub fn new(
+        (reader, writer): (Arc<Layout>, Arc<Layout>),
+        conversion: Arc<Conversion>,
+        tokens: u32,
+        remote: Vec<u32>,
+        local: Vec<u32>,
+        local_first: u32,
+    ) -> Result<Self, PullError> {
+        let needed = u64::from(tokens).div_ceil(writer.block_tokens().into());
+        if needed != remote.len() as u64 || tokens == 0 {
+            return Err(PullError::Export { tokens, needed, given: remote.len() });
+        }
+        let needed = (u64::from(tokens) + u64::from(local_first)).div_ceil(reader.block_tokens().into());
+        if needed > local.len() as u64 {
+            return Err(PullError::Allocation { tokens, first: local_first, needed, given: local.len() });
+        }
+        for (whose, list, blocks) in
+            [("the writer's", &remote, writer.blocks()), ("the reader's", &local, reader.blocks())]
+        {
+            if let Some(block) = list.iter().find(|block| **block >= blocks) {
+                return Err(PullError::Block { whose, block: *block, blocks });
+            }
+        }
+        // The dimension with the larger stride changes last, so that what follows in memory follows in the queue.
+        let strides = writer.planes()[0].grid().strides;
+        let layer = strides[Dim::Layer as usize];
+        let by_layer = layer == 0 || layer > strides[Dim::Block as usize];
+        Ok(Self { reader, writer, conversion, remote, local, tokens, local_first, by_layer })
+    }
+
+    #[must_use]
+    pub fn conversion(&self) -> &Conversion {
+        &self.conversion
+    }
+
+    /// The writer's blocks.
+    #[must_use]
+    pub fn blocks(&self) -> usize {
+        self.remote.len()
+    }
+
+    fn layers(&self) -> usize {
+        (self.conversion.view.layers.end - self.conversion.view.layers.start) as usize
+    }
+
+    /// Number of pieces.
+    #[must_use]
+    pub fn pieces(&self) -> usize {
+        self.remote.len() * self.layers()
+    }
+
+    /// Piece number `n` in the order in which pieces are read: its block's index in the export, and its layer's in the
+    /// view.
+    #[must_use]
+    pub fn piece(&self, n: usize) -> (usize, usize) {
+        if self.by_layer {
+            (n % self.remote.len(), n / self.remote.len())
+        } else {
+            (n / self.layers(), n % self.layers())
+        }
+    }
+
+    /// Inverse of [`Pull::piece`].
+    #[must_use]
+    pub fn piece_at(&self, block: usize, layer: usize) -> usize {
+        if self.by_layer { layer * self.remote.len() + block } else { block * self.layers() + layer }
+    }
+
+    /// Tokens of a block of the export: the last may be partly filled.
+    #[must_use]
+    pub fn block_tokens(&self, block: usize) -> u32 {
+        let before = u32::try_from(block).unwrap_or(u32::MAX).saturating_mul(self.writer.block_tokens());
+        self.tokens.saturating_sub(before).min(self.writer.block_tokens())
+    }
+
+    fn box_of(&self, tokens: u32, kv: &Range<u32>) -> Index {
+        [1, 1, kv.end - kv.start, tokens, heads(&self.conversion.view), self.writer.head_dim()]
+    }
+
+    fn remote_cells(&self, n: usize) -> Vec<Cell> {
+        let (block, layer) = self.piece(n);
+        let layer = self.conversion.view.layers.start + u32::try_from(layer).unwrap_or(u32::MAX);
+        cells(&self.writer, &self.conversion.view, layer, self.remote[block], 0)
+    }
+
+    /// The cells of a piece in a buffer that holds its planes one behind the other, and the buffer's size.
+    fn staging_cells(&self, n: usize) -> (Vec<Cell>, u64) {
+        let (block, _) = self.piece(n);
+        let mut base = 0;
+        let mut cells = self.remote_cells(n);
+        for cell in &mut cells {
+            let len = self.box_of(self.block_tokens(block), &cell.kv);
+            cell.grid = Grid { base, ..packed(&len, &cell.grid) };
+            cell.first = [0; DIMS];
+            base += len.iter().map(|size| u64::from(*size)).product::<u64>() * cell.grid.elem_bytes;
+        }
+        (cells, base)
+    }
+
+    /// Calls `visit` for every part of a piece that lies in one block of the reader: tokens in the piece, and cells.
+    fn local_chunks(&self, n: usize, visit: &mut dyn FnMut(Range<u32>, &[Cell])) {
+        let (block, layer) = self.piece(n);
+        let layer = self.conversion.view.layers.start + u32::try_from(layer).unwrap_or(u32::MAX);
+        let tokens = self.block_tokens(block);
+        let start = u32::try_from(block).unwrap_or(u32::MAX) * self.writer.block_tokens() + self.local_first;
+        let size = self.reader.block_tokens();
+        let mut token = 0;
+        while token < tokens {
+            let slot = start + token;
+            let len = (size - slot % size).min(tokens - token);
+            let block = self.local[(slot / size) as usize];
+            visit(token..token + len, &cells(&self.reader, &self.conversion.view, layer, block, slot % size));
+            token += len;
+        }
+    }
+
+    /// Bytes of a piece in the writer's memory.
+    #[must_use]
+    pub fn piece_bytes(&self, n: usize) -> u64 {
+        let (block, _) = self.piece(n);
+        let tokens = self.block_tokens(block);
+        let bytes = |cell: &Cell| {
+            self.box_of(tokens, &cell.kv).iter().map(|size| u64::from(*size)).product::<u64>() * cell.grid.elem_bytes
+        };
+        self.remote_cells(n).iter().map(bytes).sum()
+    }
+
+    /// Calls `visit` for every read that a piece takes: to where it belongs, or (staged) one behind the other into a
+    /// buffer.
+    pub fn reads(&self, n: usize, visit: &mut dyn FnMut(Remote, Option<Local>)) {
+        let remote = self.remote_cells(n);
+        if self.conversion.way == Way::Staged {
+            let (staging, _) = self.staging_cells(n);
+            let tokens = self.block_tokens(self.piece(n).0);
+            for (theirs, stage) in remote.iter().zip(&staging) {
+                let len = self.box_of(tokens, &theirs.kv);
+                pairs(&len, (&theirs.grid, &theirs.first), (&stage.grid, &stage.first), &mut |pair: Pair| {
+                    let bytes = pair.elements * theirs.grid.elem_bytes;
+                    visit(Remote { region: theirs.grid.region, offset: pair.a, bytes }, None);
+                });
+            }
+            return;
+        }
+        self.local_chunks(n, &mut |tokens, local| {
+            self.scatter(&remote, local, &tokens, &mut |theirs, ours, pair| {
+                let bytes = pair.elements * theirs.grid.elem_bytes;
+                let place = Local { region: ours.grid.region, offset: pair.b };
+                visit(Remote { region: theirs.grid.region, offset: pair.a, bytes }, Some(place));
+            });
+        });
+    }
+
+    /// Extents between the cells of a whole piece and those of some of its tokens.
+    fn scatter(&self, from: &[Cell], to: &[Cell], tokens: &Range<u32>, visit: &mut dyn FnMut(&Cell, &Cell, Pair)) {
+        for source in from {
+            for target in to {
+                let kv = source.kv.start.max(target.kv.start)..source.kv.end.min(target.kv.end);
+                if kv.is_empty() {
+                    continue;
+                }
+                let len = self.box_of(tokens.end - tokens.start, &kv);
+                let a = (&source.grid, &source.at(tokens.start, kv.start));
+                let b = (&target.grid, &target.at(0, kv.start));
+                pairs(&len, a, b, &mut |pair| visit(source, target, pair));
+            }
+        }
+    }
+
+    /// The check of a piece that was read to where it belongs.
+    ///
+    /// # Errors
+    /// When a region cannot be read.
+    pub fn check_landed(&self, n: usize, regions: &[Arc<dyn Region>]) -> Result<Check, RegionError> {
+        let mut checker = Checker::default();
+        let mut result = Ok(());
+        self.local_chunks(n, &mut |tokens, local| {
+            let shape = (heads(&self.conversion.view), self.reader.head_dim());
+            if result.is_ok() {
+                result = feed(&mut checker, local, tokens.end - tokens.start, shape, regions);
+            }
+        });
+        result.map(|()| checker.finish())
+    }
+
+    /// The check of a piece that lies in a buffer.
+    #[must_use]
+    pub fn check_staged(&self, n: usize, buffer: &[u8]) -> Check {
+        let (staging, _) = self.staging_cells(n);
+        let tokens = self.block_tokens(self.piece(n).0);
+        let mut checker = Checker::default();
+        content(&staging, tokens, heads(&self.conversion.view), self.writer.head_dim(), &mut |_, at, bytes| {
+            checker.update(&buffer[span(at, bytes)]);
+        });
+        checker.finish()
+    }
+
+    /// Whether a piece's read is one extent whose bytes are its content in canonical order, so that it can be checked
+    /// while it is copied.
+    #[must_use]
+    pub fn is_plain(&self, n: usize) -> bool {
+        if self.conversion.way == Way::Staged {
+            return false;
+        }
+        let mut reads = 0;
+        self.reads(n, &mut |_, _| reads += 1);
+        let mut extents = 0;
+        let tokens = self.block_tokens(self.piece(n).0);
+        let cells = self.remote_cells(n);
+        content(&cells, tokens, heads(&self.conversion.view), self.writer.head_dim(), &mut |_, _, _| extents += 1);
+        reads == 1 && extents == 1
+    }
+
+    /// Copies a piece from a buffer to where it belongs, converting elements where the types differ. Gives the number
+    /// of finite values that the reader's type could not hold.
+    ///
+    /// # Errors
+    /// When a region cannot be written.
+    pub fn convert(&self, n: usize, buffer: &[u8], regions: &[Arc<dyn Region>]) -> Result<u64, RegionError> {
+        let (staging, _) = self.staging_cells(n);
+        let mut result = Ok(0);
+        self.local_chunks(n, &mut |tokens, local| {
+            self.scatter(&staging, local, &tokens, &mut |source, target, pair| {
+                let Ok(overflows) = result else { return };
+                let from = &buffer[span(pair.a, pair.elements * source.grid.elem_bytes)];
+                let region = &regions[target.grid.region as usize];
+                let written = copy(from, source.dtype, region.as_ref(), pair.b, target.dtype);
+                result = written.map(|more| overflows + more);
+            });
+        });
+        result
+    }
+}
+
+fn span(at: u64, bytes: u64) -> Range<usize> {
+    let at = usize::try_from(at).unwrap_or(usize::MAX);
+    at..at.saturating_add(usize::try_from(bytes).unwrap_or(usize::MAX))
+}
+
+/// Writes elements to a region, converted.
+fn copy(from: &[u8], source: DType, region: &dyn Region, offset: u64, target: DType) -> Result<u64, RegionError> {
+    if source == target {
+        crate::region::write(region, offset, from)?;
+        return Ok(0);
+    }
+    let (mut values, mut out) = (Vec::new(), Vec::new());
+    source.decode(from, &mut values);
+    let largest = match target {
+        DType::F32 => f32::MAX,
+        DType::F16 => f16::MAX.to_f32(),
+        DType::BF16 => bf16::MAX.to_f32(),
+    };
+    let overflows = values.iter().filter(|value| value.is_finite() && value.abs() > largest).count();
+    target.encode(&values, &mut out);
+    crate::region::write(region, offset, &out)?;
+    Ok(overflows as u64)
+}

@@ -1,0 +1,287 @@
+//! Reads within credits, what arrives, and what is checked.
+
+use super::{ConnId, Failure, PullId, ReadFailure, Reader, ReaderOutput, conn::InFlight, conn::State};
+use crate::{
+    check::Check,
+    coalesce::{Batch, Bounds, Post, Transaction, coalesce},
+    land::Landed,
+    mutants::{self, Mutant},
+};
+use lagoon_protocol::TransferOutcome;
+use lagoon_types::limits;
+use std::sync::Arc;
+
+impl Reader {
+    /// Starts reads as long as there are credits, one connection after the other.
+    pub fn pump(&mut self) {
+        let ids: Vec<ConnId> =
+            self.conns.range(self.turn..).chain(self.conns.range(..self.turn)).map(|c| *c.0).collect();
+        for id in ids {
+            self.post_fresh(id);
+            while let Some(transaction) = self.next_transaction(id) {
+                self.issue(id, transaction);
+            }
+        }
+        self.turn = ConnId(self.turn.0 + 1);
+        if self.conns.keys().next_back().is_none_or(|last| *last < self.turn) {
+            self.turn = ConnId(0);
+        }
+    }
+
+    /// Pulls that started since the last time take turns in the queue.
+    fn post_fresh(&mut self, id: ConnId) {
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        let fresh = std::mem::take(&mut conn.fresh);
+        let posts = fresh.into_iter().filter_map(|(pull, only)| {
+            let pulling = self.pulls.get(&pull).filter(|pulling| pulling.failed.is_none())?;
+            Some(Post { request: pull.0, export: pulling.export, pull: Arc::clone(&pulling.pull), only })
+        });
+        conn.queue.post(posts.collect());
+    }
+
+    /// The next transaction that credits allow.
+    fn next_transaction(&mut self, id: ConnId) -> Option<Transaction> {
+        let conn = self.conns.get_mut(&id).filter(|conn| conn.state == State::Up)?;
+        let credit = self.config.conn_bytes.min(conn.peer.as_ref()?.credit_bytes);
+        if conn.ready.is_empty() {
+            let batch = conn.queue.pop(credit, self.config.read_bytes);
+            self.fill_ready(id, &batch);
+        }
+        let conn = self.conns.get_mut(&id)?;
+        let bytes = conn.ready.front()?.bytes;
+        let fits = |used: u64, max: u64| used == 0 || used + bytes <= max;
+        if fits(conn.bytes, credit) && fits(self.bytes, self.config.bytes) {
+            return conn.ready.pop_front();
+        }
+        None
+    }
+
+    fn fill_ready(&mut self, id: ConnId, batch: &Batch) {
+        let segments = if self.config.coalesce { limits::TRANSFER_SEGMENTS_MAX } else { 1 };
+        let bytes = if self.config.coalesce { self.config.read_bytes } else { 0 };
+        let transactions = coalesce(&batch.reads, Bounds { bytes, segments });
+        self.stats.reads += batch.reads.len() as u64;
+        self.stats.transactions += transactions.len() as u64;
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        conn.ready.extend(transactions);
+        if let Some(pull) = batch.complete.filter(|_| mutants::is(Mutant::CompleteBeforeLast)) {
+            let export = self.pulls.get(&PullId(pull)).map(|pulling| pulling.export);
+            export.into_iter().for_each(|export| self.complete(id, export, TransferOutcome::Done));
+        }
+    }
+
+    fn issue(&mut self, id: ConnId, transaction: Transaction) {
+        let read = self.number();
+        let deadline_ms = self.now_ms.saturating_add(self.config.read_ms);
+        for pull in pulls_of(&transaction) {
+            self.pulls.get_mut(&pull).into_iter().for_each(|pulling| pulling.reads += 1);
+        }
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        let Some(epoch) = conn.peer.as_ref().map(|peer| peer.epoch) else { return };
+        conn.bytes += transaction.bytes;
+        self.bytes += transaction.bytes;
+        let transaction = Arc::new(transaction);
+        conn.in_flight.insert(read, InFlight { transaction: Arc::clone(&transaction), deadline_ms });
+        self.out.push_back(ReaderOutput::Read { conn: id, read, epoch, transaction, deadline_ms });
+    }
+
+    /// Reads of a lost path: they are made again, but for those of pulls that failed.
+    pub(super) fn take_back(&mut self, id: ConnId, transaction: &Transaction) {
+        let mut left = vec![transaction.clone()];
+        for pull in pulls_of(transaction) {
+            if let Some(pulling) = self.pulls.get_mut(&pull) {
+                pulling.reads -= 1;
+            }
+            if self.pulls.get(&pull).is_none_or(|pulling| pulling.failed.is_some()) {
+                left = left.iter().flat_map(|transaction| transaction.without(pull.0)).collect();
+            }
+            self.release(pull);
+        }
+        if let Some(conn) = self.conns.get_mut(&id) {
+            left.into_iter().rev().for_each(|transaction| conn.ready.push_front(transaction));
+        }
+    }
+
+    /// A read ended. Unknown ones (of a path that went down) are ignored.
+    pub fn on_read(&mut self, id: ConnId, read: u64, result: Result<Landed, ReadFailure>, now_ms: u64) {
+        self.now_ms = now_ms;
+        let Some(conn) = self.conns.get_mut(&id) else { return };
+        let Some(InFlight { transaction, .. }) = conn.in_flight.remove(&read) else { return };
+        conn.bytes -= transaction.bytes;
+        self.bytes -= transaction.bytes;
+        let pulls = pulls_of(&transaction);
+        for pull in &pulls {
+            self.pulls.get_mut(pull).into_iter().for_each(|pulling| pulling.reads -= 1);
+        }
+        match result {
+            Ok(landed) => {
+                self.stats.bytes += transaction.bytes;
+                self.landed(&transaction, landed);
+            }
+            // One of several may be to blame: each is read alone.
+            Err(ReadFailure::Refused(_)) if pulls.len() > 1 => {
+                for alone in &pulls {
+                    let others = pulls.iter().filter(|pull| *pull != alone);
+                    let start = vec![Transaction::clone(&transaction)];
+                    let parts = others.fold(start, |left, other| {
+                        left.iter().flat_map(|transaction| transaction.without(other.0)).collect()
+                    });
+                    let live = self.pulls.get(alone).is_some_and(|pulling| pulling.failed.is_none());
+                    let conn = self.conns.get_mut(&id).filter(|_| live);
+                    conn.into_iter().for_each(|conn| conn.ready.extend(parts.clone()));
+                }
+            }
+            Err(ReadFailure::Refused(code)) => {
+                pulls.iter().for_each(|pull| self.fail(*pull, Failure::Refused(code)));
+            }
+            Err(ReadFailure::Memory(error)) => {
+                pulls.iter().for_each(|pull| self.fail(*pull, Failure::Memory(error.clone())));
+            }
+        }
+        pulls.into_iter().for_each(|pull| self.release(pull));
+        self.forget_if_idle(id);
+        self.pump();
+    }
+
+    fn landed(&mut self, transaction: &Transaction, landed: Landed) {
+        for (pull, overflows) in landed.overflows {
+            self.fail(PullId(pull), Failure::Overflow(overflows));
+        }
+        for (pull, piece, check) in landed.checks {
+            let pulling = self.pulls.get_mut(&PullId(pull));
+            pulling.into_iter().for_each(|pulling| pulling.checks[piece] = Some(check));
+        }
+        for part in &transaction.parts {
+            let id = PullId(part.request);
+            let Some(pulling) = self.pulls.get_mut(&id).filter(|pulling| pulling.failed.is_none()) else { continue };
+            pulling.missing[part.piece] -= part.bytes;
+            if pulling.missing[part.piece] > 0 {
+                continue;
+            }
+            match pulling.checks[part.piece] {
+                None if self.config.verify => {
+                    pulling.checking += 1;
+                    self.out.push_back(ReaderOutput::Check { pull: id, piece: part.piece });
+                }
+                _ => self.piece_done(id, part.piece),
+            }
+        }
+    }
+
+    /// The check of a piece that is in place; `Err` when its memory could not be read.
+    pub fn on_checked(&mut self, pull: PullId, piece: usize, check: Result<Check, String>, now_ms: u64) {
+        self.now_ms = now_ms;
+        let Some(pulling) = self.pulls.get_mut(&pull) else { return };
+        pulling.checking -= 1;
+        match check {
+            Ok(check) => {
+                pulling.checks[piece] = Some(check);
+                if pulling.failed.is_none() {
+                    self.piece_done(pull, piece);
+                }
+            }
+            Err(error) => self.fail(pull, Failure::Memory(error)),
+        }
+        self.release(pull);
+    }
+
+    fn piece_done(&mut self, id: PullId, piece: usize) {
+        let Some(pulling) = self.pulls.get_mut(&id) else { return };
+        let (block, _) = pulling.pull.piece(piece);
+        pulling.unchecked[block] -= 1;
+        if pulling.unchecked[block] > 0 {
+            return;
+        }
+        let layers = pulling.pull.pieces() / pulling.pull.blocks();
+        if self.config.verify {
+            let checks = (0..layers).map(|layer| pulling.checks[pulling.pull.piece_at(block, layer)]);
+            let checks: Vec<Check> = checks.map(Option::unwrap_or_default).collect();
+            let (got, expected) = (Check::combine(&checks), pulling.expected[block]);
+            if got != expected && !mutants::is(Mutant::CheckIgnored) {
+                return self.damaged(id, block, got, expected);
+            }
+        }
+        pulling.blocks_left -= 1;
+        if pulling.blocks_left == 0 {
+            self.done(id);
+        }
+    }
+
+    /// A block is not what the writer sealed: it is read again, or the pull fails.
+    fn damaged(&mut self, id: PullId, block: usize, got: Check, expected: Check) {
+        self.stats.damaged_blocks += 1;
+        let retries_max = self.config.damage_retries;
+        let Some(pulling) = self.pulls.get_mut(&id) else { return };
+        if pulling.retries >= retries_max {
+            return self.fail(id, Failure::Damaged { block, got, expected });
+        }
+        pulling.retries += 1;
+        let layers = pulling.pull.pieces() / pulling.pull.blocks();
+        let pieces: Vec<usize> = (0..layers).map(|layer| pulling.pull.piece_at(block, layer)).collect();
+        for piece in &pieces {
+            pulling.missing[*piece] = pulling.pull.piece_bytes(*piece);
+            pulling.checks[*piece] = None;
+        }
+        pulling.unchecked[block] = layers;
+        let conn = self.conns.get_mut(&pulling.conn);
+        conn.into_iter().for_each(|conn| conn.fresh.push((id, Some(pieces.clone()))));
+    }
+
+    /// Every block is here and verified: COMPLETE follows its TRANSFERs.
+    fn done(&mut self, id: PullId) {
+        let Some(pulling) = self.pulls.remove(&id) else { return };
+        assert!(pulling.reads == 0 && pulling.checking == 0, "a pull that is done has nothing under way");
+        if let Some(conn) = self.conns.get_mut(&pulling.conn) {
+            conn.pulls.remove(&pulling.export);
+        }
+        self.stats.pulls_done += 1;
+        self.out.push_back(ReaderOutput::Done { pull: id });
+        if !mutants::is(Mutant::CompleteBeforeLast) {
+            self.complete(pulling.conn, pulling.export, TransferOutcome::Done);
+        }
+    }
+
+    /// Ends a pull; the first reason counts.
+    pub(super) fn fail(&mut self, id: PullId, why: Failure) {
+        let Some(pulling) = self.pulls.get_mut(&id).filter(|pulling| pulling.failed.is_none()) else { return };
+        pulling.failed = Some(why);
+        let conn = self.conns.get_mut(&pulling.conn);
+        conn.into_iter().for_each(|conn| {
+            conn.queue.remove(id.0);
+            conn.fresh.retain(|(pull, _)| *pull != id);
+            let ready = std::mem::take(&mut conn.ready);
+            conn.ready = ready.into_iter().flat_map(|transaction| transaction.without(id.0)).collect();
+        });
+        self.release(id);
+    }
+
+    /// A failed pull is over when nothing of it is under way: then its memory is the owner's again, and the writer may
+    /// free its own.
+    pub(super) fn release(&mut self, id: PullId) {
+        let busy = |pulling: &super::Pulling| pulling.reads > 0 || pulling.checking > 0;
+        let Some(pulling) = self.pulls.get(&id).filter(|pulling| pulling.failed.is_some()) else { return };
+        if busy(pulling) && !mutants::is(Mutant::ReleasedUnderReads) {
+            return;
+        }
+        let Some(pulling) = self.pulls.remove(&id) else { return };
+        let Some(why) = pulling.failed else { return };
+        if let Some(conn) = self.conns.get_mut(&pulling.conn) {
+            conn.pulls.remove(&pulling.export);
+        }
+        self.stats.pulls_failed += 1;
+        let lost = matches!(why, Failure::WriterLost(_));
+        self.out.push_back(ReaderOutput::Failed { pull: id, why });
+        if !lost {
+            self.complete(pulling.conn, pulling.export, TransferOutcome::Abandoned);
+        }
+        self.forget_if_idle(pulling.conn);
+    }
+}
+
+/// The pulls of a transaction, each once.
+fn pulls_of(transaction: &Transaction) -> Vec<PullId> {
+    let mut pulls: Vec<PullId> = transaction.parts.iter().map(|part| PullId(part.request)).collect();
+    pulls.sort_unstable();
+    pulls.dedup();
+    pulls
+}

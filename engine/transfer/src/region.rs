@@ -1,0 +1,185 @@
+//! Registered memory: what a transfer reads from and writes to.
+//!
+//! A region has a size, checks every access against it, and hands out ref-counted windows: a window's bytes do not
+//! change and stay readable for as long as it lives, so that a transport can send them without a copy while the owner
+//! goes on. [`HeapRegion`] is memory of this process; shared and device memory implement the same trait.
+
+use bytes::Bytes;
+use std::{
+    fmt,
+    sync::{Arc, PoisonError, RwLock},
+};
+
+/// An access that a region refuses.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RegionError {
+    #[error("bytes {offset} to {end} of a region of {bytes} bytes")]
+    Outside { offset: u64, end: u64, bytes: u64 },
+    /// Somebody writes what is to be read, or reads what is to be written: a bug of the region's owner.
+    #[error("bytes {offset} to {end} are in use")]
+    Busy { offset: u64, end: u64 },
+    #[error("the region failed: {0}")]
+    Failed(String),
+}
+
+/// Registered memory.
+pub trait Region: Send + Sync + fmt::Debug {
+    /// Its size.
+    fn bytes(&self) -> u64;
+
+    /// Bytes that do not change while the window lives.
+    ///
+    /// # Errors
+    /// When the range is outside or being written.
+    fn window(&self, offset: u64, bytes: usize) -> Result<Bytes, RegionError>;
+
+    /// Shows bytes to `visit`, without a copy.
+    ///
+    /// # Errors
+    /// As [`Region::window`].
+    fn view(&self, offset: u64, bytes: usize, visit: &mut dyn FnMut(&[u8])) -> Result<(), RegionError>;
+
+    /// Lets `fill` write bytes, all of them.
+    ///
+    /// # Errors
+    /// When the range is outside or in use.
+    fn fill(&self, offset: u64, bytes: usize, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), RegionError>;
+}
+
+/// Checks a range against a region's size; gives it in `usize`.
+///
+/// # Errors
+/// [`RegionError::Outside`].
+pub fn bounded(offset: u64, bytes: usize, region_bytes: u64) -> Result<std::ops::Range<usize>, RegionError> {
+    let end = offset.saturating_add(bytes as u64);
+    let outside = RegionError::Outside { offset, end, bytes: region_bytes };
+    if end > region_bytes {
+        return Err(outside);
+    }
+    match (usize::try_from(offset), usize::try_from(end)) {
+        (Ok(start), Ok(end)) => Ok(start..end),
+        _ => Err(outside),
+    }
+}
+
+/// Memory of this process in pages that are copied when they are written while a window shows them.
+#[derive(Debug)]
+pub struct HeapRegion {
+    pages: Vec<RwLock<Arc<Vec<u8>>>>,
+    page_bytes: usize,
+    bytes: u64,
+}
+
+/// Part of a page, kept alive.
+struct Held(Arc<Vec<u8>>);
+
+impl AsRef<[u8]> for Held {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl HeapRegion {
+    /// `bytes` zeroes in pages of `page_bytes` (not 0); a window that lies in one page is not a copy.
+    #[must_use]
+    pub fn new(bytes: usize, page_bytes: usize) -> Self {
+        assert!(page_bytes > 0, "a page holds something");
+        let sizes = (0..bytes.div_ceil(page_bytes)).map(|page| page_bytes.min(bytes - page * page_bytes));
+        let pages = sizes.map(|size| RwLock::new(Arc::new(vec![0; size]))).collect();
+        Self { pages, page_bytes, bytes: bytes as u64 }
+    }
+
+    /// The parts of a range: page, and range in the page.
+    fn parts(&self, range: std::ops::Range<usize>) -> impl Iterator<Item = (usize, std::ops::Range<usize>)> {
+        let page_bytes = self.page_bytes;
+        let mut at = range.start;
+        std::iter::from_fn(move || {
+            if at >= range.end {
+                return None;
+            }
+            let (page, start) = (at / page_bytes, at % page_bytes);
+            let len = (page_bytes - start).min(range.end - at);
+            at += len;
+            Some((page, start..start + len))
+        })
+    }
+
+    fn page(&self, page: usize) -> Arc<Vec<u8>> {
+        Arc::clone(&self.pages[page].read().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Region for HeapRegion {
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn window(&self, offset: u64, bytes: usize) -> Result<Bytes, RegionError> {
+        let range = bounded(offset, bytes, self.bytes)?;
+        let mut parts = self.parts(range.clone());
+        match (parts.next(), parts.next()) {
+            (None, _) => Ok(Bytes::new()),
+            (Some((page, part)), None) => Ok(Bytes::from_owner(Held(self.page(page))).slice(part)),
+            _ => {
+                let mut out = Vec::with_capacity(bytes);
+                self.parts(range).for_each(|(page, part)| out.extend_from_slice(&self.page(page)[part]));
+                Ok(out.into())
+            }
+        }
+    }
+
+    fn view(&self, offset: u64, bytes: usize, visit: &mut dyn FnMut(&[u8])) -> Result<(), RegionError> {
+        let range = bounded(offset, bytes, self.bytes)?;
+        self.parts(range).for_each(|(page, part)| visit(&self.page(page)[part]));
+        Ok(())
+    }
+
+    fn fill(&self, offset: u64, bytes: usize, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), RegionError> {
+        let range = bounded(offset, bytes, self.bytes)?;
+        for (page, part) in self.parts(range) {
+            let mut page = self.pages[page].write().unwrap_or_else(PoisonError::into_inner);
+            fill(&mut Arc::make_mut(&mut page)[part]);
+        }
+        Ok(())
+    }
+}
+
+/// Writes bytes to a region.
+///
+/// # Errors
+/// As [`Region::fill`].
+pub fn write(region: &dyn Region, offset: u64, bytes: &[u8]) -> Result<(), RegionError> {
+    let mut rest = bytes;
+    region.fill(offset, bytes.len(), &mut |target| {
+        let (now, later) = rest.split_at(target.len());
+        target.copy_from_slice(now);
+        rest = later;
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_window_keeps_its_bytes() {
+        let region = HeapRegion::new(100, 16);
+        write(&region, 10, &[7; 40]).unwrap();
+        let within = region.window(16, 16).unwrap();
+        let across = region.window(8, 20).unwrap();
+        write(&region, 0, &[9; 100]).unwrap();
+        assert_eq!(within, [7; 16].as_slice());
+        assert_eq!(across, [[0; 2].as_slice(), &[7; 18]].concat());
+        let mut seen = Vec::new();
+        region.view(90, 10, &mut |part| seen.extend_from_slice(part)).unwrap();
+        assert_eq!(seen, [9; 10]);
+    }
+
+    #[test]
+    fn nothing_outside() {
+        let region = HeapRegion::new(100, 16);
+        assert_eq!(region.window(90, 11), Err(RegionError::Outside { offset: 90, end: 101, bytes: 100 }));
+        assert!(region.window(u64::MAX, 1).is_err() && write(&region, 100, &[1]).is_err());
+        assert_eq!(region.window(100, 0).unwrap().len(), 0);
+    }
+}

@@ -1,0 +1,672 @@
+//! The prefill worker's side: exports under leases, admission of reads, and COMPLETE.
+//!
+//! The writer's scheduler gives finished rBlocks to [`Writer::export`] and gets them back by [`WriterOutput::Freed`];
+//! in between it does nothing. Reads are admitted by whoever serves them, without the scheduler. Invariants:
+//!
+//! * a read is admitted only from the reader that the export is for, of its present connection, and only of bytes of
+//!   exports that are alive;
+//! * an export is freed exactly once, whatever is repeated, and only when no read of it is being served;
+//! * COMPLETEs are carried out in order, each once; repeated ones are acknowledged again;
+//! * what is not renewed ends, what a dead reader had ends, and nothing stands longer than `export_ms_max`;
+//! * a reader that does not take what it asked for loses its path at a deadline, and its bytes are bounded meanwhile.
+
+use crate::{
+    check::Check,
+    coalesce::Segment,
+    extent::pairs,
+    layout::{Dim, Index, Layout},
+    mutants::{self, Mutant},
+    plan::{Conversion, View, plan},
+};
+use lagoon_protocol::{
+    ControlBody, RefuseCode, TransferArena, TransferBlocks, TransferComplete, TransferCompleted, TransferConnect,
+    TransferConnected, TransferExport, TransferOutcome, TransferRefused, TransferRenew, TransferRenewed,
+};
+use lagoon_types::{InstanceId, limits};
+use std::{
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    ops::Range,
+    sync::Arc,
+};
+
+/// A read that is being served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct GrantId(pub u64);
+
+/// How a writer behaves.
+#[derive(Clone, Debug)]
+pub struct WriterConfig {
+    /// Random per process; exports and epochs are numbered from it, so that those of another process are unknown.
+    pub incarnation: u64,
+    /// Bytes that one reader may have asked for and not received.
+    pub credit_bytes: u64,
+    /// Exports that are not renewed for so long end.
+    pub ttl_ms: u64,
+    /// Time that an export may stand, however often it is renewed.
+    pub export_ms_max: u64,
+    /// Exports of one reader.
+    pub exports_max: usize,
+    /// A reader that takes longer to receive one read loses its path.
+    pub read_ms: u64,
+    /// Messages that were not answered are sent again.
+    pub repeat_ms: u64,
+    /// As `TransferConnect::host`: readers of the same host are told the arenas.
+    pub host: String,
+    /// What a reader on the same host may map. Its tokens are handed out over mutual TLS only.
+    pub arenas: Vec<TransferArena>,
+}
+
+impl Default for WriterConfig {
+    fn default() -> Self {
+        Self {
+            incarnation: 0,
+            credit_bytes: limits::TRANSFER_CONN_BYTES,
+            ttl_ms: limits::LEASE_TTL_MS,
+            export_ms_max: limits::EXPORT_MS_MAX,
+            exports_max: limits::TRANSFER_EXPORTS_MAX,
+            read_ms: 2 * limits::TRANSFER_READ_MS,
+            repeat_ms: limits::CONTROL_REPEAT_MS,
+            host: String::new(),
+            arenas: Vec::new(),
+        }
+    }
+}
+
+/// Why blocks are the owner's again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FreeReason {
+    /// The reader has all of it, verified.
+    Completed,
+    /// The reader does not want it.
+    Abandoned,
+    /// The lease was not renewed, or stood too long.
+    Expired,
+    /// The owner took it back.
+    Revoked,
+    /// The reader's process is gone or was fenced.
+    ReaderLost,
+}
+
+/// What the owner is to do.
+#[derive(Clone, Debug, PartialEq)]
+#[expect(clippy::large_enum_variant, reason = "most outputs are messages, and none lives long")]
+pub enum WriterOutput {
+    Send {
+        to: InstanceId,
+        body: ControlBody,
+    },
+    /// The blocks are the owner's again.
+    Freed {
+        export: u64,
+        request: u64,
+        blocks: Vec<u32>,
+        why: FreeReason,
+    },
+    /// Cut all paths of a reader, of this epoch and earlier ones: it is too slow, or gone. Grants of their reads end.
+    Cut {
+        reader: InstanceId,
+        epoch: u64,
+    },
+    /// A reader has connected: exports may be made for it.
+    Connected {
+        reader: InstanceId,
+        epoch: u64,
+    },
+}
+
+/// An export was not made.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ExportError {
+    #[error("{0} is not connected")]
+    NotConnected(InstanceId),
+    #[error("{reader} has {max} exports already")]
+    Busy { reader: InstanceId, max: usize },
+    #[error("{tokens} tokens need {needed} rBlocks and as many checks, {blocks} and {checks} are given")]
+    Blocks { tokens: u32, needed: u64, blocks: usize, checks: usize },
+    #[error("rBlock {block} does not exist: there are {blocks}")]
+    Block { block: u32, blocks: u32 },
+    #[error("{0} rBlocks are more than one export may have; hint: export ranges of tokens one by one")]
+    TooLarge(usize),
+}
+
+/// What happened so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WriterStats {
+    pub exports: u64,
+    pub completed: u64,
+    pub expired: u64,
+    pub reads: u64,
+    pub reads_refused: u64,
+    pub bytes: u64,
+    pub slow_readers_cut: u64,
+}
+
+#[derive(Debug)]
+struct ReaderState {
+    incarnation: u64,
+    conn: u64,
+    attempt: u64,
+    epoch: u64,
+    conversion: Conversion,
+    /// The last COMPLETE that was carried out.
+    completed: u64,
+    /// Bytes of its grants.
+    bytes: u64,
+    exports: usize,
+}
+
+#[derive(Debug)]
+struct Export {
+    to: InstanceId,
+    request: u64,
+    first_token: u32,
+    tokens: u32,
+    blocks: Vec<u32>,
+    checks: Vec<Check>,
+    /// Bytes that may be read, by region: disjoint, ascending, as long as can be.
+    ranges: Vec<(u32, Range<u64>)>,
+    made_ms: u64,
+    renewed_ms: u64,
+    /// The reader has heard of it, or when it was told last.
+    heard: bool,
+    sent_ms: u64,
+    reads: usize,
+    ended: Option<FreeReason>,
+}
+
+#[derive(Debug)]
+struct Grant {
+    reader: InstanceId,
+    epoch: u64,
+    exports: Vec<u64>,
+    bytes: u64,
+    since_ms: u64,
+    /// Its path was ordered to be cut.
+    cut: bool,
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub struct Writer {
+    config: WriterConfig,
+    layout: Arc<Layout>,
+    readers: BTreeMap<InstanceId, ReaderState>,
+    /// Incarnations that were declared dead.
+    fenced: VecDeque<(InstanceId, u64)>,
+    exports: BTreeMap<u64, Export>,
+    grants: BTreeMap<GrantId, Grant>,
+    next: u64,
+    now_ms: u64,
+    stats: WriterStats,
+    out: VecDeque<WriterOutput>,
+}
+
+/// Fences that are remembered.
+const FENCED_MAX: usize = 1024;
+
+impl Writer {
+    /// A writer whose memory is laid out as `layout`.
+    #[must_use]
+    pub fn new(layout: Layout, config: WriterConfig) -> Self {
+        Self {
+            next: config.incarnation,
+            config,
+            layout: Arc::new(layout),
+            readers: BTreeMap::new(),
+            fenced: VecDeque::new(),
+            exports: BTreeMap::new(),
+            grants: BTreeMap::new(),
+            now_ms: 0,
+            stats: WriterStats::default(),
+            out: VecDeque::new(),
+        }
+    }
+
+    fn number(&mut self) -> u64 {
+        self.next = self.next.wrapping_add(1);
+        self.next
+    }
+
+    #[must_use]
+    pub fn stats(&self) -> WriterStats {
+        self.stats
+    }
+
+    #[must_use]
+    pub fn layout(&self) -> &Arc<Layout> {
+        &self.layout
+    }
+
+    /// Exports that were not freed.
+    #[must_use]
+    pub fn exports(&self) -> usize {
+        self.exports.len()
+    }
+
+    /// Whether an export may still be read.
+    #[must_use]
+    pub fn is_alive(&self, export: u64) -> bool {
+        self.exports.get(&export).is_some_and(|export| export.ended.is_none())
+    }
+
+    /// What a connected reader shares with us: checks of exports for it cover that.
+    #[must_use]
+    pub fn view(&self, reader: InstanceId) -> Option<&View> {
+        Some(&self.readers.get(&reader)?.conversion.view)
+    }
+
+    /// The acceptance whose reads are served now.
+    #[must_use]
+    pub fn epoch(&self, reader: InstanceId) -> Option<u64> {
+        Some(self.readers.get(&reader)?.epoch)
+    }
+
+    /// What is to be done next.
+    pub fn poll(&mut self) -> Option<WriterOutput> {
+        self.out.pop_front()
+    }
+
+    fn send(&mut self, to: InstanceId, body: ControlBody) {
+        self.out.push_back(WriterOutput::Send { to, body });
+    }
+
+    /// Keeps `tokens` tokens of a request for a reader, from position `first_token` on. The blocks belong to the
+    /// writer until [`WriterOutput::Freed`]; they are sealed, `checks` are theirs over [`Writer::view`].
+    ///
+    /// # Errors
+    /// When the reader is not connected, a limit is reached, or the blocks do not fit the tokens.
+    pub fn export(
+        &mut self,
+        to: InstanceId,
+        request: u64,
+        (first_token, tokens): (u32, u32),
+        blocks: Vec<u32>,
+        checks: Vec<Check>,
+        now_ms: u64,
+    ) -> Result<u64, ExportError> {
+        self.now_ms = now_ms;
+        let needed = u64::from(tokens).div_ceil(self.layout.block_tokens().into());
+        if tokens == 0 || needed != blocks.len() as u64 || checks.len() != blocks.len() {
+            return Err(ExportError::Blocks { tokens, needed, blocks: blocks.len(), checks: checks.len() });
+        }
+        if blocks.len() > limits::EXPORT_BLOCKS_MAX {
+            return Err(ExportError::TooLarge(blocks.len()));
+        }
+        if let Some(block) = blocks.iter().find(|block| **block >= self.layout.blocks()) {
+            return Err(ExportError::Block { block: *block, blocks: self.layout.blocks() });
+        }
+        let max = self.config.exports_max;
+        let reader = self.readers.get_mut(&to).ok_or(ExportError::NotConnected(to))?;
+        if reader.exports >= max {
+            return Err(ExportError::Busy { reader: to, max });
+        }
+        reader.exports += 1;
+        let ranges = readable(&self.layout, &reader.conversion.view, &blocks);
+        let export = self.number();
+        let entry = Export {
+            to,
+            request,
+            first_token,
+            tokens,
+            blocks,
+            checks,
+            ranges,
+            made_ms: now_ms,
+            renewed_ms: now_ms,
+            heard: false,
+            sent_ms: now_ms,
+            reads: 0,
+            ended: None,
+        };
+        self.exports.insert(export, entry);
+        self.stats.exports += 1;
+        self.tell(export);
+        Ok(export)
+    }
+
+    fn tell(&mut self, export: u64) {
+        let now_ms = self.now_ms;
+        let Some(entry) = self.exports.get_mut(&export) else { return };
+        let Some(reader) = self.readers.get(&entry.to) else { return };
+        entry.sent_ms = now_ms;
+        let mut blocks: Vec<TransferBlocks> = Vec::new();
+        for block in &entry.blocks {
+            match blocks.last_mut() {
+                Some(run) if run.first + run.count == *block => run.count += 1,
+                _ => blocks.push(TransferBlocks { first: *block, count: 1 }),
+            }
+        }
+        let message = TransferExport {
+            conn: reader.conn,
+            export,
+            request: entry.request,
+            first_token: entry.first_token,
+            tokens: entry.tokens,
+            blocks,
+            checks: entry.checks.iter().flat_map(|check| check.0).collect(),
+        };
+        let to = entry.to;
+        self.send(to, ControlBody::TransferExport(message));
+    }
+
+    /// The owner takes an export back: its request was cancelled. Blocks follow as [`WriterOutput::Freed`].
+    pub fn revoke(&mut self, export: u64, now_ms: u64) {
+        self.now_ms = now_ms;
+        self.end(export, FreeReason::Revoked);
+    }
+
+    /// An instance was declared dead: what it had ends, and that incarnation may not come back.
+    pub fn fence(&mut self, reader: InstanceId, incarnation: u64, now_ms: u64) {
+        self.now_ms = now_ms;
+        if self.fenced.len() >= FENCED_MAX {
+            self.fenced.pop_front();
+        }
+        self.fenced.push_back((reader, incarnation));
+        if self.readers.get(&reader).is_some_and(|state| state.incarnation == incarnation) {
+            self.lose_reader(reader);
+        }
+    }
+
+    fn lose_reader(&mut self, reader: InstanceId) {
+        let Some(state) = self.readers.remove(&reader) else { return };
+        self.out.push_back(WriterOutput::Cut { reader, epoch: state.epoch });
+        let theirs: Vec<u64> = self.exports.iter().filter(|(_, e)| e.to == reader).map(|(id, _)| *id).collect();
+        theirs.into_iter().for_each(|export| self.end(export, FreeReason::ReaderLost));
+    }
+
+    /// Takes a message of a reader. Others are ignored.
+    pub fn on_control(&mut self, from: InstanceId, body: &ControlBody, now_ms: u64) {
+        self.now_ms = now_ms;
+        match body {
+            ControlBody::TransferConnect(m) => self.on_connect(from, m),
+            ControlBody::TransferRenew(m) => self.on_renew(from, m),
+            ControlBody::TransferComplete(m) => self.on_complete(from, m),
+            _ => {}
+        }
+    }
+
+    fn on_connect(&mut self, from: InstanceId, m: &TransferConnect) {
+        if self.fenced.contains(&(from, m.incarnation)) {
+            return self.refuse(from, m, "this incarnation was declared dead".to_owned());
+        }
+        let known = self.readers.get(&from).filter(|state| state.incarnation == m.incarnation);
+        // What a later CONNECT of the same process has overtaken.
+        if known.is_some_and(|state| (m.conn, m.attempt) < (state.conn, state.attempt)) {
+            return;
+        }
+        let layout = match m.layout.as_ref().map(Layout::from_wire) {
+            Some(Ok(layout)) => layout,
+            Some(Err(error)) => return self.refuse(from, m, format!("the reader's layout: {error}")),
+            None => return self.refuse(from, m, "the reader did not say where its KV lies".to_owned()),
+        };
+        let conversion = match plan(&layout, &self.layout, m.loss_allowed) {
+            Ok(conversion) => conversion,
+            Err(mismatch) => return self.refuse(from, m, mismatch.to_string()),
+        };
+        let same = known.is_some_and(|state| state.conn == m.conn && state.conversion.view == conversion.view);
+        if !same {
+            self.lose_reader(from);
+            if self.readers.len() >= limits::TRANSFER_CONNS_MAX {
+                return self.refuse(from, m, "too many readers".to_owned());
+            }
+        }
+        let repeated = self.readers.get(&from).is_some_and(|state| state.attempt == m.attempt);
+        let epoch = if repeated { self.epoch(from).unwrap_or_default() } else { self.number() };
+        let before = self.readers.get(&from).map(|state| (state.epoch, state.completed, state.bytes, state.exports));
+        let (old, completed, bytes, exports) = before.unwrap_or((epoch, 0, 0, 0));
+        if old != epoch {
+            self.out.push_back(WriterOutput::Cut { reader: from, epoch: old });
+        }
+        let (incarnation, conn, attempt) = (m.incarnation, m.conn, m.attempt);
+        let state = ReaderState { incarnation, conn, attempt, epoch, conversion, completed, bytes, exports };
+        self.readers.insert(from, state);
+        let near = !m.host.is_empty() && m.host == self.config.host;
+        let connected = TransferConnected {
+            conn,
+            attempt,
+            incarnation: self.config.incarnation,
+            epoch,
+            completed,
+            layout: Some(self.layout.to_wire()),
+            credit_bytes: self.config.credit_bytes,
+            ttl_ms: self.config.ttl_ms,
+            arenas: if near { self.config.arenas.clone() } else { Vec::new() },
+        };
+        self.send(from, ControlBody::TransferConnected(connected));
+        if !repeated {
+            self.out.push_back(WriterOutput::Connected { reader: from, epoch });
+        }
+        // It may not have heard of what stands.
+        let unheard: Vec<u64> =
+            self.exports.iter().filter(|(_, e)| e.to == from && e.ended.is_none() && !e.heard).map(|e| *e.0).collect();
+        unheard.into_iter().for_each(|export| self.tell(export));
+    }
+
+    fn refuse(&mut self, to: InstanceId, m: &TransferConnect, reason: String) {
+        let message = TransferRefused { conn: m.conn, attempt: m.attempt, reason };
+        self.send(to, ControlBody::TransferRefused(message));
+    }
+
+    fn on_renew(&mut self, from: InstanceId, m: &TransferRenew) {
+        if self.readers.get(&from).is_none_or(|state| state.conn != m.conn) {
+            return;
+        }
+        let now_ms = self.now_ms;
+        let mut unknown = Vec::new();
+        for export in m.exports.iter().take(limits::TRANSFER_EXPORTS_MAX * 2) {
+            match self.exports.get_mut(export).filter(|entry| entry.to == from && entry.ended.is_none()) {
+                Some(entry) => (entry.renewed_ms, entry.heard) = (now_ms, true),
+                None => unknown.push(*export),
+            }
+        }
+        let message = TransferRenewed { conn: m.conn, unknown, seq: m.seq };
+        self.send(from, ControlBody::TransferRenewed(message));
+    }
+
+    fn on_complete(&mut self, from: InstanceId, m: &TransferComplete) {
+        let Some(state) = self.readers.get_mut(&from).filter(|state| state.conn == m.conn) else { return };
+        if m.seq == state.completed + 1 || mutants::is(Mutant::CompleteOutOfOrder) {
+            state.completed = m.seq;
+            let done = m.outcome == i32::from(TransferOutcome::Done);
+            let why = if done { FreeReason::Completed } else { FreeReason::Abandoned };
+            if self.exports.get(&m.export).is_some_and(|entry| entry.to == from) {
+                self.end(m.export, why);
+            }
+        }
+        // Also for what was carried out already: the answer may have been lost.
+        let Some(state) = self.readers.get(&from) else { return };
+        let message = TransferCompleted { conn: m.conn, seq: state.completed };
+        self.send(from, ControlBody::TransferCompleted(message));
+    }
+
+    /// No read of it is admitted any more; it is freed when none is being served.
+    fn end(&mut self, export: u64, why: FreeReason) {
+        let Some(entry) = self.exports.get_mut(&export) else { return };
+        if entry.ended.is_none() {
+            entry.ended = Some(why);
+            match why {
+                FreeReason::Completed => self.stats.completed += 1,
+                FreeReason::Expired => self.stats.expired += 1,
+                _ => {}
+            }
+            let to = entry.to;
+            self.readers.get_mut(&to).into_iter().for_each(|state| state.exports = state.exports.saturating_sub(1));
+        } else if why == FreeReason::Completed {
+            // Its lease ended while its last reads were being served, and they arrived.
+            entry.ended = Some(why);
+        }
+        self.free_if_idle(export);
+    }
+
+    fn free_if_idle(&mut self, export: u64) {
+        let Some(entry) = self.exports.get(&export) else { return };
+        let Some(why) = entry.ended.filter(|_| entry.reads == 0 || mutants::is(Mutant::FreedUnderReads)) else {
+            return;
+        };
+        if mutants::is(Mutant::FreedTwice) && why == FreeReason::Completed {
+            let (request, blocks) = (entry.request, entry.blocks.clone());
+            self.exports.get_mut(&export).into_iter().for_each(|entry| entry.ended = None);
+            return self.out.push_back(WriterOutput::Freed { export, request, blocks, why });
+        }
+        let Some(entry) = self.exports.remove(&export) else { return };
+        let (request, blocks) = (entry.request, entry.blocks);
+        self.out.push_back(WriterOutput::Freed { export, request, blocks, why });
+    }
+
+    /// Admits a read, or says why not. Until [`Writer::end_read`] the bytes stay what they are.
+    ///
+    /// # Errors
+    /// A code for the reader.
+    pub fn admit(
+        &mut self,
+        reader: InstanceId,
+        epoch: u64,
+        segments: &[Segment],
+        now_ms: u64,
+    ) -> Result<GrantId, RefuseCode> {
+        self.now_ms = self.now_ms.max(now_ms);
+        let result = self.may_read(reader, epoch, segments);
+        let bytes = match result {
+            Ok(bytes) => bytes,
+            Err(code) => {
+                self.stats.reads_refused += 1;
+                return Err(code);
+            }
+        };
+        let mut exports: Vec<u64> = segments.iter().map(|segment| segment.export).collect();
+        exports.sort_unstable();
+        exports.dedup();
+        for export in &exports {
+            self.exports.get_mut(export).into_iter().for_each(|entry| entry.reads += 1);
+        }
+        self.readers.get_mut(&reader).into_iter().for_each(|state| state.bytes += bytes);
+        let id = GrantId(self.number());
+        self.grants.insert(id, Grant { reader, epoch, exports, bytes, since_ms: self.now_ms, cut: false });
+        self.stats.reads += 1;
+        self.stats.bytes += bytes;
+        Ok(id)
+    }
+
+    fn may_read(&self, reader: InstanceId, epoch: u64, segments: &[Segment]) -> Result<u64, RefuseCode> {
+        let state = self.readers.get(&reader).ok_or(RefuseCode::StaleEpoch)?;
+        if state.epoch != epoch && !mutants::is(Mutant::EpochUnchecked) {
+            return Err(RefuseCode::StaleEpoch);
+        }
+        if segments.is_empty() || segments.len() > limits::TRANSFER_SEGMENTS_MAX {
+            return Err(RefuseCode::Malformed);
+        }
+        let mut bytes = 0u64;
+        for Segment { export, remote } in segments {
+            let entry = self.exports.get(export).filter(|entry| entry.to == reader && entry.ended.is_none());
+            let entry = entry.ok_or(RefuseCode::UnknownLease)?;
+            let end = remote.offset.checked_add(remote.bytes).ok_or(RefuseCode::OutOfRange)?;
+            let at =
+                entry.ranges.partition_point(|(region, range)| (*region, range.end) <= (remote.region, remote.offset));
+            let inside = |(region, range): &(u32, Range<u64>)| {
+                *region == remote.region && range.start <= remote.offset && end <= range.end
+            };
+            if remote.bytes == 0 || !entry.ranges.get(at).is_some_and(inside) {
+                return Err(RefuseCode::OutOfRange);
+            }
+            bytes = bytes.saturating_add(remote.bytes);
+        }
+        if bytes > limits::TRANSFER_READ_BYTES_MAX {
+            return Err(RefuseCode::Malformed);
+        }
+        // One read is always admitted, however large.
+        if state.bytes > 0 && state.bytes + bytes > self.config.credit_bytes {
+            return Err(RefuseCode::Overloaded);
+        }
+        Ok(bytes)
+    }
+
+    /// Whether a read that is being served takes bytes of an export.
+    #[must_use]
+    pub fn is_reading(&self, grant: GrantId, export: u64) -> bool {
+        self.grants.get(&grant).is_some_and(|grant| grant.exports.contains(&export))
+    }
+
+    /// A read was served, or its path is gone: nobody looks at its bytes any more.
+    pub fn end_read(&mut self, grant: GrantId, now_ms: u64) {
+        self.now_ms = self.now_ms.max(now_ms);
+        let Some(grant) = self.grants.remove(&grant) else { return };
+        if let Some(state) = self.readers.get_mut(&grant.reader) {
+            state.bytes = state.bytes.saturating_sub(grant.bytes);
+        }
+        for export in grant.exports {
+            if let Some(entry) = self.exports.get_mut(&export) {
+                entry.reads = entry.reads.saturating_sub(1);
+                if entry.ended.is_some() {
+                    self.free_if_idle(export);
+                }
+            }
+        }
+    }
+
+    /// Time passes: leases end, slow readers are cut, exports that nobody has heard of are told again.
+    pub fn tick(&mut self, now_ms: u64) {
+        self.now_ms = self.now_ms.max(now_ms);
+        let now_ms = self.now_ms;
+        let over = |entry: &Export| {
+            now_ms >= entry.renewed_ms.saturating_add(self.config.ttl_ms)
+                || now_ms >= entry.made_ms.saturating_add(self.config.export_ms_max)
+        };
+        let ids = |keep: &dyn Fn(&Export) -> bool| -> Vec<u64> {
+            self.exports.iter().filter(|(_, e)| e.ended.is_none() && keep(e)).map(|(id, _)| *id).collect()
+        };
+        let expired = ids(&over);
+        let repeat_ms = self.config.repeat_ms;
+        let untold = ids(&|entry| !entry.heard && !over(entry) && now_ms >= entry.sent_ms.saturating_add(repeat_ms));
+        let read_ms = self.config.read_ms;
+        let late = |grant: &&mut Grant| !grant.cut && now_ms >= grant.since_ms.saturating_add(read_ms);
+        let mut slow = BTreeSet::new();
+        for grant in self.grants.values_mut().filter(late) {
+            grant.cut = true;
+            slow.insert((grant.reader, grant.epoch));
+        }
+        expired.into_iter().for_each(|export| self.end(export, FreeReason::Expired));
+        untold.into_iter().for_each(|export| self.tell(export));
+        for (reader, epoch) in slow {
+            self.stats.slow_readers_cut += 1;
+            self.out.push_back(WriterOutput::Cut { reader, epoch });
+        }
+    }
+}
+
+/// The bytes of blocks that a reader may read: all layers and heads that it shares, and what lies between them in one
+/// rBlock of a plane is not given.
+fn readable(layout: &Layout, view: &View, blocks: &[u32]) -> Vec<(u32, Range<u64>)> {
+    let mut ranges: Vec<(u32, Range<u64>)> = Vec::new();
+    for plane in layout.planes() {
+        let layers = view.layers.start.max(plane.layers().start)..view.layers.end.min(plane.layers().end);
+        if layers.is_empty() {
+            continue;
+        }
+        let (grid, kv) = (plane.grid(), plane.part.range());
+        let heads = view.heads.end - view.heads.start;
+        let mut sorted = blocks.to_vec();
+        sorted.sort_unstable();
+        sorted.dedup();
+        for run in sorted.chunk_by(|a, b| a + 1 == *b) {
+            let count = u32::try_from(run.len()).unwrap_or(u32::MAX);
+            let layer_count = layers.end - layers.start;
+            let len: Index = [count, layer_count, kv.end - kv.start, layout.block_tokens(), heads, layout.head_dim()];
+            let mut first: Index = [run[0], layers.start - plane.first_layer, 0, 0, 0, 0];
+            first[Dim::Head as usize] = view.heads.start - layout.heads().start;
+            pairs(&len, (&grid, &first), (&grid, &first), &mut |pair| {
+                ranges.push((plane.region, pair.a..pair.a + pair.elements * grid.elem_bytes));
+            });
+        }
+    }
+    ranges.sort_by_key(|(region, range)| (*region, range.start));
+    let mut merged: Vec<(u32, Range<u64>)> = Vec::new();
+    for (region, range) in ranges {
+        match merged.last_mut() {
+            Some((last, before)) if *last == region && before.end >= range.start => {
+                before.end = before.end.max(range.end);
+            }
+            _ => merged.push((region, range)),
+        }
+    }
+    merged
+}
