@@ -6,6 +6,7 @@
 mod failures;
 mod goldens;
 mod hostile;
+mod lanes;
 mod membership;
 mod moves;
 mod parking;

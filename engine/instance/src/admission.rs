@@ -16,6 +16,10 @@ use lagoon_types::{Lane, PhysBlock, RequestError, SeqId};
 
 /// A sequence that the whole pool cannot hold is given up after so many misses (some ten seconds).
 const OUTGROWN_MISSES: u32 = 10;
+/// At most one of so many of this instance's blocks is kept for growth.
+const GROWTH_RESERVE_SHARE: u32 = 16;
+/// A sequence that is computed again in less time yields at once to one that cannot grow.
+const RATHER_WAIT_US: f64 = 500_000.0;
 
 /// Whether memory can be borrowed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,7 +68,7 @@ impl Instance {
             let Some(seq) = self.seqs.get(&head.seq) else { return };
             match seq.hold {
                 Hold::Borrowing(_) => return,
-                Hold::RetryAt(at) if at > self.now_ms && seq.blocks.shortfall(seq.len() + 1) > self.rm.available() => {
+                Hold::RetryAt(at) if at > self.now_ms && seq.blocks.shortfall(seq.len() + 1) > self.room() => {
                     return;
                 }
                 Hold::None | Hold::RetryAt(_) => {}
@@ -89,12 +93,20 @@ impl Instance {
             }
             let lane = self.lane_of(seq);
             self.sched.admit(seq, lane);
+            self.division.changed();
         }
     }
 
-    pub(crate) fn lane_of(&self, seq: SeqId) -> Lane {
-        let remote = self.seqs.get(&seq).is_some_and(|s| s.blocks.remote_blocks() > 0);
-        if remote { Lane::Remote } else { Lane::Local }
+    /// Blocks that are kept for what runs: some for each sequence, as each will need them soon, but not more than a
+    /// share. Without them what is admitted makes what runs borrow for every block, wait or yield.
+    pub(crate) fn growth_reserve(&self) -> u32 {
+        let running = u32::try_from(self.sched.running_len()).unwrap_or(u32::MAX);
+        running.saturating_mul(GROWTH_BLOCKS).min(self.config.blocks_total / GROWTH_RESERVE_SHARE)
+    }
+
+    /// Blocks for what is to be admitted, or to come home.
+    pub(crate) fn room(&self) -> u32 {
+        self.rm.available().saturating_sub(self.growth_reserve())
     }
 
     /// Finds memory for a whole waiting sequence. True if it has it now; false if it negotiates or must retry.
@@ -111,7 +123,7 @@ impl Instance {
             self.fail(id, RequestError::Unavailable(message));
             return false;
         }
-        let local = needed.min(self.rm.available());
+        let local = needed.min(self.room());
         let market = self.market();
         if local < needed && market != Market::Open {
             self.wait_for_gmanager(id, market, needed);
@@ -210,6 +222,7 @@ impl Instance {
         (seq.misses, seq.frugal) = (0, false);
         if self.sched.is_running(id) {
             self.sched.set_lane(id, Lane::Remote);
+            self.division.changed();
         } else {
             self.admit_placed();
         }
@@ -229,8 +242,12 @@ impl Instance {
             match self.seqs.get_mut(&id) {
                 // More than it needs was asked for: less may do.
                 Some(seq) if !seq.frugal => (seq.frugal, seq.hold) = (true, Hold::None),
-                // What was lent comes back, or is taken: growth goes before lending.
-                Some(seq) if self.rm.recalling() => seq.hold = Hold::RetryAt(self.now_ms + ADMISSION_RETRY_MS),
+                // Growth goes before lending: if nobody else lends, what was lent comes back, or is taken.
+                Some(seq) if self.rm.counts().lent > 0 => {
+                    seq.hold = Hold::RetryAt(self.now_ms + ADMISSION_RETRY_MS);
+                    let shortfall = seq.blocks.shortfall(seq.len());
+                    self.want_back(shortfall, true);
+                }
                 _ => self.yield_memory(id),
             }
             return;
@@ -243,8 +260,7 @@ impl Instance {
             let message = format!("the request needs room for {needed} tokens and the pool has shrunk to {limit}");
             self.fail(id, RequestError::Unavailable(message));
         } else {
-            let lacking = seq.blocks.shortfall(seq.len() + 1).saturating_sub(self.rm.available());
-            self.want_back(lacking, false);
+            // What is lent stays lent: the planner takes it back where there is another place for it.
             self.retry_later(id);
         }
     }
@@ -274,16 +290,19 @@ impl Instance {
             Hold::RetryAt(at) => at <= self.now_ms,
             Hold::Borrowing(_) | Hold::Parking | Hold::Parked => false,
         };
-        if shortfall == 0 || !retry {
+        let negotiates = matches!(seq.hold, Hold::Borrowing(_) | Hold::Parking | Hold::Parked);
+        if shortfall == 0 || negotiates || self.grow_here(id) || !retry {
             return;
         }
-        if self.grow_here(id) {
+        if self.end_a_move_home() && self.grow_here(id) {
             return;
         }
+        let market = self.market();
         if self.rm.counts().lent > 0 {
-            self.want_back(shortfall, true);
+            // Debtors that have room give it back; it is taken only if nobody else lends.
+            self.want_back(shortfall, market != Market::Open);
         }
-        match (self.market(), self.seqs.get_mut(&id)) {
+        match (market, self.seqs.get_mut(&id)) {
             (Market::Open, Some(seq)) => {
                 // Host memory is the last resort of a sequence that runs: first a younger one is parked there.
                 let (wanted, tier) = if seq.frugal {
@@ -316,13 +335,50 @@ impl Instance {
         true
     }
 
-    /// A running sequence cannot grow and nobody lends: the youngest idle sequence that holds memory here gives it up,
-    /// and what it gave goes first to the one that grows.
+    /// A running sequence cannot grow and nobody lends: another one gives its memory up, and what it gave goes first to
+    /// the one that grows.
     pub(crate) fn yield_memory(&mut self, id: SeqId) {
-        let victim = self
-            .sched
-            .victim(|seq| !self.is_frozen(seq) && self.seqs.get(&seq).is_some_and(|s| s.blocks.local_blocks() > 0));
-        let victim = victim.unwrap_or(id);
+        let victim = self.victim(id);
+        if self.waits_rather(id, victim) {
+            self.retry_later(id);
+            return;
+        }
+        if self.sched.in_step(victim) {
+            self.yielding = Some((victim, id));
+            if let Some(seq) = self.seqs.get_mut(&id) {
+                seq.hold = Hold::RetryAt(self.now_ms + ADMISSION_RETRY_MS);
+            }
+            return;
+        }
+        self.yield_to(victim, id);
+    }
+
+    /// Whether `id` waits until another sequence has ended, rather than that `victim` is computed again: that would take
+    /// long, and somebody else advances meanwhile. When nobody does, somebody yields.
+    fn waits_rather(&self, id: SeqId, victim: SeqId) -> bool {
+        let row_us = self.config.calibration.as_ref().map_or(self.prefill_us, |c| c.prefill_us_per_token);
+        let again_us = self.seqs.get(&victim).map_or(0.0, |s| f64::from(s.blocks.written())) * row_us;
+        let advances = |seq: &SeqId| {
+            let has_room = |s: &crate::sequence::Sequence| s.is_ready() && s.blocks.shortfall(s.len()) == 0;
+            *seq != id && (self.sched.in_step(*seq) || self.seqs.get(seq).is_some_and(has_room))
+        };
+        again_us > RATHER_WAIT_US && self.sched.running().any(|seq| advances(&seq))
+    }
+
+    /// The sequence that yields, so that `id` can grow: the one that is soonest computed again, the youngest of equals;
+    /// never the oldest, unless it is alone. So the oldest always advances, and a long one does not start anew for the
+    /// sake of a short one.
+    fn victim(&self, id: SeqId) -> SeqId {
+        let holds = |seq: &SeqId| {
+            !self.is_frozen(*seq) && self.seqs.get(seq).is_some_and(|s| s.blocks.local_blocks() > 0 && !s.cancelled)
+        };
+        let cost = |seq: &SeqId| self.seqs.get(seq).map_or(0, |s| s.blocks.written());
+        let younger = self.sched.running().skip(1).filter(holds);
+        // The last of several minima, in order of admission.
+        younger.collect::<Vec<_>>().into_iter().rev().min_by_key(cost).unwrap_or(id)
+    }
+
+    fn yield_to(&mut self, victim: SeqId, id: SeqId) {
         self.preempt(victim);
         self.preemptions += 1;
         self.retry_later(victim);
@@ -333,6 +389,16 @@ impl Instance {
             seq.hold = Hold::None;
         }
         self.grow_here(id);
+    }
+
+    /// A sequence that was to yield when its step ends does, if that is still wanted.
+    pub(crate) fn end_yielding(&mut self) {
+        let Some((victim, id)) = self.yielding.take_if(|(victim, _)| !self.sched.in_step(*victim)) else { return };
+        let short = |s: &crate::sequence::Sequence| matches!(s.hold, Hold::RetryAt(_));
+        let wanted = self.sched.is_running(id) && self.seqs.get(&id).is_some_and(short);
+        if wanted && self.sched.is_running(victim) && !self.is_frozen(victim) && !self.grow_here(id) {
+            self.yield_to(victim, id);
+        }
     }
 
     /// Takes a sequence that is in no step out of the batch; it will be computed again.

@@ -10,9 +10,7 @@ use bytes::Bytes;
 use lagoon_backend::{AttnRows, DeviceError};
 use lagoon_protocol::{BulkFrame, ControlBody, LeaseSealed, PartialsFrame, RefuseCode, StepTicket};
 use lagoon_runner::{Command, GuestQuery, GuestRead, GuestTag, GuestWrite};
-use lagoon_types::limits::{
-    GUEST_TICKETS_MAX, GUEST_WAITING_MAX, GUEST_WRITE_BYTES_MAX, STEP_DEADLINE_MS, STEP_ROWS_MAX,
-};
+use lagoon_types::limits::{GUEST_TICKETS_MAX, GUEST_WAITING_MAX, GUEST_WRITE_BYTES_MAX, STEP_ROWS_MAX};
 use lagoon_types::{DType, Epoch, InstanceId, KvRun, LeaseId, LeaseRun, StepId};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -208,8 +206,8 @@ impl Instance {
             runs,
             row_keys,
             needs,
-            deadline_ms: ticket.deadline_ms.min(u32::try_from(STEP_DEADLINE_MS).unwrap_or(u32::MAX)),
-            expires_ms: self.now_ms + 2 * STEP_DEADLINE_MS,
+            deadline_ms: ticket.deadline_ms.min(u32::try_from(self.step_deadline_ms).unwrap_or(u32::MAX)),
+            expires_ms: self.now_ms + 2 * self.step_deadline_ms,
         };
         self.guests.tickets.insert((from, ticket.step), entry);
         Ok(())
@@ -260,7 +258,7 @@ impl Instance {
                 if !ticket.needs.iter().all(has) {
                     return false;
                 }
-                ticket.expires_ms = self.now_ms + 2 * STEP_DEADLINE_MS;
+                ticket.expires_ms = self.now_ms + 2 * self.step_deadline_ms;
                 let (dtype, rows) = (ticket.dtype, ticket.rows);
                 if let Some(threshold) = &mut self.threshold {
                     threshold.on_guest(from, ticket.row_keys);
@@ -374,7 +372,7 @@ impl Instance {
             .resolve(from, run, &mut runs)
             .map_err(|code| (code, format!("{} offsets {}+{}", run.lease, run.offset, run.len)))?;
         let pieces = runs.iter().map(|r| (r.base, r.len)).collect();
-        let deadline = self.now_ms + u64::from(deadline_ms).min(STEP_DEADLINE_MS);
+        let deadline = self.now_ms + u64::from(deadline_ms).min(self.step_deadline_ms);
         let (lease, epoch, first) = (run.lease, run.epoch, run.offset);
         let frame = Waiting::Read { id, lease, epoch, first, end: first + run.len, layer, pieces };
         self.guests.waiting.push((peer, from, deadline, frame));

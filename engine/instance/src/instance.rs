@@ -4,6 +4,7 @@ use crate::config::InstanceConfig;
 use crate::event::{Effect, Event, PeerKey};
 use crate::freeze::FrozenDebt;
 use crate::guests::Guests;
+use crate::lanes::Lanes;
 use crate::membership::Membership;
 use crate::moves::Moves;
 use crate::peers::Peers;
@@ -14,7 +15,7 @@ use lagoon_cluster::{ConfigError, LeaseEnded, RManager, RManagerConfig};
 use lagoon_protocol::{BulkFrame, ControlBody, PartialsFrame, RefuseCode, Role, StepTicket};
 use lagoon_runner::Report;
 use lagoon_sched::Scheduler;
-use lagoon_types::limits::{ADMISSION_DEADLINE_MS, LEASE_TTL_MS, QUEUE_DEFAULT};
+use lagoon_types::limits::{ADMISSION_DEADLINE_MS, LEASE_TTL_MS, QUEUE_DEFAULT, STEP_DEADLINE_MS};
 use lagoon_types::{FinishReason, GenerateRequest, InstanceId, Lane, LeaseId, RequestError, SeqId, StepId, TokenEvent};
 use std::collections::BTreeMap;
 
@@ -37,6 +38,11 @@ pub struct Instance {
     pub(crate) threshold: Option<Threshold>,
     pub(crate) moves: Moves,
     pub(crate) lanes: [Option<InFlight>; 2],
+    pub(crate) division: Lanes,
+    /// Time that a step may go without progress.
+    pub(crate) step_deadline_ms: u64,
+    /// A sequence that gives its memory up when its step ends, and the one that it is for.
+    pub(crate) yielding: Option<(SeqId, SeqId)>,
     /// Reads under way: step, layer and index of the fetch.
     pub(crate) reads: BTreeMap<u64, (StepId, u32, usize)>,
     pub(crate) next_step: u64,
@@ -83,6 +89,9 @@ impl Instance {
             threshold: Threshold::of(&config),
             moves: Moves::new(config.kv.layers, config.block_tokens),
             lanes: [None, None],
+            division: Lanes::default(),
+            step_deadline_ms: STEP_DEADLINE_MS,
+            yielding: None,
             reads: BTreeMap::new(),
             next_step: 0,
             next_read: 0,
@@ -98,6 +107,14 @@ impl Instance {
             membership: Membership::new(config.incarnation),
             config,
         })
+    }
+
+    /// For simulations with a stand-in of the model, in which one exchange stands for those of many layers and a byte for
+    /// many: a step may go without progress for `step_deadline_ms` instead of [`STEP_DEADLINE_MS`], and
+    /// `move_bytes_in_flight` bytes of moves may be under way.
+    pub fn scale_limits(&mut self, step_deadline_ms: u64, move_bytes_in_flight: u64) {
+        self.step_deadline_ms = step_deadline_ms;
+        self.moves.set_bytes_in_flight_max(move_bytes_in_flight);
     }
 
     /// Takes one event at `now_ms` (which never goes back) and says what to do, in order.
@@ -128,10 +145,13 @@ impl Instance {
         self.drain_rmanager();
         self.switch_moves();
         self.end_parking();
+        self.end_yielding();
         // What runs grows before anything new comes in: what a preempted sequence gave up must not go back to it.
         self.grow();
         self.resume_parked();
         self.admit();
+        self.divide();
+        self.rm.set_growth_reserve(self.growth_reserve());
         for lane in Lane::ALL {
             self.start_lane(lane);
             self.note_step(lane);
@@ -362,6 +382,7 @@ impl Instance {
         self.expire_guests();
         self.expire_dialling();
         self.expire_freeze();
+        self.break_up();
         self.expire_steps();
         self.expire_waiting();
         self.tick_membership();

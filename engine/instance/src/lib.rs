@@ -19,6 +19,7 @@ mod event;
 mod freeze;
 mod guests;
 mod instance;
+mod lanes;
 mod membership;
 mod moves;
 mod parking;

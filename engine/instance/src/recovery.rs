@@ -71,6 +71,10 @@ impl Instance {
         if self.sched.in_step(id) {
             self.abort_lane_of(id);
         }
+        // One that is over waits for a thaw only.
+        if self.lose_frozen(id, creditor) {
+            return;
+        }
         if self.sched.is_running(id) {
             self.make_holes(id, |b| (b.creditor, b.lease) == (creditor, lease) && entries.contains(&b.entry));
         } else {
@@ -98,6 +102,7 @@ impl Instance {
             self.sched.set_lost(id, seq.blocks.lost());
             let lane = self.lane_of(id);
             self.sched.set_lane(id, lane);
+            self.division.changed();
         } else {
             self.preempt(id);
         }

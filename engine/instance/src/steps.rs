@@ -10,7 +10,6 @@ use lagoon_protocol::{BulkFrame, PartialsFrame, RefuseCode, StepTicket, TicketSe
 use lagoon_runner::{
     Command, Fetch, PassError, RemotePart, RemoteWork, SampleOut, SampleSpec, SeqRows, Ship, StepWork, WriteSegment,
 };
-use lagoon_types::limits::STEP_DEADLINE_MS;
 use lagoon_types::run::visible;
 use lagoon_types::{Chunk, InstanceId, Lane, LeaseId, LeaseRun, RequestError, SeqId, StepId, StepPlan, TokenEvent};
 use std::collections::{BTreeMap, BTreeSet};
@@ -29,6 +28,9 @@ pub(crate) struct InFlight {
     writes: Vec<(SeqId, WriteSegment)>,
     /// Without progress until then, the step fails. Only steps with creditors have one.
     deadline_ms: Option<u64>,
+    /// When the last queries left, and how long the answers to earlier ones took in sum.
+    asked_ms: u64,
+    remote_ms: u64,
     started_ms: u64,
     /// Estimated time of guests until it started.
     guests_us: f64,
@@ -38,6 +40,11 @@ impl InFlight {
     /// Every sequence of it generates a token.
     pub(crate) fn decodes(&self) -> bool {
         self.chunks.iter().all(|c| c.len == 1 && c.last)
+    }
+
+    /// Since when creditors have a layer's queries and have not all answered.
+    pub(crate) fn waits_since(&self) -> Option<u64> {
+        (!self.unanswered.is_empty()).then_some(self.asked_ms)
     }
 }
 
@@ -81,7 +88,7 @@ impl Instance {
         let mut creditors = Vec::with_capacity(tickets.len());
         for (creditor, seqs) in tickets {
             if let Some(peer) = self.peers.key(creditor) {
-                let deadline_ms = u32::try_from(STEP_DEADLINE_MS).unwrap_or(u32::MAX);
+                let deadline_ms = u32::try_from(self.step_deadline_ms).unwrap_or(u32::MAX);
                 let ticket = StepTicket { step, deadline_ms, dtype: self.config.wire, seqs };
                 self.effects.push(Effect::Partials { peer, frame: PartialsFrame::Ticket(ticket) });
             }
@@ -95,7 +102,9 @@ impl Instance {
             fetches: work.remote.fetches.clone(),
             unanswered: BTreeSet::new(),
             writes,
-            deadline_ms: remote.then_some(self.now_ms + STEP_DEADLINE_MS),
+            deadline_ms: remote.then_some(self.now_ms + self.step_deadline_ms),
+            asked_ms: self.now_ms,
+            remote_ms: 0,
             started_ms: self.now_ms,
             guests_us: self.threshold.as_ref().map_or(0.0, Threshold::guests_us),
         });
@@ -152,7 +161,7 @@ impl Instance {
                 layer,
                 offset,
                 tokens: len,
-                deadline_ms: u32::try_from(STEP_DEADLINE_MS).unwrap_or(u32::MAX),
+                deadline_ms: u32::try_from(self.step_deadline_ms).unwrap_or(u32::MAX),
             };
             self.effects.push(Effect::Bulk { peer, frame });
         }
@@ -164,9 +173,9 @@ impl Instance {
 
     /// The runner has a layer's queries: they go out, and the next layer's KV is asked for.
     pub(crate) fn on_queries(&mut self, step: StepId, layer: u32, frames: Vec<(InstanceId, u32, Bytes)>) {
-        let deadline = self.now_ms + STEP_DEADLINE_MS;
+        let (now, deadline) = (self.now_ms, self.now_ms + self.step_deadline_ms);
         let Some(flight) = self.flight(step) else { return };
-        flight.deadline_ms = Some(deadline);
+        (flight.deadline_ms, flight.asked_ms) = (Some(deadline), now);
         flight.unanswered = frames.iter().map(|(creditor, ..)| *creditor).collect();
         for (creditor, rows, queries) in frames {
             if let Some(peer) = self.peers.key(creditor) {
@@ -215,8 +224,11 @@ impl Instance {
         lse: Bytes,
         count: Bytes,
     ) {
+        let now = self.now_ms;
         if let Some(flight) = self.flight(step).filter(|f| f.creditors.contains(&creditor)) {
-            flight.unanswered.remove(&creditor);
+            if flight.unanswered.remove(&creditor) && flight.unanswered.is_empty() {
+                flight.remote_ms += now - flight.asked_ms;
+            }
             let part = RemotePart { creditor, out, lse, count };
             self.effects.push(Effect::Runner(Command::Part { step, layer, part }));
         }
@@ -276,6 +288,10 @@ impl Instance {
         let growing = flight.chunks.iter().filter(|c| c.len == 1).count();
         let prompt_rows = flight.chunks.iter().filter(|c| c.len > 1).map(|c| c.len).sum();
         self.moves.pace.on_step(as_u32(growing), prompt_rows, self.now_ms - flight.started_ms);
+        if lane == Lane::Remote && !flight.creditors.is_empty() && flight.fetches.is_empty() && flight.decodes() {
+            self.division.remote_took(flight.remote_ms);
+        }
+        self.division.changed();
         if growing == 0 {
             self.prompt_step_took(self.now_ms - flight.started_ms, prompt_rows);
         }
@@ -336,11 +352,18 @@ impl Instance {
     pub(crate) fn abort_lane_of(&mut self, seq: SeqId) {
         let holds = |f: &InFlight| f.chunks.iter().any(|c| c.seq == seq);
         for lane in Lane::ALL {
-            if let Some(flight) = self.lanes[lane.index()].take_if(|f| holds(f)) {
-                self.effects.push(Effect::Runner(Command::Abort { step: flight.step }));
-                self.cancel_tickets(&flight);
-                self.leave(&flight);
+            if self.lanes[lane.index()].as_ref().is_some_and(holds) {
+                self.abort_lane(lane);
             }
+        }
+    }
+
+    /// Ends the step of a lane, if there is one.
+    pub(crate) fn abort_lane(&mut self, lane: Lane) {
+        if let Some(flight) = self.lanes[lane.index()].take() {
+            self.effects.push(Effect::Runner(Command::Abort { step: flight.step }));
+            self.cancel_tickets(&flight);
+            self.leave(&flight);
         }
     }
 
@@ -368,7 +391,7 @@ impl Instance {
 
     /// Fails steps whose creditors do not answer. One that waits for this instance's own device only is not late.
     pub(crate) fn expire_steps(&mut self) {
-        let now = self.now_ms;
+        let (now, patience_ms) = (self.now_ms, self.step_deadline_ms);
         let mut late = Vec::new();
         for flight in self.lanes.iter_mut().flatten().filter(|f| f.deadline_ms.is_some_and(|at| at <= now)) {
             let reads = self.reads.values().filter(|(step, _, _)| *step == flight.step);
@@ -376,13 +399,13 @@ impl Instance {
                 reads.filter_map(|(_, _, index)| flight.fetches.get(*index).map(|f| f.creditor)).collect();
             missing.extend(&flight.unanswered);
             if missing.is_empty() {
-                flight.deadline_ms = Some(now + STEP_DEADLINE_MS);
+                flight.deadline_ms = Some(now + patience_ms);
             } else {
                 late.push((flight.step, missing));
             }
         }
         for (step, missing) in late {
-            self.fail_step(step, &missing, &format!("a step made no progress for {STEP_DEADLINE_MS} ms"));
+            self.fail_step(step, &missing, &format!("a step made no progress for {patience_ms} ms"));
         }
     }
 }

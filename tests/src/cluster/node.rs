@@ -4,7 +4,7 @@ use lagoon_backend::{Device, cpu::CpuDevice};
 use lagoon_cluster::GManager;
 use lagoon_instance::{Instance, InstanceConfig, PeerKey, RemotePolicy};
 use lagoon_model::{Checkpoint, LlamaWeights, ModelConfig, Rope, model_hash};
-use lagoon_protocol::{MemoryTier, PoolShape, Role};
+use lagoon_protocol::{Calibration, MemoryTier, PoolShape, Role};
 use lagoon_runner::{Command, Executor, ExecutorConfig, Model, Report};
 use lagoon_sched::SchedulerConfig;
 use lagoon_types::{DType, InstanceId};
@@ -72,6 +72,8 @@ pub struct Spec {
     /// What its cost model and its threshold assume.
     pub attention_flops: f64,
     pub target_step_ms: Option<u32>,
+    /// What it is said to have measured of itself.
+    pub calibration: Option<Calibration>,
     /// Virtual time that the device takes for a step of the instance, and for one layer of a peer's step.
     pub step_ms: u64,
     pub guest_ms: u64,
@@ -97,6 +99,7 @@ impl Spec {
             other_model: false,
             attention_flops: 1e12,
             target_step_ms: None,
+            calibration: None,
             step_ms: 0,
             guest_ms: 0,
         }
@@ -162,7 +165,7 @@ impl Node {
             backend: format!("{:?}", spec.backend),
             role: spec.role,
             tier: spec.tier,
-            calibration: None,
+            calibration: spec.calibration.clone(),
             incarnation: 0x1000 * (index as u64 + 1) + life,
             model_hash: hash,
             geometry: config.geometry,

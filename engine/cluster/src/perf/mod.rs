@@ -19,7 +19,7 @@ pub use pair::{Best, BestMove, CreditorState, DebtorState, Pair, Prediction};
 pub use rates::Rates;
 
 pub(crate) use crossover::as_f64;
-pub(crate) use pair::whole;
+pub use pair::whole;
 
 /// Sizes of the model that all instances of a pool share.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -348,7 +348,8 @@ fn signed(n: i64) -> f64 {
 
 /// Rounds down to a count of blocks, to at most 32 bits; what is not a number is 0.
 #[allow(clippy::cast_possible_truncation, reason = "clamped to 32 bits before")]
-pub(crate) fn whole(x: f64) -> i64 {
+#[must_use]
+pub fn whole(x: f64) -> i64 {
     x.clamp(-f64::from(u32::MAX), f64::from(u32::MAX)).floor() as i64
 }
 

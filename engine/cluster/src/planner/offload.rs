@@ -108,11 +108,12 @@ fn best_blocks(round: &mut Round<'_>, debtor: usize, creditor: usize, choice: Ch
     round.pairs_left = round.pairs_left.checked_sub(1)?;
     let pair = round.pair(debtor, choice.seq, creditor);
     let own_tokens = round.nodes[creditor].local_tokens;
+    let in_time = round.movable_in_time(debtor, creditor).min(round.movable_in_life(debtor, creditor));
     let limits = [
         choice.movable,
         round.spare_to_lend(creditor),
         pair.stretch_limit(round.config.creditor_stretch_max, own_tokens),
-        round.movable_in_time(debtor, creditor),
+        in_time,
     ];
     let most = limits.into_iter().min().unwrap_or(0);
     let worth = |b: &BestMove| b.gain >= threshold(round.config, &b.prediction, b.gain);

@@ -280,6 +280,16 @@ impl<'a> Round<'a> {
         self.blocks_in(self.config.move_ms_max, a, b)
     }
 
+    /// Blocks that move to a creditor within half the time in which a request of the debtor is expected to end: what
+    /// arrives later has gained nothing.
+    pub(super) fn movable_in_life(&self, debtor: usize, creditor: usize) -> i64 {
+        let node = &self.nodes[debtor];
+        let tokens = node.local_tokens + node.guest_tokens;
+        let step_us = node.rates.other_us(node.view.load.batch) + tokens * node.rates.attention_us;
+        let half_ms = whole(self.config.tokens_expected * step_us / 2e3).unsigned_abs();
+        self.blocks_in(half_ms, debtor, creditor)
+    }
+
     fn blocks_in(&self, ms: u64, a: usize, b: usize) -> i64 {
         let shape = &self.view.shape;
         let copies = self.nodes[a].rates.copy_bytes_per_s().min(self.nodes[b].rates.copy_bytes_per_s());

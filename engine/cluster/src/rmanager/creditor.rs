@@ -118,6 +118,8 @@ pub(super) struct Creditor {
     lend_reserve_blocks: u32,
     /// No more may be lent than so many blocks for now, and why.
     pub(super) bound: Option<(u32, String)>,
+    /// Blocks that own sequences will need soon: not lent either.
+    pub(super) growth_reserve: u32,
     ttl_ms: u64,
     lease_base: u64,
     epoch_base: u64,
@@ -145,6 +147,7 @@ impl Creditor {
             lend_blocks_max: config.lend_blocks_max,
             lend_reserve_blocks: config.lend_reserve_blocks,
             bound: None,
+            growth_reserve: 0,
             ttl_ms: config.lease_ttl_ms,
             lease_base: 0,
             epoch_base: 0,
@@ -173,7 +176,7 @@ impl Creditor {
         let counts = pool.counts();
         let most = self.bound.as_ref().map_or(u32::MAX, |(blocks, _)| *blocks).min(self.lend_blocks_max);
         let under_cap = most.saturating_sub(counts.lent);
-        under_cap.min(counts.free.saturating_sub(self.lend_reserve_blocks))
+        under_cap.min(counts.free.saturating_sub(self.lend_reserve_blocks.max(self.growth_reserve)))
     }
 
     /// A swap may use the reserve: between full instances it could not start otherwise.

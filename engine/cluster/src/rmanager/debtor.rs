@@ -345,6 +345,13 @@ impl Debtor {
             let reason = if borrow.asked.is_empty() { BorrowFailure::NoCreditors } else { BorrowFailure::Refused };
             return self.fail(id, reason, now_ms);
         }
+        // More than the whole pool lends: whoever granted a part of it would keep it from others meanwhile. The ledger may
+        // be older than what became free since, so that growth by a block or two tries its luck all the same.
+        let left = borrow.wanted - borrow.got;
+        let growth = borrow.purpose == LeasePurpose::Growth && left > limits::GROWTH_BLOCKS;
+        if growth && u64::from(left) > advice.pool_blocks_lendable {
+            return self.fail(id, BorrowFailure::Refused, now_ms);
+        }
         self.ask_next(id, now_ms);
     }
 

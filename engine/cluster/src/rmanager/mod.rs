@@ -326,6 +326,11 @@ impl RManager {
         self.debtor.held.note_written(creditor, lease, now_ms);
     }
 
+    /// Own sequences will need so many blocks soon: they are not lent.
+    pub fn set_growth_reserve(&mut self, blocks: u32) {
+        self.creditor.growth_reserve = blocks;
+    }
+
     /// A creditor recalled blocks: nothing is borrowed from it before `until_ms`.
     pub fn pause_creditor(&mut self, creditor: InstanceId, until_ms: u64) {
         self.debtor.pause(creditor, until_ms);

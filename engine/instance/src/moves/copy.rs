@@ -11,7 +11,7 @@ use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_kv::Placement;
 use lagoon_protocol::{BulkFrame, RefuseCode};
 use lagoon_runner::{Command, GuestRead, GuestTag, GuestWrite};
-use lagoon_types::limits::{MOVE_BYTES_IN_FLIGHT_MAX, MOVE_RESERVE_MS};
+use lagoon_types::limits::MOVE_RESERVE_MS;
 use lagoon_types::{InstanceId, LeaseId};
 
 impl Instance {
@@ -23,7 +23,7 @@ impl Instance {
     pub(crate) fn pump_moves(&mut self) {
         let layers = self.config.kv.layers;
         let layer_bytes = self.layer_bytes();
-        let most = MOVE_BYTES_IN_FLIGHT_MAX.max(2 * layer_bytes * u64::from(layers));
+        let most = self.moves.bytes_in_flight_max.max(2 * layer_bytes * u64::from(layers));
         let numbers: Vec<u64> = self.moves.moves.keys().copied().collect();
         for no in numbers {
             loop {

@@ -28,7 +28,7 @@ use lagoon_kv::seq::push_entry;
 use lagoon_kv::{Advance, BlockHasher, LeaseHasher, Placement, RemoteBlock, RemoteEntries};
 use lagoon_protocol::{ControlBody, LeasePurpose, MoveKvCache, MoveOutcome, MoveReason};
 use lagoon_runner::GuestTag;
-use lagoon_types::limits::{INSTANCE_MOVES_MAX, MOVE_MS_MAX, PARK_DEADLINE_MS};
+use lagoon_types::limits::{INSTANCE_MOVES_MAX, MOVE_BYTES_IN_FLIGHT_MAX, MOVE_MS_MAX, PARK_DEADLINE_MS};
 use lagoon_types::{Epoch, InstanceId, LeaseId, PhysBlock, SeqId};
 use pace::Pace;
 use std::collections::{BTreeMap, BTreeSet};
@@ -124,6 +124,8 @@ pub(crate) struct Moves {
     next_tag: u64,
     /// Bytes that were asked for and are not verified yet.
     bytes_in_flight: u64,
+    /// At most so many, or two blocks.
+    bytes_in_flight_max: u64,
     /// Sequences whose move to host memory ended, and whether all of it did move.
     pub(crate) parked: Vec<(SeqId, bool)>,
     pub(crate) pace: Pace,
@@ -142,10 +144,15 @@ impl Moves {
             tags: BTreeMap::new(),
             next_tag: TAG_BASE,
             bytes_in_flight: 0,
+            bytes_in_flight_max: MOVE_BYTES_IN_FLIGHT_MAX,
             parked: Vec::new(),
             pace: Pace::new(layers, block_tokens),
             status: MoveStatus::default(),
         }
+    }
+
+    pub(crate) fn set_bytes_in_flight_max(&mut self, bytes: u64) {
+        self.bytes_in_flight_max = bytes;
     }
 
     pub(crate) fn status(&self) -> MoveStatus {
@@ -329,10 +336,10 @@ impl Instance {
         }
     }
 
-    /// Own blocks for what comes home: as many as are free, one left for growth.
+    /// Own blocks for what comes home: as many as are free beside those that are kept for growth.
     fn reserve_here(&mut self, no: u64, n: u32) {
         let Some(&Move { seq, source, first, .. }) = self.moves.moves.get(&no) else { return };
-        let n = n.min(self.rm.available().saturating_sub(1));
+        let n = n.min(self.room().saturating_sub(1));
         let Some(own) = (n > 0).then(|| self.rm.allocate(seq, n, None)).flatten() else {
             return self.close_move(no, "this instance has no room", false);
         };
@@ -461,6 +468,7 @@ impl Instance {
         if self.sched.is_running(id) {
             let lane = self.lane_of(id);
             self.sched.set_lane(id, lane);
+            self.division.changed();
         }
     }
 
@@ -510,6 +518,14 @@ impl Instance {
         entries.iter().for_each(|e| self.rm.release(e, self.now_ms));
         self.rm.free(id, &own);
         self.end_if_done(no);
+    }
+
+    /// What moves home makes room for growth: the youngest such move ends. False if there is none.
+    pub(crate) fn end_a_move_home(&mut self) -> bool {
+        let home = |m: &Move| m.target == Place::Here && m.items.iter().any(|i| !i.verified);
+        let Some(no) = self.moves.moves.iter().rev().find(|(_, m)| home(m)).map(|(no, _)| *no) else { return false };
+        self.close_move(no, "the room was needed for growth", true);
+        true
     }
 
     /// Ends the moves for which `which` says so, with a reason.

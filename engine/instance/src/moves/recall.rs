@@ -22,8 +22,8 @@ impl Instance {
         for seq in seqs {
             let there = u32::try_from(self.candidates(seq, Place::At(creditor)).len()).unwrap_or(u32::MAX).min(left);
             left -= there;
-            // One own block stays free for growth.
-            let home = there.min(self.rm.available().saturating_sub(1));
+            // What is kept for growth stays free.
+            let home = there.min(self.room().saturating_sub(1));
             for (blocks, target) in [(home, Place::Here), (there - home, Place::At(InstanceId(0)))] {
                 let (source, why, purpose) = (Place::At(creditor), Why::Recall, LeasePurpose::Move);
                 let (target_addr, first) = (None, None);

@@ -279,6 +279,11 @@ fn no_more_is_ordered_than_the_link_carries_in_time() {
     let mut view = pool(vec![instance(&[950], &[20; 30]), instance(&[10; 20], &[])]);
     view.instances.values_mut().for_each(|i| i.links.iter_mut().for_each(|l| l.1.bytes_per_s = 1e8));
     // A minute of the link for the move, ten seconds for one order; blocks have 16 MiB.
-    let orders = plan(&view);
+    let expecting = |tokens_expected| {
+        Planner::new(PlannerConfig { tokens_expected, ..PlannerConfig::default() }).plan(&view).orders
+    };
+    let orders = expecting(1e6);
     assert!(!orders.is_empty() && orders.iter().all(|o| o.blocks <= 59), "{orders:?}");
+    // A request of a few hundred tokens is over before its blocks have arrived.
+    assert!(expecting(256.0).is_empty());
 }

@@ -1,0 +1,219 @@
+//! One batch or two: how the sequences that run are divided over the two lanes (docs/adr/0009).
+//!
+//! Rows with KV elsewhere may form a batch of their own, so that a slow creditor delays nobody else; but two batches read
+//! the weights twice. So where local attention covers what creditors take (v2 Fig. 6a), or nearly, all rows are one
+//! batch, in the remote lane. Which of the two generates more is predicted from this instance's calibration (v2 Eq. 5)
+//! and the measured time from a step's queries to its last partial:
+//! * one batch: `n` tokens in `W(n) + max(A, R)`;
+//! * two: the remote lane's `n_r` in `P = 2 W(n_r) + max(2 A_r, R)`, as the lanes take turns on the device, and the
+//!   local lane's `n_l` in `W(n_l) + A_l` of the time that this leaves.
+//!
+//! Invariants:
+//! * without a calibration, with a latency target, or while a remote sequence computes a prompt, there are two;
+//! * one batch that waits for a creditor for much longer than usual is broken up, and stays so for a while: a creditor
+//!   that hangs stops the local rows for [`PATIENCE_MS`] or a few usual waits, not for a step's deadline.
+
+use crate::instance::Instance;
+use lagoon_cluster::perf::Rates;
+use lagoon_types::{InstanceId, Lane, SeqId};
+use std::collections::BTreeMap;
+
+/// Weight of the newest step in the mean.
+const NEWEST: f64 = 1.0 / 8.0;
+/// A change must gain this share, so that the lanes do not flap.
+const GAIN_MIN: f64 = 0.03;
+/// One batch waits at least so long before it is broken up.
+const PATIENCE_MS: u64 = 500;
+/// Usual waits after which one batch is broken up.
+const PATIENCE_WAITS: f64 = 8.0;
+/// Then there are two for so long.
+const APART_MS: u64 = 10_000;
+
+/// See the module's documentation.
+#[derive(Debug, Default)]
+pub(crate) struct Lanes {
+    /// All rows are one batch.
+    merged: bool,
+    /// Mean time of a decode step's remote part, in microseconds; `None` before the first.
+    remote_us: Option<f64>,
+    /// There are two until then.
+    apart_until_ms: u64,
+    /// The division may have changed: it is looked at before the next step.
+    stale: bool,
+}
+
+/// What runs, as far as the model looks at it.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Batch {
+    rows: u32,
+    /// Tokens of KV here.
+    tokens: f64,
+}
+
+/// Tokens per microsecond of one batch and of two.
+fn predict(rates: &Rates<'_>, local: Batch, remote: Batch, remote_us: f64) -> (f64, f64) {
+    let attention_us = |b: Batch| b.tokens * rates.attention_us;
+    let (all, a_l, a_r) = (local.rows + remote.rows, attention_us(local), attention_us(remote));
+    let one = f64::from(all) / (rates.other_us(all) + (a_l + a_r).max(remote_us));
+    let (w_l, w_r) = (rates.other_us(local.rows), rates.other_us(remote.rows));
+    let period_us = 2.0 * w_r + (2.0 * a_r).max(remote_us);
+    let left = 1.0 - (w_r + a_r) / period_us;
+    let two = f64::from(remote.rows) / period_us + f64::from(local.rows) * left / (w_l + a_l);
+    (one, two)
+}
+
+impl Lanes {
+    /// A decode step's creditors took so long to answer, in sum over layers.
+    pub(crate) fn remote_took(&mut self, ms: u64) {
+        let us = f64::from(u32::try_from(ms).unwrap_or(u32::MAX)) * 1e3;
+        self.remote_us = Some(self.remote_us.map_or(us, |mean| mean + (us - mean) * NEWEST));
+    }
+
+    /// Sequences came, went, moved or advanced.
+    pub(crate) fn changed(&mut self) {
+        self.stale = true;
+    }
+
+    fn patience_ms(&self) -> u64 {
+        let waits = self.remote_us.unwrap_or(0.0) * PATIENCE_WAITS / 1e3;
+        PATIENCE_MS.max(u64::try_from(lagoon_cluster::perf::whole(waits)).unwrap_or(0))
+    }
+}
+
+impl Instance {
+    /// Whether rows with and without KV elsewhere are one batch now.
+    #[must_use]
+    pub fn is_one_batch(&self) -> bool {
+        self.division.merged
+    }
+
+    /// The lane that a sequence's next step is in.
+    pub(crate) fn lane_of(&self, seq: SeqId) -> Lane {
+        let remote = self.division.merged || self.seqs.get(&seq).is_some_and(|s| s.blocks.remote_blocks() > 0);
+        if remote { Lane::Remote } else { Lane::Local }
+    }
+
+    /// Divides what runs anew, if something changed.
+    pub(crate) fn divide(&mut self) {
+        if !std::mem::take(&mut self.division.stale) {
+            return;
+        }
+        let merged = self.one_batch_is_better();
+        if merged != self.division.merged {
+            self.division.merged = merged;
+            let running: Vec<SeqId> = self.sched.running().collect();
+            for seq in running {
+                let lane = self.lane_of(seq);
+                self.sched.set_lane(seq, lane);
+            }
+        }
+    }
+
+    fn one_batch_is_better(&mut self) -> bool {
+        let block_tokens = f64::from(self.config.block_tokens);
+        let (mut local, mut remote) = (Batch::default(), Batch::default());
+        let mut there: BTreeMap<InstanceId, u32> = BTreeMap::new();
+        for id in self.sched.running() {
+            let Some(seq) = self.seqs.get(&id) else { continue };
+            let away = seq.blocks.remote_blocks() > 0;
+            if away && seq.blocks.written() + 1 < seq.len() {
+                return false;
+            }
+            let batch = if away { &mut remote } else { &mut local };
+            batch.rows += 1;
+            batch.tokens += f64::from(seq.blocks.local_blocks()) * block_tokens;
+            if away {
+                for ((creditor, _), held) in &seq.leases {
+                    *there.entry(*creditor).or_default() += held.blocks;
+                }
+            }
+        }
+        if remote.rows == 0 {
+            // What was measured was of others.
+            self.division.remote_us = None;
+            return false;
+        }
+        if local.rows == 0 || self.threshold.is_some() || self.now_ms < self.division.apart_until_ms {
+            return false;
+        }
+        let Some(rates) = self.config.calibration.as_ref().and_then(|c| Rates::new(c, true)) else { return false };
+        let remote_us = self.division.remote_us.unwrap_or_else(|| self.remote_estimate_us(&rates, &there));
+        let (one, two) = predict(&rates, local, remote, remote_us);
+        let gain = if self.division.merged { 1.0 - GAIN_MIN } else { 1.0 + GAIN_MIN };
+        one > two * gain
+    }
+
+    /// The remote part of a step that was not measured yet: the slowest creditor's round trips and micro attention, if it
+    /// is as fast as this instance and does nothing else.
+    fn remote_estimate_us(&self, rates: &Rates<'_>, there: &BTreeMap<InstanceId, u32>) -> f64 {
+        let of = |(creditor, blocks): (&InstanceId, &u32)| {
+            let known = self.peers.key(*creditor).and_then(|peer| self.peers.known(peer));
+            let rtt_us = known.map_or(0.0, |k| f64::from(k.rtt_us)) * f64::from(self.config.kv.layers);
+            rtt_us + f64::from(*blocks) * f64::from(self.config.block_tokens) * rates.attention_us
+        };
+        there.iter().map(of).fold(0.0, f64::max)
+    }
+
+    /// Breaks one batch up that waits for a creditor for much longer than usual.
+    pub(crate) fn break_up(&mut self) {
+        if !self.division.merged {
+            return;
+        }
+        let since = self.lanes[Lane::Remote.index()].as_ref().and_then(crate::steps::InFlight::waits_since);
+        if since.is_none_or(|at| self.now_ms < at + self.division.patience_ms()) {
+            return;
+        }
+        self.abort_lane(Lane::Remote);
+        self.division.apart_until_ms = self.now_ms + APART_MS;
+        self.division.changed();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lagoon_protocol::{BatchPoint, Calibration};
+
+    /// 10 ms for the weights, whatever the batch; 1 us per token of KV.
+    fn calibration() -> Calibration {
+        let point = |batch| BatchPoint { batch, step_us: 10_000.0 };
+        Calibration {
+            batches: vec![point(1), point(256)],
+            attention_us_per_ktoken: 1_024.0,
+            prefill_us_per_token: 1.0,
+            copy_bytes_per_s: 1e9,
+        }
+    }
+
+    #[test]
+    fn what_is_covered_is_one_batch_and_what_is_waited_for_long_is_two() {
+        let calibration = calibration();
+        let rates = Rates::new(&calibration, true).unwrap();
+        let (local, remote) = (Batch { rows: 20, tokens: 10_000.0 }, Batch { rows: 2, tokens: 5_000.0 });
+        // Covered: 22 tokens in 25 ms; apart, the weights are read twice.
+        let (one, two) = predict(&rates, local, remote, 5_000.0);
+        assert!((one - 22.0 / 25_000.0).abs() < 1e-12 && one > two * 1.2, "{one} {two}");
+        // A creditor that takes a second: the local rows must not wait.
+        let (one, two) = predict(&rates, local, remote, 1e6);
+        assert!(two > one * 10.0, "{one} {two}");
+        // There is one point between where it turns.
+        let better: Vec<bool> = (0..100)
+            .map(|ms| {
+                let (one, two) = predict(&rates, local, remote, f64::from(ms) * 1e3);
+                one > two
+            })
+            .collect();
+        assert_eq!(better.windows(2).filter(|w| w[0] != w[1]).count(), 1, "{better:?}");
+    }
+
+    #[test]
+    fn the_mean_follows_what_is_measured() {
+        let mut lanes = Lanes::default();
+        lanes.remote_took(8);
+        assert_eq!(lanes.remote_us, Some(8_000.0));
+        (0..40).for_each(|_| lanes.remote_took(80));
+        assert!(lanes.remote_us.is_some_and(|us| us > 75_000.0));
+        assert_eq!(Lanes::default().patience_ms(), PATIENCE_MS);
+        assert!((590..=640).contains(&lanes.patience_ms()), "{}", lanes.patience_ms());
+    }
+}
