@@ -1,6 +1,7 @@
 //! `lagoon sim paper` and `lagoon sim trace`: the papers' figures in simulation, and their workloads as files.
 
 use anyhow::Context as _;
+use lagoon_sim::paper::serving;
 use lagoon_sim::paper::suite::{self, Size};
 use lagoon_sim::paper::traces::{Output, TABLE_1, Workload, table_2, to_csv};
 use std::path::PathBuf;
@@ -24,6 +25,9 @@ pub(crate) struct PaperArgs {
     quick: bool,
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
+    /// Only panels whose figure and name contain this, as "v2 10a: trace 0" or "8xtp1"; they go to chosen.csv.
+    #[arg(long, value_name = "TEXT")]
+    only: Option<String>,
     /// Where the files go.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
@@ -78,6 +82,16 @@ fn paper(args: &PaperArgs) -> anyhow::Result<()> {
             what.clone_into(&mut last);
         }
     };
+    if let Some(wanted) = &args.only {
+        let chosen = suite::run_only(size, wanted, &say);
+        anyhow::ensure!(!chosen.is_empty(), "no panel's figure and name contain {wanted:?}");
+        let path = args.out.join("chosen.csv");
+        std::fs::create_dir_all(&args.out)
+            .and_then(|()| std::fs::write(&path, serving::to_csv(&chosen)))
+            .with_context(|| format!("write {}", path.display()))?;
+        println!("{}", path.display());
+        return Ok(());
+    }
     let results = suite::run(size, &say);
     suite::write(&results, &args.out).with_context(|| format!("write {}", args.out.display()))?;
     println!("{} after {:.0} s", args.out.join("tables.md").display(), results.seconds);

@@ -8,7 +8,7 @@ use crate::symbolic::{Speed, Symbolic, model};
 use crate::world::World;
 use lagoon_cluster::{DgfmConfig, GManager, GManagerConfig, PlannerConfig};
 use lagoon_instance::{InstanceConfig, RemotePolicy};
-use lagoon_protocol::{MemoryTier, Role};
+use lagoon_protocol::{BatchPoint, Calibration, MemoryTier, Role};
 use lagoon_sched::SchedulerConfig;
 use lagoon_types::{DType, ModelHash};
 
@@ -62,6 +62,19 @@ impl NodeSpec {
         }
     }
 
+    /// Every other instance has measured itself: its rows with and without KV elsewhere may be one batch.
+    fn calibration(&self, place: Place) -> Option<Calibration> {
+        let us = |ns: u64| f64::from(u32::try_from(ns).unwrap_or(u32::MAX)) * f64::from(model::kv_shape().layers) / 1e3;
+        let point =
+            |batch| BatchPoint { batch, step_us: us(self.speed.layer_ns + u64::from(batch) * self.speed.row_ns) };
+        (self.role == Role::Instance && place % 2 == 1).then(|| Calibration {
+            batches: vec![point(1), point(8)],
+            attention_us_per_ktoken: us(1_024 * self.speed.key_ns),
+            prefill_us_per_token: 0.0,
+            copy_bytes_per_s: 0.0,
+        })
+    }
+
     /// What the process at `place` is started with, the `life`-th there.
     #[must_use]
     pub fn config(&self, pool: &PoolSpec, place: Place, life: u64) -> InstanceConfig {
@@ -72,7 +85,7 @@ impl NodeSpec {
             backend: "symbolic".to_owned(),
             role: self.role,
             tier: self.tier,
-            calibration: None,
+            calibration: self.calibration(place),
             incarnation: mix((place as u64) << 32 | life),
             model_hash: ModelHash([7; 32]),
             geometry: model::geometry(),

@@ -75,7 +75,6 @@ pub(crate) const TUNING: Tuning = Tuning {
     ],
     class_keys: [64, 256],
     precision: Precision::Exact,
-    wgmma: false,
 };
 
 impl ShimDevice {

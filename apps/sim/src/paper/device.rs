@@ -94,6 +94,11 @@ pub(super) struct Device {
     pub(super) version: u64,
     pub(super) busy_us: f64,
     pub(super) guest_us: f64,
+    /// Nothing to compute while a pass waited for partials.
+    pub(super) await_us: f64,
+    /// Passes begun and rows in them, by lane.
+    pub(super) steps: [u64; 2],
+    pub(super) rows: [u64; 2],
 }
 
 impl Device {
@@ -113,6 +118,9 @@ impl Device {
             version: 0,
             busy_us: 0.0,
             guest_us: 0.0,
+            await_us: 0.0,
+            steps: [0; 2],
+            rows: [0; 2],
         }
     }
 
@@ -193,6 +201,8 @@ impl Device {
         let rest_us = time.linear_us - project_us;
         assert!(self.passes[lane.index()].is_none(), "one step at a time in a lane");
         let local_us = time.attention_us;
+        self.steps[lane.index()] += 1;
+        self.rows[lane.index()] += work.seqs.len() as u64;
         self.passes[lane.index()] = Some(Pass { work, phase, left_us, local_us, rest_us, whole_us, shape, missing });
     }
 
@@ -264,6 +274,8 @@ impl Device {
                 self.busy_us += span;
                 self.updated_us += span;
             } else {
+                let waits = self.passes.iter().flatten().any(|p| p.phase == Phase::Await);
+                self.await_us += if waits { span } else { 0.0 };
                 self.updated_us = until;
             }
         }

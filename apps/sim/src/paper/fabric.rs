@@ -3,9 +3,14 @@
 //! Frames here carry the KV and queries of a one-layer stand-in; what they cost is given in the bytes of the real model's
 //! layers. A port sends one frame at a time. Bulk is below partials: a partial pushes the bulk that waits at its port
 //! back. Frames of one class between two instances arrive in order.
+//!
+//! KV that steps write at creditors shares the streams of moves, of which so many bytes are under way at once
+//! (`MOVE_BYTES_IN_FLIGHT_MAX`): it waits for these at most, not for all that the port has yet to send. (A block of the
+//! stand-in is larger than those of the product, so that a move's whole block is one frame here.)
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "times are rounded up and not negative")]
 
 use super::cluster::{Cluster, ETHERNET_LATENCY_US, NVLINK_BYTES_PER_S, NVLINK_LATENCY_US};
+use lagoon_types::limits::MOVE_BYTES_IN_FLIGHT_MAX;
 use std::collections::BTreeMap;
 
 /// Priority classes, as on the wire.
@@ -13,6 +18,8 @@ use std::collections::BTreeMap;
 pub(super) enum Class {
     Control,
     Partials,
+    /// KV that steps write.
+    Growth,
     Bulk,
 }
 
@@ -84,9 +91,16 @@ impl Fabric {
         let bulk = class == Class::Bulk;
         let took = bytes / self.bytes_per_s(from, to) * 1e6;
         let free = |port: &Port| self.free_us.get(&(*port, bulk)).copied().unwrap_or(0.0);
-        let start = ports.iter().map(free).fold(now_us as f64, f64::max);
+        let mut start = ports.iter().map(free).fold(now_us as f64, f64::max);
+        if class == Class::Growth {
+            let before = ports.iter().filter_map(|p| self.free_us.get(&(*p, true))).copied().fold(0.0, f64::max);
+            let window = MOVE_BYTES_IN_FLIGHT_MAX as f64 / self.bytes_per_s(from, to) * 1e6;
+            start = start.max(before.min(now_us as f64 + window));
+        }
         for port in ports {
-            self.free_us.insert((port, bulk), start + took);
+            // What waits for moves does not hold up the partials behind it.
+            let until = self.free_us.entry((port, bulk)).or_insert(0.0);
+            *until = took + if class == Class::Growth { until.max(now_us as f64) } else { start };
             if !bulk && let Some(waits) = self.free_us.get_mut(&(port, true)).filter(|f| **f > now_us as f64) {
                 *waits += took;
             }

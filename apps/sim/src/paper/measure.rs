@@ -70,6 +70,11 @@ pub struct Measured {
     /// Mean use of the devices, and of it for peers.
     pub busy: f64,
     pub guest: f64,
+    /// Of all devices' time: idle while a step waited for peers' partials.
+    pub awaits: f64,
+    /// Steps, and sequences per step, by lane.
+    pub steps: [u64; 2],
+    pub rows_per_step: [f64; 2],
     /// Mean share of rBlocks in use, and mean number of running requests, all instances together, in the middle half of
     /// the run.
     pub memory_used: f64,
@@ -112,6 +117,9 @@ impl Measured {
             moved_blocks: seen.moved_blocks,
             busy: seen.busy,
             guest: seen.guest,
+            awaits: seen.awaits,
+            steps: seen.steps,
+            rows_per_step: [0, 1].map(|lane| seen.rows[lane] as f64 / seen.steps[lane].max(1) as f64),
             memory_used: middle(seen.samples.iter().map(|s| s.memory_used)),
             batch: middle(seen.samples.iter().map(|s| s.running)),
             borrowed_max: seen.borrowed_max,

@@ -141,14 +141,14 @@ pub fn panel(compared: &Compared) -> Panel {
 pub fn to_csv(all: &[Compared]) -> String {
     let mut text = String::from(
         "figure,workload,system,offered_requests_per_s,tokens_per_s,latency_s_per_token,first_token_s,finished,failed,\
-         cut,preemptions,recoveries,moved_blocks,device_busy,device_for_peers,memory_used,mean_batch,borrowed_blocks_max,ethernet_gb,events,simulated_s\n",
+         cut,preemptions,recoveries,moved_blocks,device_busy,device_for_peers,device_awaits_peers,steps_local,sequences_per_local_step,steps_remote,sequences_per_remote_step,memory_used,mean_batch,borrowed_blocks_max,ethernet_gb,events,simulated_s\n",
     );
     for compared in all {
         for (system, points) in &compared.curves {
             for Point { rate, measured: m } in points {
                 let _ = writeln!(
                     text,
-                    "{},\"{}\",\"{}\",{},{:.2},{:.5},{:.3},{},{},{},{},{},{},{:.3},{:.3},{:.3},{:.1},{},{:.2},{},{:.1}",
+                    "{},\"{}\",\"{}\",{},{:.2},{:.5},{:.3},{},{},{},{},{},{},{:.3},{:.3},{:.3},{},{:.1},{},{:.1},{:.3},{:.1},{},{:.2},{},{:.1}",
                     compared.comparison.figure,
                     compared.comparison.name,
                     system.name(),
@@ -164,6 +164,11 @@ pub fn to_csv(all: &[Compared]) -> String {
                     m.moved_blocks,
                     m.busy,
                     m.guest,
+                    m.awaits,
+                    m.steps[0],
+                    m.rows_per_step[0],
+                    m.steps[1],
+                    m.rows_per_step[1],
                     m.memory_used,
                     m.batch,
                     m.borrowed_max,

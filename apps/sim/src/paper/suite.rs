@@ -209,6 +209,18 @@ pub fn run(size: Size, say: &(dyn Fn(&str, usize, usize) + Sync)) -> Results {
     }
 }
 
+/// Runs only the panels whose figure and name contain `wanted` (`v2 10a: trace 0, LLaMA2-7B, 8xtp1`), with the size's rates.
+#[must_use]
+pub fn run_only(size: Size, wanted: &str, say: &(dyn Fn(&str, usize, usize) + Sync)) -> Vec<Compared> {
+    let mut all = against_multi(Output::AtMost(SHORT_OUTPUT), size.short);
+    let grown = against_multi(Output::TwoThirds, size.grown).into_iter();
+    all.extend(grown.map(|c| Comparison { name: format!("{}, generated", c.name), ..c }));
+    all.extend(against_single(&size));
+    all.extend(datasets(&size));
+    all.retain(|c| format!("{}: {}", c.figure, c.name).contains(wanted));
+    serving::compare(&all, size.shares, size.seed, &|at, of| say("chosen panels", at + 1, of))
+}
+
 /// Writes the CSVs, the plots and the tables into a directory.
 ///
 /// # Errors

@@ -18,7 +18,9 @@ use lagoon_instance::{Effect, Event, Instance, InstanceConfig, PeerKey, RemotePo
 use lagoon_protocol::{BulkFrame, ControlBody, PartialsFrame, Role};
 use lagoon_runner::Report;
 use lagoon_sched::SchedulerConfig;
-use lagoon_types::limits::{INSTANCES_MAX, SEQUENCE_TOKENS_MAX, STEP_ROWS_MAX};
+use lagoon_types::limits::{
+    INSTANCES_MAX, MOVE_BYTES_IN_FLIGHT_MAX, SEQUENCE_TOKENS_MAX, STEP_DEADLINE_MS, STEP_ROWS_MAX,
+};
 use lagoon_types::{
     AttentionGeometry, DType, GenerateRequest, InstanceId, KvShape, ModelHash, SamplingParams, SeqId, TokenEvent,
 };
@@ -127,6 +129,11 @@ pub struct Seen {
     /// Of all devices' time: computing, and computing for peers.
     pub busy: f64,
     pub guest: f64,
+    /// Of all devices' time: nothing to compute while a step waited for peers' partials.
+    pub awaits: f64,
+    /// Steps and their sequences, by lane.
+    pub steps: [u64; 2],
+    pub rows: [u64; 2],
     pub ethernet_bytes: f64,
     pub nvlink_bytes: f64,
     /// Time that frames of queries and partials were under way, in sum.
@@ -253,14 +260,13 @@ impl World {
         assert!(count < INSTANCES_MAX, "a paper's cluster is small");
         let node = |index| {
             let config = config(&setting, index);
+            let mut instance = Instance::new(config.clone()).expect("the papers' clusters have room for their models");
+            // One exchange of the stand-in is one in every layer of the model, and each has the deadline.
+            let deadline_ms = STEP_DEADLINE_MS * u64::from(setting.timing.model.layers);
+            instance.scale_limits(deadline_ms, (MOVE_BYTES_IN_FLIGHT_MAX as f64 * scale(&setting)) as u64);
             let q_bytes = config.geometry.q_dim() * config.wire.size();
             let kv_bytes = config.kv.layer_token_bytes();
-            Node {
-                instance: Instance::new(config).expect("the papers' clusters have room for their models"),
-                device: Device::new(&setting, q_bytes, kv_bytes),
-                unstarted_tokens: 0,
-                running: 0,
-            }
+            Node { instance, device: Device::new(&setting, q_bytes, kv_bytes), unstarted_tokens: 0, running: 0 }
         };
         let mut world = Self {
             agenda: Agenda::default(),
@@ -312,6 +318,13 @@ impl World {
         let wall = self.seen.end_us.max(1) as f64 * self.nodes.len() as f64;
         self.seen.busy = self.nodes.iter().map(|n| n.device.busy_us).sum::<f64>() / wall;
         self.seen.guest = self.nodes.iter().map(|n| n.device.guest_us).sum::<f64>() / wall;
+        self.seen.awaits = self.nodes.iter().map(|n| n.device.await_us).sum::<f64>() / wall;
+        for device in self.nodes.iter().map(|n| &n.device) {
+            for lane in 0..2 {
+                self.seen.steps[lane] += device.steps[lane];
+                self.seen.rows[lane] += device.rows[lane];
+            }
+        }
         self.seen.ethernet_bytes = self.fabric.ethernet_bytes;
         self.seen.nvlink_bytes = self.fabric.nvlink_bytes;
         self.seen.moved_blocks = self.gmanager.stats().blocks_moved;
@@ -451,7 +464,8 @@ impl World {
             Effect::Bulk { peer, frame } => {
                 let to = peer.0 as usize;
                 let bytes = self.bulk_cost(&frame, at, written);
-                let arrives = self.fabric.send(at, to, Class::Bulk, bytes, 1.0, now);
+                let class = if written { Class::Growth } else { Class::Bulk };
+                let arrives = self.fabric.send(at, to, class, bytes, 1.0, now);
                 self.deliver(arrives, to, Event::Bulk { peer: PeerKey(at as u64), frame });
             }
             Effect::Runner(command) => self.nodes[at].device.push(command, now),
