@@ -2,6 +2,7 @@
 #include "shared/attention_any.cuh"
 #include "shared/attention_decode.cuh"
 #include "shared/attention_prefill.cuh"
+#include "shared/attention_wgmma.cuh"
 
 KERNEL(attention_any_f32, 128, 1, AttentionParams) { attention_any<float>(p); }
 KERNEL(attention_any_f16, 128, 1, AttentionParams) { attention_any<f16>(p); }
@@ -23,3 +24,14 @@ ATTENTION(bf16, 64)
 ATTENTION(bf16, 96)
 ATTENTION(bf16, 128)
 ATTENTION(bf16, 256)
+
+// Warpgroup products exist on compute capability 9.0 only: on others these kernels are not in the fatbin.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(LAGOON_SHIM)
+#define WGMMA(TYPE, D) \
+    KERNEL(attention_wgmma_##TYPE##_##D, 256, 1, AttentionParams) { attention_wgmma<TYPE, D>(p); }
+
+WGMMA(f16, 64)
+WGMMA(f16, 128)
+WGMMA(bf16, 64)
+WGMMA(bf16, 128)
+#endif

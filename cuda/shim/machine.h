@@ -84,11 +84,25 @@ struct Warp {
     Slot slots[2][32];
 };
 
+// What a thread of a warpgroup brings to a product.
+struct Operands {
+    float* d = nullptr;
+    const uint32_t* registers = nullptr;
+    uint64_t a = 0, b = 0;
+    bool add = false;
+};
+
+struct Warpgroup {
+    Barrier barrier;
+    Operands operands[128];
+};
+
 struct Block {
     Dim index, threads, grid;
     unsigned char* shared = nullptr;
     Barrier barrier;
     std::vector<Warp> warps;
+    std::vector<Warpgroup> warpgroups;
     // Copies happen as they are issued, or as late as they may.
     bool eager_copies = false;
 };
@@ -142,6 +156,7 @@ inline uint16_t f32_to_bf16(float x) {
 
 void multiply(Slot* slots, float (*widen)(uint16_t));
 void load_matrices(Slot* slots, bool transposed);
+void multiply_group(Warpgroup& group, uint32_t n, float (*widen)(uint16_t));
 
 }  // namespace shim
 
@@ -295,3 +310,55 @@ inline uint32_t min_shared(uint32_t* to, uint32_t x) {
 }
 
 inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+// Warpgroup products happen when the last thread arrives: that they are asynchronous is not modelled.
+inline void warpgroup_fence() {}
+inline void warpgroup_commit() {}
+template <int N>
+void warpgroup_wait() {}
+inline void fence_shared_for_products() {}
+template <int N>
+void hold(float (&)[N]) {}
+
+inline uint64_t describe(SharedAddress start, uint32_t leading, uint32_t stride) {
+    // An offset in shared memory, which starts at a multiple of 1024.
+    const uint64_t offset = start - reinterpret_cast<uintptr_t>(shim::block->shared);
+    return (offset >> 4 & 0x3fff) | static_cast<uint64_t>(leading >> 4 & 0x3fff) << 16 |
+           static_cast<uint64_t>(stride >> 4 & 0x3fff) << 32 | 1ull << 62;
+}
+
+namespace shim {
+template <typename T>
+void product(uint32_t n, const Operands& mine) {
+    Warpgroup& group = block->warpgroups[self->warp / 4];
+    group.operands[self->thread.x % 128] = mine;
+    struct Context {
+        Warpgroup& group;
+        uint32_t n;
+    } context = {group, n};
+    const auto last = [](void* pointer) {
+        Context& c = *static_cast<Context*>(pointer);
+        multiply_group(c.group, c.n, [](uint16_t x) { return widen(T{x}); });
+    };
+    meet_at(group.barrier, 128, "wgmma", last, &context);
+}
+}  // namespace shim
+
+template <typename T, int N>
+void wgmma_shared(float (&d)[N / 2], uint64_t a, uint64_t b, bool add) {
+    shim::Operands mine;
+    mine.d = d;
+    mine.a = a;
+    mine.b = b;
+    mine.add = add;
+    shim::product<T>(N, mine);
+}
+template <typename T, int N>
+void wgmma_registers(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool add) {
+    shim::Operands mine;
+    mine.d = d;
+    mine.registers = a;
+    mine.b = b;
+    mine.add = add;
+    shim::product<T>(N, mine);
+}

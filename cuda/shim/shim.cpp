@@ -199,6 +199,7 @@ void run_block(uint32_t threads) {
     static thread_local std::vector<Lane> lanes;
     lanes.assign(threads, Lane());
     block->warps.assign(threads / 32, Warp());
+    block->warpgroups.assign((threads + 127) / 128, Warpgroup());
     block->barrier = Barrier();
     for (uint32_t i = 0; i < threads; i++) {
         unsigned char* stack = stacks.get(i);
@@ -317,6 +318,55 @@ void load_matrices(Slot* slots, bool transposed) {
     }
 }
 
+// The element at `row` and `column` of 8-row atoms of 128 bytes: rows along k of at most 64 columns, or, for `across`, columns
+// along the other side. The hardware exchanges 16-byte chunks by the address's own bits.
+static uint16_t element(uint64_t descriptor, uint32_t other, uint32_t k, bool across) {
+    const uint64_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
+    const uint64_t stride = (descriptor >> 32 & 0x3fff) << 4;
+    if (descriptor >> 62 != 1) fail("a descriptor without the 128-byte swizzle");
+    const uint64_t plain = across ? start + other / 64 * leading + k / 8 * stride + k % 8 * 128 + other % 64 * 2
+                                  : start + other / 8 * stride + other % 8 * 128 + k * 2;
+    const uint64_t address = plain ^ (plain >> 3 & 0x70);
+    uint16_t x;
+    memcpy(&x, block->shared + address, sizeof x);
+    return x;
+}
+
+void multiply_group(Warpgroup& group, uint32_t n, float (*widen)(uint16_t)) {
+    const Operands& first = group.operands[0];
+    const bool registers = first.registers != nullptr;
+    static thread_local float a[64][16], b[16][256];
+    for (uint32_t row = 0; row < 64; row++) {
+        for (uint32_t k = 0; k < 16; k++) {
+            if (registers) {
+                // Row 16 warp + g, g + 8; columns 2 t, 2 t + 8 and the ones after.
+                const uint32_t lane = row % 8 * 4 + k % 8 / 2, i = row / 8 % 2 + k / 8 * 2;
+                const uint32_t word = group.operands[row / 16 * 32 + lane].registers[i];
+                a[row][k] = widen(static_cast<uint16_t>(k % 2 ? word >> 16 : word));
+            } else {
+                a[row][k] = widen(element(first.a, row, k, false));
+            }
+        }
+    }
+    for (uint32_t k = 0; k < 16; k++) {
+        for (uint32_t column = 0; column < n; column++) {
+            // Values, which meet weights from registers, lie across.
+            b[k][column] = widen(element(first.b, column, k, registers));
+        }
+    }
+    for (uint32_t thread = 0; thread < 128; thread++) {
+        const Operands& mine = group.operands[thread];
+        if (mine.a != first.a || mine.b != first.b || mine.add != first.add) fail("a warpgroup's threads disagree");
+        const uint32_t g = thread / 32 * 16 + thread % 32 / 4, t = thread % 4;
+        for (uint32_t i = 0; i < n / 2; i++) {
+            const uint32_t row = g + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * t + i % 2;
+            float sum = mine.add ? mine.d[i] : 0;
+            for (uint32_t k = 0; k < 16; k++) sum += a[row][k] * b[k][column];
+            mine.d[i] = sum;
+        }
+    }
+}
+
 }  // namespace shim
 
 extern "C" {
@@ -369,7 +419,12 @@ int lagoon_shim_launch(const char* name, const unsigned* grid, const unsigned* t
     block.grid = {grid[0], grid[1], grid[2]};
     block.eager_copies = shim::order == shim::ROUND_ROBIN;
     // Exactly as many bytes as asked for, so that the sanitizer sees the end.
-    block.shared = static_cast<unsigned char*>(malloc(shared_bytes ? shared_bytes : 1));
+    void* shared = nullptr;
+    if (posix_memalign(&shared, 1024, shared_bytes ? shared_bytes : 1) != 0) {
+        shim::error = "no memory for shared memory";
+        return 2;
+    }
+    block.shared = static_cast<unsigned char*>(shared);
     for (uint32_t z = 0; z < grid[2] && !shim::failed; z++) {
         for (uint32_t y = 0; y < grid[1] && !shim::failed; y++) {
             for (uint32_t x = 0; x < grid[0] && !shim::failed; x++) {

@@ -26,7 +26,7 @@ pub mod sample;
 
 mod names;
 
-pub use names::{ALL, dynamic_shared_bytes_max};
+pub use names::{ALL, SM90, dynamic_shared_bytes_max};
 
 /// The kernels: machine code for compute capabilities 8.0 and 9.0, and PTX of 8.0 for what comes after.
 pub const FATBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));

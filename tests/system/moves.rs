@@ -235,21 +235,24 @@ fn a_creditor_whose_kv_is_not_what_was_written_there_is_not_believed() {
 /// Where the debtor has no room and nobody else lends, the creditor takes what its own sequence needs.
 #[test]
 fn a_creditor_takes_what_nobody_returns() {
-    let mut world = World::pool(pool(), None, &[Spec::cpu(12), Spec::cpu(20)]);
-    let guest = world.submit(0, greedy(prompt(213, 80, 128), 4));
-    run_to_token(&mut world, guest, 1);
-    assert_eq!(placed(&world, guest)[&1], 9);
-    world.stall(0, 1, 5_000);
-    let own = world.submit(1, greedy(prompt(214, 40, 128), 24));
-    world.run();
-    let (debtor, creditor) = (world.nodes[0].live().status(), world.nodes[1].live().status());
-    assert!(debtor.moves.recalls_received > 0 && creditor.moves.blocks_revoked > 0, "{debtor:?} {creditor:?}");
-    assert_eq!(creditor.preemptions, 0, "growth goes before lending");
-    // A step that was on its way to the entries that are gone is refused, which may count as one loss more.
-    assert!(debtor.recoveries <= 1 && debtor.recomputed_tokens > 0, "{debtor:?}");
-    assert_eq!(world.requests[own].tokens.len(), 24);
-    assert_equals_single("taken", &world, &pool());
-    world.check_empty();
+    for name in ["llama3_old", "mpt"] {
+        let pool = PoolSpec::golden(name, 4);
+        let mut world = World::pool(pool.clone(), None, &[Spec::cpu(12), Spec::cpu(20)]);
+        let guest = world.submit(0, greedy(prompt(213, 80, 128), 4));
+        run_to_token(&mut world, guest, 1);
+        assert_eq!(placed(&world, guest)[&1], 9);
+        world.stall(0, 1, 5_000);
+        let own = world.submit(1, greedy(prompt(214, 40, 128), 24));
+        world.run();
+        let (debtor, creditor) = (world.nodes[0].live().status(), world.nodes[1].live().status());
+        assert!(debtor.moves.recalls_received > 0 && creditor.moves.blocks_revoked > 0, "{debtor:?} {creditor:?}");
+        assert_eq!(creditor.preemptions, 0, "growth goes before lending");
+        // A step that was on its way to the entries that are gone is refused, which may count as one loss more.
+        assert!(debtor.recoveries <= 1 && debtor.recomputed_tokens > 0, "{debtor:?}");
+        assert_eq!(world.requests[own].tokens.len(), 24);
+        assert_equals_single("taken", &world, &pool);
+        world.check_empty();
+    }
 }
 
 #[test]
@@ -294,21 +297,24 @@ fn a_move_that_ends_at_any_moment_leaks_nothing() {
 /// What a creditor lent comes back when its own sequences grow, and nothing of the debtor's is computed again.
 #[test]
 fn a_creditor_gets_its_blocks_back_to_grow() {
-    let mut world = World::pool(pool(), None, &[Spec::cpu(24), Spec::cpu(20)]);
-    let first = world.submit(0, greedy(prompt(209, 40, 128), 4));
-    let guest = world.submit(0, greedy(prompt(210, 80, 128), 30));
-    run_to_token(&mut world, guest, 1);
-    world.run_until(|w| w.requests[first].is_over());
-    assert!(placed(&world, guest).get(&1).is_some_and(|n| *n > 4), "{:?}", placed(&world, guest));
-    let own = world.submit(1, greedy(prompt(211, 40, 128), 20));
-    world.run();
-    let (debtor, creditor) = (moves(&world, 0), moves(&world, 1));
-    assert!(debtor.recalls_received > 0 && creditor.recalls_met > 0, "{debtor:?} {creditor:?}");
-    assert!(debtor.blocks_home > 0 && creditor.blocks_revoked == 0, "{debtor:?} {creditor:?}");
-    assert_eq!(world.nodes[0].live().status().recoveries, 0);
-    assert!(world.requests[own].tokens.len() == 20);
-    assert_equals_single("recall", &world, &pool());
-    world.check_empty();
+    for name in ["llama3_old", "mpt"] {
+        let pool = PoolSpec::golden(name, 4);
+        let mut world = World::pool(pool.clone(), None, &[Spec::cpu(24), Spec::cpu(20)]);
+        let first = world.submit(0, greedy(prompt(209, 40, 128), 4));
+        let guest = world.submit(0, greedy(prompt(210, 80, 128), 30));
+        run_to_token(&mut world, guest, 1);
+        world.run_until(|w| w.requests[first].is_over());
+        assert!(placed(&world, guest).get(&1).is_some_and(|n| *n > 4), "{:?}", placed(&world, guest));
+        let own = world.submit(1, greedy(prompt(211, 40, 128), 20));
+        world.run();
+        let (debtor, creditor) = (moves(&world, 0), moves(&world, 1));
+        assert!(debtor.recalls_received > 0 && creditor.recalls_met > 0, "{debtor:?} {creditor:?}");
+        assert!(debtor.blocks_home > 0 && creditor.blocks_revoked == 0, "{debtor:?} {creditor:?}");
+        assert_eq!(world.nodes[0].live().status().recoveries, 0);
+        assert!(world.requests[own].tokens.len() == 20);
+        assert_equals_single("recall", &world, &pool);
+        world.check_empty();
+    }
 }
 
 /// Random requests, moves, cuts and cancellations, delivered in random order.

@@ -13,7 +13,7 @@
 //
 // Two stages of keys are copied asynchronously: one fills while the other is multiplied.
 #pragma once
-#include "keys.cuh"
+#include "prefill_state.cuh"
 
 template <int D, int TERMS>
 struct PrefillShape {
@@ -33,28 +33,19 @@ constexpr uint32_t PREFILL_THREADS = 128;
 template <typename T, int D, int TERMS>
 struct PrefillBlock {
     using S = PrefillShape<D, TERMS>;
-    const AttentionParams& p;
-    const AttnItem& item;
-    uint32_t kv_head, group;
+    PrefillTile tile;
     unsigned char* shared;
 
     DEVICE unsigned char* stage(uint32_t i) const { return shared + TERMS * S::QUERIES + i * S::STAGE; }
 
-    // Queries times scale and log2(e) as terms in shared memory; rows beyond the item are zeros.
+    // The queries' terms in shared memory.
     DEVICE void load_queries() const {
-        const float scale = p.scale * LOG2_E;
         for (uint32_t i = threadIdx.x; i < S::ROWS * (D / 2); i += PREFILL_THREADS) {
             const uint32_t packed = i / (D / 2), d = i % (D / 2) * 2;
-            float x0 = 0, x1 = 0;
-            if (packed < item.rows * group) {
-                const PackedRow row(packed, group, kv_head);
-                const float* query =
-                    at<const float>(p.q) + static_cast<uint64_t>(item.row0 + row.row) * p.q_stride + row.head * D + d;
-                x0 = saturate<T>(query[0] * scale);
-                x1 = saturate<T>(query[1] * scale);
-            }
+            float x[2];
+            tile.query<T, D>(packed, d, x);
             uint32_t high, low;
-            split<T>(x0, x1, 1.0f, high, low);
+            split<T>(x[0], x[1], 1.0f, high, low);
             const uint32_t to = packed * S::ROW + d * 2;
             *reinterpret_cast<uint32_t*>(shared + to) = high;
             if (TERMS == 2) *reinterpret_cast<uint32_t*>(shared + S::QUERIES + to) = low;
@@ -70,43 +61,19 @@ struct PrefillBlock {
     }
 };
 
-// A warp's rows: 16 MT of them; thread state for rows lane / 4 and lane / 4 + 8 of each 16.
+// A warp's rows: 16 MT of them.
 template <typename T, int D, int TERMS>
 struct PrefillWarp {
     using S = PrefillShape<D, TERMS>;
-    static constexpr int MT = S::MT, COLS = D / 8, NT = S::PART / 8;
-    float o[MT][COLS][4];
-    float max[MT][2], sum[MT][2], slope[MT][2];
-    uint32_t position[MT][2];
-    // Positions of the warp's first and last rows that exist.
-    uint32_t position_min, position_max;
-    uint32_t row0;
+    static constexpr int MT = S::MT, NT = S::PART / 8, COLS = D / 8;
+    PrefillState<D, MT, NT> state;
 
-    DEVICE PrefillWarp(const PrefillBlock<T, D, TERMS>& block) : row0(threadIdx.x / 32 * 16 * MT) {
-        const uint32_t rows = block.item.rows * block.group, lane = threadIdx.x % 32;
-#pragma unroll
-        for (int m = 0; m < MT; m++) {
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                // Rows that do not exist take the last one's place; they are not written.
-                const uint32_t packed = min(row0 + 16 * m + lane / 4 + 8 * h, rows - 1);
-                const PackedRow row(packed, block.group, block.kv_head);
-                position[m][h] = block.item.pos0 + row.row;
-                slope[m][h] = block.p.slopes ? at<const float>(block.p.slopes)[row.head] * LOG2_E : 0.0f;
-                max[m][h] = NEGATIVE_INFINITY;
-                sum[m][h] = 0;
-            }
-#pragma unroll
-            for (int i = 0; i < COLS; i++) o[m][i][0] = o[m][i][1] = o[m][i][2] = o[m][i][3] = 0;
-        }
-        position_min = block.item.pos0 + min(row0, rows - 1) / block.group;
-        position_max = block.item.pos0 + min(row0 + 16 * MT - 1, rows - 1) / block.group;
-    }
+    DEVICE PrefillWarp(const PrefillTile& tile) : state(tile, threadIdx.x / 32 * 16 * MT) {}
 
     // s += one term of the queries times PART keys.
     DEVICE void multiply_keys(const unsigned char* queries, const unsigned char* keys, float (&s)[MT][NT][4]) const {
         const uint32_t lane = threadIdx.x % 32;
-        const SharedAddress q = shared_address(queries) + (row0 + lane % 16) * S::ROW + lane / 16 * 16;
+        const SharedAddress q = shared_address(queries) + (state.row0 + lane % 16) * S::ROW + lane / 16 * 16;
         const SharedAddress k = shared_address(keys) + (lane / 16 * 8 + lane % 8) * S::ROW + lane / 8 % 2 * 16;
 #pragma unroll
         for (int i = 0; i < D / 16; i++) {
@@ -122,69 +89,6 @@ struct PrefillWarp {
                     mma<T>(s[m][n], a[m], b[0], b[1]);
                     mma<T>(s[m][n + 1], a[m], b[2], b[3]);
                 }
-            }
-        }
-    }
-
-    // Distances and visibility; `positions` are those of the PART keys.
-    DEVICE void mask(const uint32_t* positions, uint32_t window, float (&s)[MT][NT][4]) const {
-        const uint32_t t = threadIdx.x % 4;
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const uint32_t key = positions[8 * n + 2 * t + e];
-#pragma unroll
-                for (int m = 0; m < MT; m++) {
-#pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        const uint32_t query = position[m][h];
-                        const float distance = static_cast<float>(static_cast<int32_t>(key - query));
-                        float& x = s[m][n][2 * h + e];
-                        x = is_visible(query, key, window) ? x + slope[m][h] * distance : NEGATIVE_INFINITY;
-                    }
-                }
-            }
-        }
-    }
-
-    // Scores become weights; the state is scaled to the new maxima.
-    DEVICE void soften(float (&s)[MT][NT][4]) {
-        float kept[MT][2];
-        bool changed = false;
-#pragma unroll
-        for (int m = 0; m < MT; m++) {
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                float tile = NEGATIVE_INFINITY;
-#pragma unroll
-                for (int n = 0; n < NT; n++) tile = fmaxf(tile, fmaxf(s[m][n][2 * h], s[m][n][2 * h + 1]));
-                tile = fmaxf(tile, shuffle_xor(tile, 1));
-                tile = fmaxf(tile, shuffle_xor(tile, 2));
-                const float new_max = fmaxf(max[m][h], tile), base = finite_max(new_max);
-                kept[m][h] = exp2_fast(max[m][h] - base);
-                changed |= kept[m][h] != 1.0f;
-                max[m][h] = new_max;
-                float part = 0;
-#pragma unroll
-                for (int n = 0; n < NT; n++) {
-#pragma unroll
-                    for (int e = 2 * h; e < 2 * h + 2; e++) {
-                        s[m][n][e] = exp2_fast(s[m][n][e] - base);
-                        part += s[m][n][e];
-                    }
-                }
-                sum[m][h] = sum[m][h] * kept[m][h] + part;
-            }
-        }
-        // A new maximum becomes rare as keys pass: a branch of the whole warp saves most of the scaling.
-        if (!any_lane(changed)) return;
-#pragma unroll
-        for (int m = 0; m < MT; m++) {
-#pragma unroll
-            for (int i = 0; i < COLS; i++) {
-#pragma unroll
-                for (int e = 0; e < 4; e++) o[m][i][e] *= kept[m][e / 2];
             }
         }
     }
@@ -211,11 +115,11 @@ struct PrefillWarp {
                 ldmatrix_x4_trans(b, v + 16 * k * S::ROW + i * 16);
 #pragma unroll
                 for (int m = 0; m < MT; m++) {
-                    mma<T>(o[m][i], high[m], b[0], b[1]);
-                    mma<T>(o[m][i + 1], high[m], b[2], b[3]);
+                    mma<T>(state.o[m][i], high[m], b[0], b[1]);
+                    mma<T>(state.o[m][i + 1], high[m], b[2], b[3]);
                     if (TERMS == 2) {
-                        mma<T>(o[m][i], low[m], b[0], b[1]);
-                        mma<T>(o[m][i + 1], low[m], b[2], b[3]);
+                        mma<T>(state.o[m][i], low[m], b[0], b[1]);
+                        mma<T>(state.o[m][i + 1], low[m], b[2], b[3]);
                     }
                 }
             }
@@ -225,41 +129,14 @@ struct PrefillWarp {
     // Attends to keys `part` to `part + PART - 1` of a stage.
     DEVICE void attend(const PrefillBlock<T, D, TERMS>& block, const unsigned char* stage, uint32_t part) {
         const uint32_t* positions = reinterpret_cast<const uint32_t*>(stage + 2 * S::PLANE) + part;
-        // Positions ascend, and keys beyond the item are last, at NOWHERE, which nobody sees.
-        const uint32_t first = positions[0], last = positions[S::PART - 1];
-        if (first > position_max) return;
-        float s[MT][NT][4] = {};
+        if (positions[0] > state.position_max) return;
+        float s[MT][NT][4] = {}, kept[MT][2];
         const unsigned char* keys = stage + part * S::ROW;
         multiply_keys(block.shared, keys, s);
         if (TERMS == 2) multiply_keys(block.shared + S::QUERIES, keys, s);
-        const bool whole = last <= position_min && is_visible(position_max, first, block.p.window);
-        if (!whole || block.p.slopes) mask(positions, block.p.window, s);
-        soften(s);
+        state.mask(block.tile.p, positions, s);
+        if (state.soften(s, kept)) state.scale(kept);
         multiply_values(keys + S::PLANE, s);
-    }
-
-    DEVICE void store(const PrefillBlock<T, D, TERMS>& block) {
-        const uint32_t lane = threadIdx.x % 32, rows = block.item.rows * block.group;
-        const Target target(block.p, block.item);
-#pragma unroll
-        for (int m = 0; m < MT; m++) {
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                float total = sum[m][h];
-                total += shuffle_xor(total, 1);
-                total += shuffle_xor(total, 2);
-                const uint32_t packed = row0 + 16 * m + lane / 4 + 8 * h;
-                if (packed >= rows) continue;
-                const PackedRow row(packed, block.group, block.kv_head);
-                const float factor = total > 0 ? 1.0f / total : 0.0f;
-                float* out = target.row(block.p, row) + lane % 4 * 2;
-#pragma unroll
-                for (int i = 0; i < COLS; i++) {
-                    *reinterpret_cast<float2*>(out + 8 * i) = {o[m][i][2 * h] * factor, o[m][i][2 * h + 1] * factor};
-                }
-                if (lane % 4 == 0) target.store_lse(block.p, row, total > 0, max[m][h] / LOG2_E + logf(total));
-            }
-        }
     }
 };
 
@@ -270,12 +147,12 @@ DEVICE void attention_prefill(const AttentionParams& p) {
     DYNAMIC_SHARED(shared);
     const AttnItem item = at<const AttnItem>(p.items)[blockIdx.y];
     if (item.rows == 0) return;
-    const PrefillBlock<T, D, TERMS> block = {p, item, blockIdx.x, p.heads / p.kv_heads, shared};
+    const PrefillBlock<T, D, TERMS> block = {{p, item, blockIdx.x, p.heads / p.kv_heads}, shared};
     KeyCopy<T, D, PREFILL_THREADS> keys(p, item, blockIdx.x);
     block.copy(keys, 0, block.stage(0));
     copy_commit();
     block.load_queries();
-    PrefillWarp<T, D, TERMS> warp(block);
+    PrefillWarp<T, D, TERMS> warp(block.tile);
     for (uint32_t first = 0, i = 0; first < item.keys; first += S::KEYS, i ^= 1) {
         if (first + S::KEYS < item.keys) block.copy(keys, first + S::KEYS, block.stage(i ^ 1));
         copy_commit();
@@ -285,5 +162,5 @@ DEVICE void attention_prefill(const AttentionParams& p) {
         // The stage is filled again in the next round.
         sync_block();
     }
-    warp.store(block);
+    warp.state.store(block.tile);
 }

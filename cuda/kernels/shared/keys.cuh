@@ -35,12 +35,19 @@ constexpr uint32_t NOWHERE = 1u << 30;
 
 constexpr uint32_t KEY_GROUP = 16;
 
-// Copies K and V of 16 keys at a time to shared memory, by THREADS threads together: rows of 2 D bytes padded by 16, which
-// keeps ldmatrix free of bank conflicts, V's plane `plane` bytes after K's. A group within one run, the common case, costs one
+// Where the 16-byte chunk `chunk` of a key lies in shared memory: rows padded by 16 bytes, which keeps ldmatrix free of bank
+// conflicts.
+template <int D>
+struct PaddedRows {
+    static constexpr uint32_t ROW = 2 * D + 16;
+    DEVICE static uint32_t offset(uint32_t key, uint32_t chunk) { return key * ROW + chunk * 16; }
+};
+
+// Copies K and V of 16 keys at a time to shared memory, by THREADS threads together, V's plane `plane` bytes after K's. A group within one run, the common case, costs one
 // address and its strides; only others look at each key. Keys beyond the item become zeros at NOWHERE.
-template <typename T, int D, uint32_t THREADS>
+template <typename T, int D, uint32_t THREADS, typename Layout = PaddedRows<D>>
 struct KeyCopy {
-    static constexpr uint32_t CHUNKS = D / 8, COPIES = KEY_GROUP * CHUNKS, ROW = 2 * D + 16;
+    static constexpr uint32_t CHUNKS = D / 8, COPIES = KEY_GROUP * CHUNKS;
     KeyWalk walk;
     const T* k;
     uint64_t token_stride;
@@ -78,8 +85,8 @@ struct KeyCopy {
             const uint32_t key = even ? thread / CHUNKS + j * (THREADS / CHUNKS) : i / CHUNKS;
             const uint32_t chunk = even ? thread % CHUNKS : i % CHUNKS;
             const T* address = from + (key * stride + chunk * 8);
-            copy_async(to + key * ROW + chunk * 16, address, true);
-            copy_async(to + plane + key * ROW + chunk * 16, address + to_value, true);
+            copy_async(to + Layout::offset(key, chunk), address, true);
+            copy_async(to + plane + Layout::offset(key, chunk), address + to_value, true);
         }
     }
 
@@ -91,8 +98,8 @@ struct KeyCopy {
             const bool valid = index < keys;
             if (valid) here.seek(index);
             const T* address = k + (valid ? here.slot(index) * token_stride : 0) + chunk * 8;
-            copy_async(to + key * ROW + chunk * 16, address, valid);
-            copy_async(to + plane + key * ROW + chunk * 16, address + to_value, valid);
+            copy_async(to + Layout::offset(key, chunk), address, valid);
+            copy_async(to + plane + Layout::offset(key, chunk), address + to_value, valid);
             if (chunk == 0) positions[key] = valid ? here.position(index) : NOWHERE;
         }
     }

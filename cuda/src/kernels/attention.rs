@@ -12,6 +12,7 @@
 //!   there. Bound by reading K and V once.
 //! * `attention_prefill_*`: many rows, packed likewise into tiles of [`prefill_tile`]; [`Precision`] says whether queries
 //!   and weights are split (twice the products) or rounded to the store's type, as other engines do.
+//! * `attention_wgmma_*`: the same, rounded, on compute capability 9.0 ([`Tuning::wgmma`]).
 //! * `attention_any_*`: whatever is left: f32 stores, odd head sizes, planes that are not aligned. Plain f32 arithmetic.
 
 use super::{Launch, WARP};
@@ -186,6 +187,9 @@ pub struct Tuning {
     pub classes: [DecodeClass; 3],
     pub class_keys: [u32; 2],
     pub precision: Precision,
+    /// Whether prefill may take warpgroup products, where [`Precision::Fast`] is asked for: the device has compute capability
+    /// 9.0, and its results were compared with those of the other kernels.
+    pub wgmma: bool,
 }
 
 impl Tuning {
@@ -203,6 +207,7 @@ impl Tuning {
             ],
             class_keys: [8 << 10, 32 << 10],
             precision: Precision::Exact,
+            wgmma: false,
         }
     }
 }
@@ -213,11 +218,20 @@ struct Family {
     decode: &'static str,
     /// For [`Precision::Exact`] and [`Precision::Fast`].
     prefill: [&'static str; 2],
+    /// With warpgroup products, where there is one: fast, on compute capability 9.0 only.
+    wgmma: Option<&'static str>,
 }
 
 macro_rules! family {
+    ($type:literal, $dim:literal, wgmma) => {
+        family!($type, $dim, Some(concat!("attention_wgmma_", $type, "_", $dim)))
+    };
     ($type:literal, $dim:literal) => {
+        family!($type, $dim, None)
+    };
+    ($type:literal, $dim:literal, $wgmma:expr) => {
         Some(Family {
+            wgmma: $wgmma,
             decode: concat!("attention_decode_", $type, "_", $dim),
             prefill: [
                 concat!("attention_prefill_", $type, "_", $dim, "_exact"),
@@ -229,13 +243,13 @@ macro_rules! family {
 
 const fn family(dtype: DType, head_dim: u32) -> Option<Family> {
     match (dtype, head_dim) {
-        (DType::F16, 64) => family!("f16", "64"),
+        (DType::F16, 64) => family!("f16", "64", wgmma),
         (DType::F16, 96) => family!("f16", "96"),
-        (DType::F16, 128) => family!("f16", "128"),
+        (DType::F16, 128) => family!("f16", "128", wgmma),
         (DType::F16, 256) => family!("f16", "256"),
-        (DType::BF16, 64) => family!("bf16", "64"),
+        (DType::BF16, 64) => family!("bf16", "64", wgmma),
         (DType::BF16, 96) => family!("bf16", "96"),
-        (DType::BF16, 128) => family!("bf16", "128"),
+        (DType::BF16, 128) => family!("bf16", "128", wgmma),
         (DType::BF16, 256) => family!("bf16", "256"),
         _ => None,
     }
@@ -283,6 +297,12 @@ pub const fn prefill_shared_bytes(head_dim: u32, precision: Precision) -> u32 {
     terms * prefill_tile(head_dim) * row + 2 * prefill_keys(head_dim) * (2 * row + 4)
 }
 
+/// Dynamic shared memory of `attention_wgmma_*`: alignment, 128 queries and four stages of 64 keys, values and positions.
+#[must_use]
+pub const fn wgmma_shared_bytes(head_dim: u32) -> u32 {
+    1024 + 128 * 2 * head_dim + 4 * 64 * (4 * head_dim + 4)
+}
+
 /// Which kernel an item is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Work {
@@ -324,6 +344,7 @@ pub struct Plan {
     window: Option<u32>,
     geometry: Option<(lagoon_types::AttentionGeometry, DType)>,
     precision: Option<Precision>,
+    wgmma: bool,
     clipped: Vec<KvRun>,
 }
 
@@ -339,6 +360,7 @@ impl Plan {
         (self.piece_rows, self.decode_tiles) = (0, 1);
         (self.scale, self.window, self.geometry) = (batch.scale, batch.window, Some((g, dtype)));
         self.precision = Some(tuning.precision);
+        self.wgmma = tuning.wgmma && tuning.precision == Precision::Fast;
         let tensor = aligned && family(dtype, g.head_dim).is_some();
         let work = |seq: &AttnRows| match seq.rows * g.group() {
             _ if !tensor => Work::Any,
@@ -499,7 +521,13 @@ impl Plan {
             let params = AttentionParams { items: at, ..params };
             name.filter(|_| y > 0).map(|name| Launch { name, grid: [x, y, 1], block, shared_bytes, params })
         };
-        let prefill = names.map(|f| f.prefill[usize::from(precision == Precision::Fast)]);
+        let fast = precision == Precision::Fast;
+        let wgmma = names.and_then(|f| f.wgmma).filter(|_| self.wgmma);
+        let prefill = wgmma.or(names.map(|f| f.prefill[usize::from(fast)]));
+        let (prefill_threads, prefill_bytes) = match wgmma {
+            Some(_) => (WGMMA_THREADS, wgmma_shared_bytes(g.head_dim)),
+            None => (PREFILL_THREADS, prefill_shared_bytes(g.head_dim, precision)),
+        };
         [
             launch(
                 &self.decode,
@@ -509,14 +537,7 @@ impl Plan {
                 decode_shared_bytes(g.head_dim, class),
                 at.plan,
             ),
-            launch(
-                &self.prefill,
-                prefill,
-                g.kv_heads,
-                PREFILL_THREADS,
-                prefill_shared_bytes(g.head_dim, precision),
-                prefill_at,
-            ),
+            launch(&self.prefill, prefill, g.kv_heads, prefill_threads, prefill_bytes, prefill_at),
             launch(&self.any, Some(any_kernel(dtype)), g.heads, ANY_THREADS, any_shared_bytes(g.head_dim), any_at),
         ]
         .into_iter()
@@ -553,8 +574,9 @@ fn grid_y(items: usize) -> u32 {
     y
 }
 
-/// Threads of `attention_prefill_*`.
+/// Threads of `attention_prefill_*` and of `attention_wgmma_*`.
 const PREFILL_THREADS: u32 = 128;
+const WGMMA_THREADS: u32 = 256;
 
 /// Dynamic shared memory of `attention_any_*`: the query and the accumulator, the keys' weights, addresses and a reduction.
 const fn any_shared_bytes(head_dim: u32) -> u32 {

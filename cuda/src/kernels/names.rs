@@ -1,9 +1,11 @@
 //! All kernels by name.
 
-use super::attention::{DecodeClass, Precision, SHARED_BYTES_MAX, decode_shared_bytes, prefill_shared_bytes};
+use super::attention::{
+    DecodeClass, Precision, SHARED_BYTES_MAX, decode_shared_bytes, prefill_shared_bytes, wgmma_shared_bytes,
+};
 use super::linear::GEMM_SHARED_BYTES_MAX;
 
-/// Every kernel of the fatbin.
+/// Every kernel that the fatbin has for all devices.
 pub const ALL: &[&str] = &[
     "add_bias",
     "attention_any_bf16",
@@ -69,13 +71,19 @@ pub const ALL: &[&str] = &[
     "split_f16",
 ];
 
+/// Kernels that only code for compute capability 9.0 has.
+pub const SM90: &[&str] =
+    &["attention_wgmma_bf16_128", "attention_wgmma_bf16_64", "attention_wgmma_f16_128", "attention_wgmma_f16_64"];
+
 /// Bytes of dynamic shared memory that some launch of the kernel may ask for: a bound over head sizes and classes, at
-/// most what compute capability 8.0 has (163 KB).
+/// most what compute capability 8.0 has (163 KB), or 9.0 for [`SM90`]'s (227 KB).
 #[must_use]
 pub fn dynamic_shared_bytes_max(name: &str) -> u32 {
     let dim = |name: &str| name.split('_').find_map(|part| part.parse::<u32>().ok()).unwrap_or(0);
     let widest = DecodeClass { warps: 8, stages: 4, blocks_per_sm: 1, piece_keys_min: 1 };
-    if name.starts_with("attention_decode_") {
+    if name.starts_with("attention_wgmma_") {
+        wgmma_shared_bytes(dim(name))
+    } else if name.starts_with("attention_decode_") {
         decode_shared_bytes(dim(name), widest).min(SHARED_BYTES_MAX)
     } else if name.starts_with("attention_prefill_") {
         let precision = if name.ends_with("_exact") { Precision::Exact } else { Precision::Fast };
@@ -93,7 +101,8 @@ mod tests {
 
     #[test]
     fn names_are_sorted_and_within_what_a_device_has() {
-        assert!(ALL.is_sorted());
+        assert!(ALL.is_sorted() && SM90.is_sorted());
+        assert!(SM90.iter().all(|name| dynamic_shared_bytes_max(name) <= 227 << 10));
         assert!(ALL.iter().all(|name| dynamic_shared_bytes_max(name) <= SHARED_BYTES_MAX));
     }
 }

@@ -12,6 +12,7 @@ struct Case {
     geometry: AttentionGeometry,
     dtype: DType,
     precision: Precision,
+    wgmma: bool,
     window: Option<u32>,
     alibi: bool,
     /// Rows and position of the first, of each sequence.
@@ -26,6 +27,7 @@ impl Default for Case {
             geometry: geometry(4, 2, 64),
             dtype: DType::BF16,
             precision: Precision::Exact,
+            wgmma: false,
             window: None,
             alibi: false,
             seqs: vec![(1, 100), (40, 30)],
@@ -99,6 +101,7 @@ fn oracle(
 fn check(case: &Case) {
     let mut device = ShimDevice::open().expect("the shim");
     device.tuning.precision = case.precision;
+    device.tuning.wgmma = case.wgmma;
     let mut data = Data::new(21);
     let g = case.geometry;
     let (seqs, runs, slots) = layout(case, &mut data);
@@ -180,6 +183,22 @@ fn one_term_is_near() {
             let seqs = vec![(50, 40), (1, 60)];
             let precision = Precision::Fast;
             check(&Case { geometry: geometry(2, 1, head_dim), dtype, precision, seqs, ..Case::default() });
+        }
+    }
+}
+
+/// The host's model of warpgroup products is our understanding of them; a GPU proves it.
+#[test]
+fn warpgroup_products_as_they_are_understood() {
+    for dtype in [DType::F16, DType::BF16] {
+        for head_dim in [64, 128] {
+            for (window, alibi, seqs) in
+                [(None, false, vec![(70, 0), (33, 401)]), (Some(90), true, vec![(140, 60), (20, 0)])]
+            {
+                let (precision, wgmma) = (Precision::Fast, true);
+                let geometry = geometry(3, 1, head_dim);
+                check(&Case { geometry, dtype, precision, wgmma, window, alibi, seqs, ..Case::default() });
+            }
         }
     }
 }

@@ -104,7 +104,7 @@ fn what_a_device_would_refuse_is_refused() {
 #[test]
 fn every_kernel_of_the_fatbin_is_in_the_shim() {
     let shim = Shim::get().expect("the shim");
-    for name in lagoon_cuda::kernels::ALL {
+    for name in lagoon_cuda::kernels::ALL.iter().chain(lagoon_cuda::kernels::SM90) {
         assert!(shim.params_bytes(name) > 0, "{name}");
     }
 }

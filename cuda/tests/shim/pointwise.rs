@@ -27,14 +27,14 @@ fn norms_add_the_residual_first() {
             let mut x = data.values(rows * cols);
             let (delta, weight, bias) = (data.values(rows * cols), data.values(cols), data.values(cols));
             let mut out = vec![0.0f32; rows * cols];
-            let eps = 1e-5;
+            let eps = 1e-5f32;
             let mut sums = Vec::new();
             let mut want = Vec::new();
             for row in 0..rows {
                 let sum: Vec<f64> = (row * cols..(row + 1) * cols).map(|i| f64::from(x[i] + delta[i])).collect();
                 let mean = if layer { sum.iter().sum::<f64>() / cols as f64 } else { 0.0 };
                 let squares: f64 = sum.iter().map(|v| (v - mean).powi(2)).sum();
-                let factor = 1.0 / (squares / cols as f64 + eps).sqrt();
+                let factor = 1.0 / (squares / cols as f64 + f64::from(eps)).sqrt();
                 want.extend(sum.iter().enumerate().map(|(i, v)| {
                     (v - mean) * factor * f64::from(weight[i]) + if layer { f64::from(bias[i]) } else { 0.0 }
                 }));
@@ -47,7 +47,7 @@ fn norms_add_the_residual_first() {
                 bias: if layer { bias.as_ptr() as u64 } else { 0 },
                 out: out.as_mut_ptr() as u64,
                 cols: number(cols),
-                eps: eps as f32,
+                eps,
                 weight_type: F32,
                 pad: 0,
             };

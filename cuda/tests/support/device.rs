@@ -75,6 +75,7 @@ pub(crate) const TUNING: Tuning = Tuning {
     ],
     class_keys: [64, 256],
     precision: Precision::Exact,
+    wgmma: false,
 };
 
 impl ShimDevice {

@@ -13,11 +13,13 @@
 
 pub mod control;
 pub mod data;
+pub mod direct;
 pub mod placement;
 pub mod transfer;
 
 pub use control::*;
 pub use data::*;
+pub use direct::*;
 pub use placement::*;
 pub use transfer::*;
 

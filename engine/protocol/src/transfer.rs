@@ -247,6 +247,9 @@ pub struct TransferComplete {
     pub export: u64,
     #[prost(enumeration = "TransferOutcome", tag = "4")]
     pub outcome: i32,
+    /// Of the writer that it is for: numbers count anew for its successor.
+    #[prost(fixed64, tag = "5")]
+    pub incarnation: u64,
 }
 
 /// The acknowledgement of all COMPLETEs up to a number.
@@ -256,4 +259,7 @@ pub struct TransferCompleted {
     pub conn: u64,
     #[prost(uint64, tag = "2")]
     pub seq: u64,
+    /// Of the writer.
+    #[prost(fixed64, tag = "3")]
+    pub incarnation: u64,
 }

@@ -144,6 +144,35 @@ impl Region for HeapRegion {
     }
 }
 
+#[cfg(target_os = "linux")]
+impl From<lagoon_backend::ArenaError> for RegionError {
+    fn from(error: lagoon_backend::ArenaError) -> Self {
+        match error {
+            lagoon_backend::ArenaError::Outside { offset, end, bytes } => Self::Outside { offset, end, bytes },
+            lagoon_backend::ArenaError::Busy { offset, end } => Self::Busy { offset, end },
+        }
+    }
+}
+
+#[cfg(target_os = "linux")]
+impl Region for lagoon_backend::SharedArena {
+    fn bytes(&self) -> u64 {
+        self.bytes() as u64
+    }
+
+    fn window(&self, offset: u64, bytes: usize) -> Result<Bytes, RegionError> {
+        Ok(self.window(offset, bytes)?)
+    }
+
+    fn view(&self, offset: u64, bytes: usize, visit: &mut dyn FnMut(&[u8])) -> Result<(), RegionError> {
+        Ok(self.view(offset, bytes, visit)?)
+    }
+
+    fn fill(&self, offset: u64, bytes: usize, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), RegionError> {
+        Ok(self.fill(offset, bytes, fill)?)
+    }
+}
+
 /// Writes bytes to a region.
 ///
 /// # Errors

@@ -464,7 +464,11 @@ impl Writer {
     }
 
     fn on_complete(&mut self, from: InstanceId, m: &TransferComplete) {
+        let incarnation = self.config.incarnation;
         let Some(state) = self.readers.get_mut(&from).filter(|state| state.conn == m.conn) else { return };
+        if m.incarnation != incarnation {
+            return;
+        }
         if m.seq == state.completed + 1 || mutants::is(Mutant::CompleteOutOfOrder) {
             state.completed = m.seq;
             let done = m.outcome == i32::from(TransferOutcome::Done);
@@ -475,7 +479,7 @@ impl Writer {
         }
         // Also for what was carried out already: the answer may have been lost.
         let Some(state) = self.readers.get(&from) else { return };
-        let message = TransferCompleted { conn: m.conn, seq: state.completed };
+        let message = TransferCompleted { conn: m.conn, seq: state.completed, incarnation };
         self.send(from, ControlBody::TransferCompleted(message));
     }
 

@@ -90,6 +90,8 @@ const _: () = assert!(size_of::<RawHeader>() == HEADER_BYTES);
 
 /// Code of the class field of a preface.
 pub(crate) const PREFACE_CODE: u8 = 0;
+/// Code of the class field of a direct connection's frames, and of its prefaces' class: [`crate::direct`].
+pub const DIRECT_CODE: u8 = 4;
 
 /// A checked header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,48 +106,60 @@ pub struct Header {
 impl Header {
     /// Checks a header on a stream that carries `expected` (`None`: a preface is due).
     pub fn decode(bytes: &[u8; HEADER_BYTES], expected: Option<Class>) -> Result<Self, WireError> {
-        let raw: RawHeader = bytemuck::pod_read_unaligned(bytes);
-        if raw.magic != MAGIC {
-            return Err(WireError::Magic(raw.magic));
-        }
-        let version = u32::from(raw.version);
-        if !(crate::VERSION_MIN..=crate::VERSION_MAX).contains(&version) {
-            return Err(WireError::Version(raw.version));
-        }
         let wanted = expected.map_or(PREFACE_CODE, Class::code);
-        if raw.class != wanted {
-            return Err(WireError::Class { expected: expected.unwrap_or(Class::Control), got: raw.class });
-        }
-        if raw.flags != 0 || raw.reserved != 0 {
-            let value = u64::from(raw.flags).max(u64::from(raw.reserved));
-            return Err(WireError::Field { field: "the reserved part of the header", value, allowed: "0" });
-        }
-        let length = usize::try_from(raw.length).unwrap_or(usize::MAX);
         let max = expected.map_or(limits::PREFACE_BYTES_MAX, Class::body_bytes_max);
-        if length > max {
-            return Err(WireError::TooLarge { class: expected.unwrap_or(Class::Control), bytes: length, max });
-        }
-        Ok(Self { class: expected, kind: raw.kind, length })
+        let (kind, length) = check(bytes, wanted, max, expected.unwrap_or(Class::Control))?;
+        Ok(Self { class: expected, kind, length })
     }
 
+    /// Checks the header of a frame of a direct connection; gives its kind and length.
+    pub(crate) fn decode_direct(bytes: &[u8; HEADER_BYTES]) -> Result<(u8, usize), WireError> {
+        check(bytes, DIRECT_CODE, limits::DATA_FRAME_BYTES_MAX, Class::Bulk)
+    }
+
+    /// Encodes the header of a frame of a direct connection.
+    pub(crate) fn encode_direct(kind: u8, length: usize) -> Result<[u8; HEADER_BYTES], WireError> {
+        raw(DIRECT_CODE, kind, length, limits::DATA_FRAME_BYTES_MAX, Class::Bulk)
+    }
     /// Encodes a header; refuses a body over the class's cap.
     pub(crate) fn encode(class: Option<Class>, kind: u8, length: usize) -> Result<[u8; HEADER_BYTES], WireError> {
         let max = class.map_or(limits::PREFACE_BYTES_MAX, Class::body_bytes_max);
-        let too_large = WireError::TooLarge { class: class.unwrap_or(Class::Control), bytes: length, max };
-        if length > max {
-            return Err(too_large);
-        }
-        let raw = RawHeader {
-            magic: MAGIC,
-            version: FRAME_VERSION,
-            class: class.map_or(PREFACE_CODE, Class::code),
-            kind,
-            flags: 0,
-            length: u32::try_from(length).ok().ok_or(too_large)?,
-            reserved: 0,
-        };
-        Ok(bytemuck::cast(raw))
+        raw(class.map_or(PREFACE_CODE, Class::code), kind, length, max, class.unwrap_or(Class::Control))
     }
+}
+
+/// Checks a header of the class with code `wanted`; `named` is the class that errors name.
+fn check(bytes: &[u8; HEADER_BYTES], wanted: u8, max: usize, named: Class) -> Result<(u8, usize), WireError> {
+    let raw: RawHeader = bytemuck::pod_read_unaligned(bytes);
+    if raw.magic != MAGIC {
+        return Err(WireError::Magic(raw.magic));
+    }
+    let version = u32::from(raw.version);
+    if !(crate::VERSION_MIN..=crate::VERSION_MAX).contains(&version) {
+        return Err(WireError::Version(raw.version));
+    }
+    if raw.class != wanted {
+        return Err(WireError::Class { expected: named, got: raw.class });
+    }
+    if raw.flags != 0 || raw.reserved != 0 {
+        let value = u64::from(raw.flags).max(u64::from(raw.reserved));
+        return Err(WireError::Field { field: "the reserved part of the header", value, allowed: "0" });
+    }
+    let length = usize::try_from(raw.length).unwrap_or(usize::MAX);
+    if length > max {
+        return Err(WireError::TooLarge { class: named, bytes: length, max });
+    }
+    Ok((raw.kind, length))
+}
+
+fn raw(class: u8, kind: u8, length: usize, max: usize, named: Class) -> Result<[u8; HEADER_BYTES], WireError> {
+    let too_large = WireError::TooLarge { class: named, bytes: length, max };
+    if length > max {
+        return Err(too_large);
+    }
+    let length = u32::try_from(length).ok().ok_or(too_large)?;
+    let raw = RawHeader { magic: MAGIC, version: FRAME_VERSION, class, kind, flags: 0, length, reserved: 0 };
+    Ok(bytemuck::cast(raw))
 }
 
 /// Version of the layouts that this build writes.

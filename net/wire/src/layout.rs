@@ -51,6 +51,18 @@ layout!(
     RawBulkRefused, 24, { id: u64, lease: u64, code: u8, reserved: [u8; 7] }
 );
 
+layout!(RawOpen, 16, { epoch: u64, reader: u32, reserved: u32 });
+layout!(
+    /// Followed by `segments` [`RawSegment`].
+    RawDirectRead, 16, { id: u64, segments: u32, reserved: u32 }
+);
+layout!(RawSegment, 32, { export: u64, offset: u64, bytes: u64, region: u32, reserved: u32 });
+layout!(
+    /// A probe, or the announcement of data.
+    RawDirectBytes, 16, { id: u64, bytes: u64 }
+);
+layout!(RawDirectRefused, 16, { id: u64, code: u8, reserved: [u8; 7] });
+
 /// Takes a `T` from the front of `body`.
 pub(crate) fn take<T: Pod>(body: &mut Bytes, what: &'static str) -> Result<T, WireError> {
     let bytes = take_bytes(body, size_of::<T>(), what)?;

@@ -21,6 +21,7 @@ compile_error!("the wire is little-endian and its headers are read in place: big
 
 mod bulk;
 mod control;
+pub mod direct;
 mod error;
 mod frame;
 pub mod fuzz;
@@ -32,6 +33,6 @@ mod reader;
 pub use control::Preface;
 pub use error::WireError;
 pub use frame::{EncodedFrame, Frame, decode_body, encode, encode_preface};
-pub use header::{Class, HEADER_BYTES, Header, MAGIC};
+pub use header::{Class, DIRECT_CODE, HEADER_BYTES, Header, MAGIC};
 pub use lagoon_protocol::{VERSION_MAX, VERSION_MIN};
 pub use reader::FrameReader;

@@ -9,8 +9,8 @@ use crate::{
     plan::{Conversion, plan},
 };
 use lagoon_protocol::{
-    ControlBody, TransferComplete, TransferConnect, TransferConnected, TransferExport, TransferOutcome, TransferRenew,
-    TransferRenewed,
+    ControlBody, TransferComplete, TransferCompleted, TransferConnect, TransferConnected, TransferExport,
+    TransferOutcome, TransferRenew, TransferRenewed,
 };
 use lagoon_types::{InstanceId, limits};
 use std::{
@@ -337,17 +337,22 @@ impl Reader {
         let (now_ms, repeat_ms) = (self.now_ms, self.config.repeat_ms);
         let Some(conn) = self.conns.get_mut(&id) else { return };
         let Some(head) = conn.outbox.front().filter(|_| conn.state == State::Up) else { return };
+        let Some(incarnation) = conn.peer.as_ref().map(|peer| peer.incarnation) else { return };
         if conn.complete_sent_ms.is_some_and(|sent_ms| now_ms < sent_ms + repeat_ms) {
             return;
         }
         conn.complete_sent_ms = Some(now_ms);
         let outcome = head.outcome.into();
-        let message = TransferComplete { conn: id.0, seq: head.seq, export: head.export, outcome };
+        let message = TransferComplete { conn: id.0, seq: head.seq, export: head.export, outcome, incarnation };
         self.out.push_back(ReaderOutput::Send { to: conn.writer, body: ControlBody::TransferComplete(message) });
     }
 
-    pub(super) fn on_completed(&mut self, from: InstanceId, id: u64, seq: u64) {
+    pub(super) fn on_completed(&mut self, from: InstanceId, m: &TransferCompleted) {
+        let TransferCompleted { conn: id, seq, incarnation } = *m;
         let Some(conn) = self.conn_of(from, id) else { return };
+        if conn.peer.as_ref().is_none_or(|peer| peer.incarnation != incarnation) {
+            return;
+        }
         let before = conn.outbox.len();
         if mutants::is(Mutant::AckUndeduped) {
             conn.outbox.pop_front();

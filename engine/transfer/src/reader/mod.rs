@@ -420,7 +420,7 @@ impl Reader {
             ControlBody::TransferRefused(m) => self.on_refused(from, m.conn, m.attempt, &m.reason),
             ControlBody::TransferExport(m) => self.on_export(from, m),
             ControlBody::TransferRenewed(m) => self.on_renewed(from, m),
-            ControlBody::TransferCompleted(m) => self.on_completed(from, m.conn, m.seq),
+            ControlBody::TransferCompleted(m) => self.on_completed(from, m),
             _ => {}
         }
     }
