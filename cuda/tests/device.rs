@@ -30,6 +30,7 @@ const TUNING: Tuning = Tuning {
     ],
     class_keys: [64, 256],
     precision: Precision::Exact,
+    wgmma: false,
 };
 
 /// Runs `test` on a device over the fake driver; at the end everything is released and nothing was misused.
