@@ -133,6 +133,8 @@ pub struct VirtualKv {
     state: Arc<Mutex<State>>,
     /// Wakes the background thread; `None` while it ends.
     wake: Option<SyncSender<()>>,
+    /// Whether steps wake it.
+    overlapped: bool,
     background: Option<JoinHandle<()>>,
 }
 
@@ -168,7 +170,7 @@ impl VirtualKv {
                 move || map_ahead(&state, &woken)
             })
             .map_err(|error| CudaError::Unsupported(format!("a thread: {error}")))?;
-        Ok(Self { layout, bases, state, wake: Some(wake), background: Some(background) })
+        Ok(Self { layout, bases, state, wake: Some(wake), overlapped: true, background: Some(background) })
     }
 
     #[must_use]
@@ -224,7 +226,7 @@ impl VirtualKv {
         let plan = state.vmm.step(lengths)?;
         state.carry_out(plan)?;
         drop(state);
-        if let Some(wake) = &self.wake {
+        if let Some(wake) = self.wake.as_ref().filter(|_| self.overlapped) {
             // A full channel means that it is about to look anyway.
             let _woken_already = wake.try_send(());
         }
@@ -356,6 +358,12 @@ impl VirtualKv {
         event.record(stream)?;
         state.uses.push((id, event));
         Ok(())
+    }
+
+    /// Whether steps have the background thread map ahead, as they do at first: without it, for comparison, each step maps
+    /// what it needs itself.
+    pub fn overlap(&mut self, overlapped: bool) {
+        self.overlapped = overlapped;
     }
 
     /// Waits until the background thread has nothing to do: for measurements and tests.

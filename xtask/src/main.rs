@@ -14,6 +14,7 @@ use clap::{Parser, Subcommand};
 mod ci;
 mod deny;
 mod environment;
+mod gpu_check;
 mod kernels;
 mod libtest;
 mod licence;
@@ -52,6 +53,12 @@ enum Command {
         #[arg(long, conflicts_with = "check")]
         budget: bool,
     },
+    /// Pack a check of the CUDA backend for a machine with a GPU and without Rust
+    GpuCheck {
+        /// Run it here afterwards: its report goes to benches/results
+        #[arg(long)]
+        run: bool,
+    },
     /// Check licences, banned crates and sources with cargo-deny, where it is installed
     Deny,
     /// Rewrite the hash in WIRE.md after the protocol's page was brought up to date
@@ -75,6 +82,7 @@ fn run(command: &Command) -> Result<bool> {
         Command::Kernels { check: true, .. } => kernels::run(&root, kernels::Task::Check),
         Command::Kernels { budget: true, .. } => kernels::run(&root, kernels::Task::WriteBudget),
         Command::Kernels { .. } => kernels::run(&root, kernels::Task::Write),
+        Command::GpuCheck { run } => gpu_check::run(&root, *run),
         Command::Deny => deny::run(&root),
         Command::WireLock => tidy::wire::lock(&root),
         Command::Ci => ci::run(&root),

@@ -180,7 +180,11 @@ fn check_sizes(args: &DemoArgs, prompt_tokens: usize) -> anyhow::Result<()> {
 
 fn engine_args(args: &DemoArgs, backend: &str) -> EngineArgs {
     EngineArgs {
-        backend: if backend == "cpu" { BackendArg::Cpu } else { BackendArg::Wgpu },
+        backend: match backend {
+            "cpu" => BackendArg::Cpu,
+            "cuda" => BackendArg::Cuda,
+            _ => BackendArg::Wgpu,
+        },
         dtype: None,
         kv_dtype: None,
         kv_tokens: Some(args.kv_tokens),

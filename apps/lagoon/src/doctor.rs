@@ -97,9 +97,12 @@ fn cuda() -> Check {
             let name = lagoon_backend::Device::info(&device).name;
             check("cuda", true, format!("{name}; {kernels}; linear layers: {}", device.linear_layers()), "")
         }
-        Err(error) => {
-            check("cuda", false, format!("{probe}: {error}; {kernels}"), "`--backend wgpu` and `--backend cpu` do without")
-        }
+        Err(error) => check(
+            "cuda",
+            false,
+            format!("{probe}: {error}; {kernels}"),
+            "`--backend wgpu` and `--backend cpu` do without",
+        ),
     }
 }
 

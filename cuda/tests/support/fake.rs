@@ -148,9 +148,10 @@ fn load() -> Result<Library, String> {
     unsafe { Library::new(&path) }.map_err(|error| format!("the fake driver does not load: {error}"))
 }
 
-/// Builds the library, unless the same sources were built before.
-fn build() -> Result<PathBuf, String> {
-    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("fake");
+/// Builds the library, unless the same sources were built before. Its folder holds nothing else that loaders look for.
+pub(crate) fn build() -> Result<PathBuf, String> {
+    // From whichever crate's tests use this file.
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cuda/fake");
     let mut hash = 0xcbf2_9ce4_8422_2325_u64;
     for file in ["fake.h", "driver.cpp", "vmm.inc"] {
         for byte in std::fs::read(sources.join(file)).map_err(|error| format!("{file}: {error}"))? {

@@ -29,7 +29,8 @@ fn sources(dir: &Path, out: &mut Vec<PathBuf>) {
 /// The compiled shim; an error, for people, where there is no compiler.
 pub(crate) fn library() -> Result<PathBuf, String> {
     let sanitize = std::env::var_os(SANITIZE).is_some();
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    // From whichever crate's tests use this file.
+    let root = &Path::new(env!("CARGO_MANIFEST_DIR")).join("../cuda");
     let mut files = Vec::new();
     sources(&root.join("kernels"), &mut files);
     sources(&root.join("shim"), &mut files);

@@ -1,0 +1,57 @@
+//! The conformance suite, each case on the device opened anew, with the kernels cut as they are and into many pieces.
+
+use crate::panic_text;
+use lagoon_backend::conformance::{Tolerance, cases};
+use lagoon_cuda::kernels::attention::{DecodeClass, Precision, Tuning};
+use lagoon_cuda::{CudaDevice, CudaOptions, kernels};
+use serde_json::{Map, Value, json};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+type Case = (&'static str, fn(&mut CudaDevice, Tolerance));
+
+macro_rules! named {
+    ($($case:ident),+ $(,)?) => {
+        [$((stringify!($case), cases::$case::<CudaDevice> as fn(&mut CudaDevice, Tolerance))),+]
+    };
+}
+
+/// Small pieces, so that small shapes meet every path.
+const PIECES: Tuning = Tuning {
+    sms: 8,
+    classes: [
+        DecodeClass { warps: 2, stages: 4, blocks_per_sm: 1, piece_keys_min: 48 },
+        DecodeClass { warps: 4, stages: 2, blocks_per_sm: 2, piece_keys_min: 96 },
+        DecodeClass { warps: 8, stages: 3, blocks_per_sm: 2, piece_keys_min: 200 },
+    ],
+    class_keys: [64, 256],
+    precision: Precision::Exact,
+};
+
+pub(crate) fn run() -> Value {
+    let cases: &[Case] = &lagoon_backend::conformance_names!(named());
+    let large: Case = ("matmul_large_weight", cases::matmul_large_weight::<CudaDevice>);
+    let kinds = [("untuned", None, None), ("pieces", Some(PIECES), None), ("sliced", Some(PIECES), Some(2))];
+    let mut found = Map::new();
+    let mut failed = 0;
+    for (kind, tuning, layers_per_group) in kinds {
+        let mut results = Map::new();
+        for (name, case) in cases.iter().chain((kind == "untuned").then_some(&large)) {
+            let options = CudaOptions { ordinal: 0, layers_per_group, tuning };
+            let result = catch_unwind(AssertUnwindSafe(|| {
+                let mut device = CudaDevice::open(kernels::FATBIN, options).map_err(|e| e.to_string())?;
+                // In bf16 queries, attention weights and activations are two terms of 8 bits.
+                case(&mut device, Tolerance::loosened(8.0));
+                Ok::<_, String>(())
+            }));
+            let text = match result {
+                Ok(Ok(())) => "ok".to_owned(),
+                Ok(Err(error)) => error,
+                Err(panic) => panic_text(panic.as_ref()),
+            };
+            failed += usize::from(text != "ok");
+            results.insert((*name).to_owned(), json!(text));
+        }
+        found.insert(kind.to_owned(), Value::Object(results));
+    }
+    json!({ "ok": failed == 0, "failed": failed, "cases": found })
+}

@@ -1,0 +1,126 @@
+//! Virtual memory: what the driver's calls take (vAttention's Tables 3 and 9), and what a decode step waits for mapping
+//! with and without the background thread (its Figure 12).
+
+use lagoon_cuda::VirtualKv;
+use lagoon_cuda::driver::{Context, Physical, Reservation, Sharing};
+use lagoon_kv::vmm::{VmmConfig, VmmLayout, VmmShape};
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// The middle of some durations, in microseconds.
+fn median_us(mut times: Vec<Duration>) -> f64 {
+    times.sort();
+    times[times.len() / 2].as_secs_f64() * 1e6
+}
+
+/// Times each call of `f`.
+fn timed<T>(count: usize, mut f: impl FnMut(usize) -> anyhow::Result<T>) -> anyhow::Result<(f64, Vec<T>)> {
+    let (mut times, mut made) = (Vec::new(), Vec::new());
+    for i in 0..count {
+        let started = Instant::now();
+        made.push(f(i)?);
+        times.push(started.elapsed());
+    }
+    Ok((median_us(times), made))
+}
+
+fn calls(small: bool) -> anyhow::Result<Value> {
+    let context = Context::open(0)?;
+    let page = context.granularity();
+    let count = if small { 8 } else { 512 };
+    let (reserve_us, ranges) = timed(count, |_| Ok(Reservation::new(&context, page * count)?))?;
+    let (free_us, _) = timed_drops(ranges);
+    let mut range = Reservation::new(&context, page * count)?;
+    let (create_us, groups) = timed(count, |_| Ok(Arc::new(Physical::new(&context, page, Sharing::Private)?)))?;
+    let started = Instant::now();
+    let (map_us, _) = timed(count, |i| Ok(range.map(i * page, &groups[i])?))?;
+    let mapped = started.elapsed().as_secs_f64();
+    let (unmap_us, _) = timed(count, |i| Ok(range.unmap(i * page)?))?;
+    let (release_us, _) = timed_drops(groups);
+    Ok(json!({
+        "page_group_bytes": page,
+        "cuMemAddressReserve_us": reserve_us,
+        "cuMemAddressFree_us": free_us,
+        "cuMemCreate_us": create_us,
+        "cuMemMap_and_cuMemSetAccess_us": map_us,
+        "cuMemUnmap_us": unmap_us,
+        "cuMemRelease_us": release_us,
+        "mapping_gb_per_s": (page * count) as f64 / mapped / 1e9,
+        "paper_table_3_us": { "reserve": 2, "free": 1, "create": 29, "map": 2, "set_access": 38, "unmap": 34, "release": 23 },
+        "paper_table_9_gb_per_s": 35.17,
+    }))
+}
+
+fn timed_drops<T>(values: Vec<T>) -> (f64, ()) {
+    let times = values.into_iter().map(|value| {
+        let started = Instant::now();
+        drop(value);
+        started.elapsed()
+    });
+    (median_us(times.collect()), ())
+}
+
+/// Decoding steps of 32 requests from different lengths on: how long each waits in `step`.
+fn steps(small: bool, overlap: bool, layers_per_group: u32) -> anyhow::Result<Value> {
+    let context = Context::open(0)?;
+    let shape = VmmShape {
+        layers: 32,
+        kv_heads: 8,
+        head_dim: 128,
+        element_bytes: 2,
+        page_group_bytes: context.granularity() as u64,
+        layers_per_group,
+    };
+    let layout = VmmLayout::new(shape)?;
+    let (batch, first, count) = if small { (4, 10, 40) } else { (32, 2048, 500) };
+    let lengths = |at: u32| -> Vec<u32> { (0..batch).map(|row| first + row * 37 + at).collect() };
+    let last = first + batch * 37 + count;
+    let config = VmmConfig {
+        batch_max: batch,
+        context_max: 2 * last,
+        guests_max: 0,
+        guest_blocks_max: 0,
+        stripes: batch * (layout.stripes_for(last) + 1),
+        address_bytes_max: 1 << 46,
+        grow: false,
+        eager_stripes: 0,
+        reclaim_below: 0,
+    };
+    let mut kv = VirtualKv::new(&context, layout, config)?;
+    kv.overlap(overlap);
+    for _ in 0..batch {
+        kv.alloc_reqid()?;
+    }
+    kv.step(&lengths(0))?;
+    let mut times = Vec::new();
+    for at in 1..count {
+        // The iteration that the mapping hides behind.
+        std::thread::sleep(Duration::from_millis(if small { 1 } else { 8 }));
+        let started = Instant::now();
+        kv.step(&lengths(at))?;
+        times.push(started.elapsed());
+    }
+    times.sort();
+    let us = |at: usize| times[at.min(times.len() - 1)].as_secs_f64() * 1e6;
+    let counters = kv.counters();
+    Ok(json!({
+        "layers_per_group": layers_per_group,
+        "overlapped": overlap,
+        "step_us": { "median": us(times.len() / 2), "p99": us(times.len() * 99 / 100), "max": us(times.len()) },
+        "stripes_mapped_in_steps": counters.in_step,
+        "stripes_mapped_ahead": counters.ahead,
+    }))
+}
+
+pub(crate) fn run(small: bool) -> anyhow::Result<Value> {
+    // Without slicing small page groups are many: a page group holds 1024 tokens there, and 32 with full slicing.
+    let groups: &[u32] = if small { &[32] } else { &[1, 32] };
+    let mut found = Vec::new();
+    for group in groups {
+        for overlap in [false, true] {
+            found.push(steps(small, overlap, *group)?);
+        }
+    }
+    Ok(json!({ "calls": calls(small)?, "decode_steps_of_figure_12": found }))
+}
