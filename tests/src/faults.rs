@@ -70,6 +70,26 @@ pub fn passkey() -> PathBuf {
     crate::root().join("models/passkey")
 }
 
+/// The flag that makes a decode step of a model take `step`, by a file in `dir`.
+///
+/// # Panics
+/// If the model cannot be read or the file not be written.
+#[must_use]
+pub fn pace_flag(dir: &Path, model: &Path, step: Duration) -> String {
+    let bytes = std::fs::metadata(model.join("model.safetensors")).unwrap().len() as f64;
+    let profile = PaceProfile {
+        bytes_per_s: bytes / step.as_secs_f64(),
+        flops: 1e15,
+        copy_bytes_per_s: 1e12,
+        launch_us: 0.0,
+        weight_scale: 1.0,
+        kv_scale: 1e-6,
+    };
+    let path = dir.join("pace.json");
+    std::fs::write(&path, serde_json::to_vec(&profile).unwrap()).unwrap();
+    format!("--pace={}", path.display())
+}
+
 /// A gManager, and instances by name.
 #[derive(Debug)]
 pub struct FaultPool {
@@ -184,18 +204,7 @@ impl FaultPool {
 
     /// A device that reads the model's weights in `step`, and everything else in no time.
     fn pace(&self, step: Duration) -> String {
-        let bytes = std::fs::metadata(self.model.join("model.safetensors")).unwrap().len() as f64;
-        let profile = PaceProfile {
-            bytes_per_s: bytes / step.as_secs_f64(),
-            flops: 1e15,
-            copy_bytes_per_s: 1e12,
-            launch_us: 0.0,
-            weight_scale: 1.0,
-            kv_scale: 1e-6,
-        };
-        let path = self.ca.path().join("pace.json");
-        std::fs::write(&path, serde_json::to_vec(&profile).unwrap()).unwrap();
-        format!("--pace={}", path.display())
+        pace_flag(self.ca.path(), &self.model, step)
     }
 
     /// One instance with room for everything, in no pool.

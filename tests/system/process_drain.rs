@@ -2,8 +2,10 @@
 
 use crate::process_cluster::{Cluster, TWO, certificates, wait_for_pool};
 use crate::process_up::{golden_prompt, single};
+use lagoon_tests::faults::pace_flag;
 use lagoon_tests::process::{Client, Ended, Events, PATIENCE, Server, completion, run, signal, token_ids};
 use serde_json::{Value, json};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Asks the cluster's gManager.
@@ -75,10 +77,11 @@ fn long_prompt() -> (String, Vec<u32>) {
     (lagoon_tests::root().join("models/passkey").to_string_lossy().into_owned(), vec![7; 1200])
 }
 
-/// Instances that hold 1,024 tokens each.
+/// Instances that hold 1,024 tokens each, and take their time: a stream outlives what is ordered meanwhile.
 fn three(cluster: &Cluster, model: &str) -> [Server; 3] {
-    let servers = ["one", "two", "three"]
-        .map(|name| cluster.serve(name, model, &["--backend=cpu", "--kv-tokens=1024", "--calibrate=off"]));
+    let pace = pace_flag(cluster.ca.path(), Path::new(model), Duration::from_millis(5));
+    let flags = ["--backend=cpu", "--kv-tokens=1024", "--calibrate=off", &pace];
+    let servers = ["one", "two", "three"].map(|name| cluster.serve(name, model, &flags));
     wait_for_pool(&servers[0].client(), 128 + 2 * 126);
     servers
 }
@@ -159,36 +162,87 @@ fn a_drain_is_seen_and_taken_back() {
 }
 
 #[test]
-fn moves_by_hand_are_planned_dry_and_unknown_requests_refused() {
+fn moves_by_hand_are_done_counted_and_explained() {
     let cluster = Cluster::new();
     let (model, prompt) = long_prompt();
     let tls = certificates(&cluster.ca, "operator");
     let instances = three(&cluster, &model);
     let client = instances[0].client();
-    let stream = Stream::start(&client, &prompt, 700);
+    let stream = Stream::start(&client, &prompt, MOVED_TOKENS);
     let rows = placements(&cluster, &tls);
     let request = rows[0]["request"].as_str().unwrap().to_owned();
     let debtor: u64 = request.split('/').next().unwrap().parse().unwrap();
     let lent = rows.iter().find(|row| row["instance"].as_u64() != Some(debtor)).unwrap_or_else(|| panic!("{rows:?}"));
-    let source = lent["instance"].to_string();
-    let recalled = ask_json(&cluster, &tls, &["kv", "recall", &request, "--blocks=1", "--dry-run"]);
-    assert_eq!(recalled["dry_run"], true, "{recalled}");
-    assert_eq!(recalled["moves"][0]["request"], *request, "{recalled}");
-    assert_eq!(recalled["moves"][0]["source"].to_string(), source, "{recalled}");
+    let lender = lent["instance"].as_u64().unwrap();
+    let numbers = instances.each_ref().map(|s| s.client().get("/lagoon/status").json()["instance"].as_u64().unwrap());
+    let other = numbers.into_iter().find(|n| ![debtor, lender].contains(n)).unwrap();
+    let [lender, other] = [lender, other].map(|n| n.to_string());
+    let order = |command: &[&str]| -> (u64, u64) {
+        let [verb, blocks, rest @ ..] = command else { panic!("{command:?}") };
+        let blocks = format!("--blocks={blocks}");
+        let command = [&["kv", verb, &request, "--wait", "--json", &blocks][..], rest].concat();
+        let deadline = Instant::now() + PATIENCE;
+        let ended = loop {
+            let ended = ask(&cluster, &tls, &command);
+            // Four heartbeats a second tell the gManager what can move: what just moved may not be known yet.
+            if ended.code == Some(0) || !ended.stderr.contains("that can move") || Instant::now() > deadline {
+                break ended;
+            }
+        };
+        assert_eq!(ended.code, Some(0), "{ended:?}");
+        let ended: Value = serde_json::from_str(&ended.stdout).unwrap();
+        let outcome = &ended["outcome"];
+        assert_eq!((&outcome["ended"], &ended["dry_run"]), (&json!(true), &json!(false)), "{ended}");
+        let (asked, moved) = (outcome["blocks"].as_u64().unwrap(), outcome["moved"].as_u64().unwrap());
+        assert_eq!(asked == moved, outcome["reason"] == "", "{ended}");
+        (ended["moves"][0]["order"].as_u64().unwrap(), moved)
+    };
+    let [from_debtor, from_lender, from_other] = [&debtor.to_string(), &lender, &other].map(|n| format!("--from={n}"));
+    let [to_lender, to_other] = [&lender, &other].map(|n| format!("--to={n}"));
+    // Each is taken at once: the request does not rest between moves by hand.
+    let (_, out) = order(&["move", "80", &from_debtor, &to_lender]);
+    let (_, home) = order(&["recall", "8", &from_lender]);
+    let (_, between) = order(&["move", "7", &from_lender, &to_other]);
+    let (last, home_again) = order(&["recall", "2", &from_other]);
+    let (_, back) = order(&["move", "3", &from_other, &to_lender]);
+    assert_eq!((out, between, home, back, home_again), (80, 7, 8, 3, 2));
+    // The debtor counted these and no others as an operator's.
+    let moves = client.get("/lagoon/status").json()["moves"].clone();
+    let counted = json!({ "out": out, "home": home + home_again, "between": between + back });
+    assert_eq!(moves["by_reason"]["operator"], counted, "{moves}");
+    wait_for_metric(&client, "lagoon_moved_blocks_total{direction=\"home\",reason=\"operator\"}", 10.0);
+    // The outcome of an order can be asked for later; a number that is nobody's cannot.
+    let outcome = ask(&cluster, &tls, &["kv", "order", &last.to_string()]);
+    assert_eq!((outcome.code, outcome.stdout.as_str()), (Some(0), "2 rBlocks moved\n"), "{outcome:?}");
+    // Only this request's rows, of the instances that have some.
+    let own = ask_json(&cluster, &tls, &["kv", "ls", &request])["placements"].as_array().unwrap().len();
+    assert!((2..=3).contains(&own) && own == placements(&cluster, &tls).len(), "{own}");
+    refused_orders(&cluster, &tls, &request);
+    stream.finish(&model, &prompt, MOVED_TOKENS);
+    assert_eq!(client.get("/lagoon/status").json()["recomputed_tokens"], 0);
+}
+
+/// Tokens of a stream that outlives a dozen commands.
+const MOVED_TOKENS: u32 = 1_100;
+
+fn refused_orders(cluster: &Cluster, tls: &[String; 3], request: &str) {
     for (command, words) in [
         (vec!["kv", "recall", "1/999999"], vec!["1"]),
-        (vec!["kv", "move", &request, "--from=nobody", "--to=one"], vec!["nobody", "hint:"]),
+        (vec!["kv", "move", request, "--from=nobody", "--to=one"], vec!["nobody", "hint:"]),
+        (vec!["kv", "recall", request, "--blocks=5000"], vec!["not 5000", "hint:"]),
+        (vec!["kv", "order", "77"], vec!["no operator's order", "hint:"]),
         (vec!["drain", "nobody"], vec!["nobody", "hint:"]),
     ] {
-        let refused = ask(&cluster, &tls, &command);
+        let refused = ask(cluster, tls, &command);
         assert_eq!(refused.code, Some(1), "{refused:?}");
         for word in words {
             assert!(refused.stderr.contains(word), "{word} in {refused:?}");
         }
     }
+    let dry = ask_json(cluster, tls, &["kv", "recall", request, "--blocks=1", "--dry-run"]);
+    assert_eq!((&dry["dry_run"], &dry["moves"][0]["order"]), (&json!(true), &json!(0)), "{dry}");
     // A plan is an answer, be it empty.
-    assert!(ask_json(&cluster, &tls, &["kv", "plan"])["moves"].is_array());
-    stream.finish(&model, &prompt, 700);
+    assert!(ask_json(cluster, tls, &["kv", "plan"])["moves"].is_array());
 }
 
 #[test]

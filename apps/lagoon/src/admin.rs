@@ -9,12 +9,21 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use lagoon_protocol::{AdminBody, AdminDrain, AdminMove, AdminPlacements, AdminPlan, AdminReply, PlacementRow};
+use lagoon_protocol::{
+    AdminBody, AdminDrain, AdminMove, AdminOrder, AdminPlacements, AdminPlan, AdminReply, OrderOutcome, PlacementRow,
+};
+use lagoon_types::limits;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 use tokio::sync::Mutex;
+
+/// How often an order is looked at that is waited for.
+const FOLLOW_EVERY: Duration = Duration::from_millis(50);
+/// An order has ended by then, done or not.
+const FOLLOW_DEADLINE: Duration = Duration::from_millis(limits::MOVE_DEADLINE_MS + 2 * limits::MOVE_GRACE_MS);
 
 /// Which pool is meant.
 #[derive(Clone, Debug, clap::Args)]
@@ -58,8 +67,21 @@ pub(crate) enum Order {
         #[serde(default)]
         first: Option<u32>,
     },
-    Placements {},
+    /// As `AdminPlacements`, without its request: of all.
+    Placements {
+        #[serde(default)]
+        debtor: u32,
+        #[serde(default)]
+        seq: Option<u64>,
+        /// Instance, debtor and sequence of the row to go on after.
+        #[serde(default)]
+        after: (u32, u32, u64),
+    },
     Plan {},
+    /// How an earlier order ended.
+    Outcome {
+        order: u64,
+    },
 }
 
 impl From<Order> for AdminBody {
@@ -69,8 +91,11 @@ impl From<Order> for AdminBody {
             Order::Move { debtor, seq, blocks, source, target, dry_run, first } => {
                 Self::Move(AdminMove { debtor, seq, blocks, source, target, dry_run, first })
             }
-            Order::Placements {} => Self::Placements(AdminPlacements {}),
+            Order::Placements { debtor, seq, after: (after_instance, after_debtor, after_seq) } => {
+                Self::Placements(AdminPlacements { debtor, seq, after_instance, after_debtor, after_seq })
+            }
             Order::Plan {} => Self::Plan(AdminPlan {}),
+            Order::Outcome { order } => Self::Order(AdminOrder { order }),
         }
     }
 }
@@ -80,6 +105,22 @@ impl From<Order> for AdminBody {
 pub(crate) struct Answer {
     pub(crate) moves: Vec<Move>,
     pub(crate) placements: Vec<Placement>,
+    /// There are more rows after the last one of `placements`.
+    #[serde(default)]
+    pub(crate) more: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) outcome: Option<Outcome>,
+}
+
+/// How an order ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Outcome {
+    /// It is over; until then the rest means nothing.
+    pub(crate) ended: bool,
+    pub(crate) blocks: u32,
+    pub(crate) moved: u32,
+    /// Why not all of them moved.
+    pub(crate) reason: String,
 }
 
 /// Blocks of one request that are to move.
@@ -106,6 +147,14 @@ pub(crate) struct Placement {
     pub(crate) blocks_sealed: u32,
 }
 
+impl Placement {
+    /// Instance, debtor and sequence.
+    fn key(&self) -> Option<(u32, u32, u64)> {
+        let (debtor, seq) = self.request.split_once('/')?;
+        Some((self.instance, debtor.parse().ok()?, seq.parse().ok()?))
+    }
+}
+
 impl From<AdminReply> for Answer {
     fn from(reply: AdminReply) -> Self {
         let moves = reply.moves.into_iter().map(|m| Move {
@@ -125,7 +174,12 @@ impl From<AdminReply> for Answer {
                 blocks_sealed: entry.blocks_sealed,
             })
         };
-        Self { moves: moves.collect(), placements: reply.placements.into_iter().filter_map(placement).collect() }
+        let outcome = reply.outcome.map(|o| {
+            let OrderOutcome { ended, blocks, moved, reason } = o;
+            Outcome { ended, blocks, moved, reason }
+        });
+        let placements = reply.placements.into_iter().filter_map(placement).collect();
+        Self { moves: moves.collect(), placements, more: reply.more, outcome }
     }
 }
 
@@ -154,6 +208,34 @@ impl Operator {
                      made by hand",
                 )
             }
+        }
+    }
+
+    /// Rows of the request placement map: of all requests, or of a debtor's or one request.
+    pub(crate) async fn placements(&mut self, debtor: u32, seq: Option<u64>) -> anyhow::Result<Vec<Placement>> {
+        let (mut rows, mut after) = (Vec::new(), (0, 0, 0));
+        loop {
+            let page = self.order(Order::Placements { debtor, seq, after }).await?;
+            let last = page.placements.last().and_then(Placement::key).filter(|last| *last > after);
+            rows.extend(page.placements);
+            match last.filter(|_| page.more) {
+                Some(last) => after = last,
+                None => return Ok(rows),
+            }
+        }
+    }
+
+    /// Follows an order until it has ended.
+    pub(crate) async fn follow(&mut self, order: u64) -> anyhow::Result<Outcome> {
+        let deadline = Instant::now() + FOLLOW_DEADLINE;
+        loop {
+            let outcome = self.order(Order::Outcome { order }).await?.outcome;
+            let outcome = outcome.context("the gManager does not know the question\nhint: is it of this version?")?;
+            if outcome.ended {
+                return Ok(outcome);
+            }
+            anyhow::ensure!(Instant::now() < deadline, "order {order} has not ended in time");
+            tokio::time::sleep(FOLLOW_EVERY).await;
         }
     }
 
@@ -216,12 +298,16 @@ mod tests {
     #[test]
     fn orders_are_read_as_they_are_written() {
         let moves = Order::Move { debtor: 1, seq: 7, blocks: 3, source: 2, target: 1, dry_run: true, first: Some(4) };
-        for order in [moves, Order::Drain { instance: 4, cancel: false, stop: true }, Order::Plan {}] {
+        let rows = Order::Placements { debtor: 1, seq: Some(7), after: (2, 1, 5) };
+        let drain = Order::Drain { instance: 4, cancel: false, stop: true };
+        for order in [moves, drain, Order::Plan {}, rows, Order::Outcome { order: 9 }] {
             let text = serde_json::to_string(&order).unwrap();
             assert_eq!(serde_json::from_str::<Order>(&text).unwrap(), order, "{text}");
         }
         let short: Order = serde_json::from_str(r#"{"move": {"debtor": 1, "seq": 7}}"#).unwrap();
         let AdminBody::Move(m) = short.into() else { panic!("{short:?}") };
         assert_eq!((m.debtor, m.seq, m.blocks, m.target, m.dry_run, m.first), (1, 7, 0, 0, false, None));
+        let all: Order = serde_json::from_str(r#"{"placements": {}}"#).unwrap();
+        assert_eq!(all, Order::Placements { debtor: 0, seq: None, after: (0, 0, 0) });
     }
 }

@@ -130,6 +130,12 @@ pub(crate) struct EngineArgs {
     /// pool on one machine.
     #[arg(long, value_name = "FILE", hide = true)]
     pub(crate) pace: Option<PathBuf>,
+    /// Tokens of KV that move in a step beside a sequence that decodes [default: as measured]: for benchmarks.
+    #[arg(long, value_name = "N", hide = true)]
+    pub(crate) move_tokens_per_step: Option<u32>,
+    /// Whether steps go on while KV is copied, or wait for what moves beside them: for benchmarks.
+    #[arg(long, value_name = "on|off", hide = true, default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
+    pub(crate) move_overlap: bool,
     /// How KV on other instances is attended to.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) remote_attention: RemoteArg,
@@ -170,10 +176,20 @@ impl EngineArgs {
         flags.extend(self.kv_dtype.map(|d| format!("--kv-dtype={d}")));
         flags.extend(self.kv_tokens.map(|n| format!("--kv-tokens={n}")));
         flags.extend(self.pace.iter().map(|p| format!("--pace={}", p.display())));
+        flags.extend(self.move_tokens_per_step.map(|n| format!("--move-tokens-per-step={n}")));
+        flags.extend((!self.move_overlap).then(|| "--move-overlap=off".to_owned()));
         flags.extend(self.host_kv_tokens.map(|n| format!("--host-kv-tokens={n}")));
         flags.extend(self.target_tbt_ms.map(|ms| format!("--target-tbt-ms={ms}")));
         flags.extend(self.threads.map(|n| format!("--threads={n}")));
         flags
+    }
+}
+
+fn parse_switch(text: &str) -> Result<bool, String> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err(format!("{text:?} is neither on nor off")),
     }
 }
 

@@ -198,6 +198,8 @@ fn engine_args(args: &DemoArgs, backend: &str) -> EngineArgs {
         threads: None,
         poll_us: 0,
         pace: None,
+        move_tokens_per_step: None,
+        move_overlap: true,
         remote_attention: args.remote_attention,
         wire_dtype: lagoon_types::DType::F32,
         // Nothing is planned here, and nobody should wait for it.

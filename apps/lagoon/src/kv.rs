@@ -1,6 +1,6 @@
 //! `lagoon kv`: where requests' rBlocks are, and moving them by hand.
 
-use crate::admin::{Answer, Operator, Order, PoolArgs};
+use crate::admin::{Move, Operator, Order, Outcome, Placement, PoolArgs};
 use crate::table::Table;
 use anyhow::Context;
 use serde_json::json;
@@ -21,7 +21,10 @@ pub(crate) struct KvArgs {
 enum KvCommand {
     /// The request placement map: rBlocks of every request, by instance.
     #[command(visible_alias = "list")]
-    Ls,
+    Ls {
+        /// DEBTOR or DEBTOR/SEQ: of these requests only.
+        request: Option<String>,
+    },
     /// Move rBlocks of one request from one instance to another.
     Move {
         /// DEBTOR/SEQ, as `lagoon kv ls` prints it.
@@ -42,6 +45,9 @@ enum KvCommand {
         /// Say what would be ordered, and order nothing.
         #[arg(long)]
         dry_run: bool,
+        /// Wait until the move has ended, and say how.
+        #[arg(long, conflicts_with = "dry_run")]
+        wait: bool,
     },
     /// Bring rBlocks of one request back to the instance that runs it.
     Recall {
@@ -59,6 +65,17 @@ enum KvCommand {
         /// Say what would be ordered, and order nothing.
         #[arg(long)]
         dry_run: bool,
+        /// Wait until the move has ended, and say how.
+        #[arg(long, conflicts_with = "dry_run")]
+        wait: bool,
+    },
+    /// How an order ended that `move` or `recall` gave.
+    Order {
+        /// Its number, as `move` and `recall` print it.
+        order: u64,
+        /// Wait until it has ended.
+        #[arg(long)]
+        wait: bool,
     },
     /// What the planner would order next. It orders nothing because of this.
     Plan,
@@ -67,56 +84,109 @@ enum KvCommand {
 /// Asks the pool and prints its answer.
 pub(crate) async fn run(args: KvArgs) -> anyhow::Result<()> {
     let mut operator = Operator::new(&args.pool)?;
-    let (order, dry) = match &args.command {
-        KvCommand::Ls => (Order::Placements {}, false),
-        KvCommand::Plan => (Order::Plan {}, true),
-        KvCommand::Move { request, blocks, first, from, to, dry_run } => {
+    match &args.command {
+        KvCommand::Ls { request } => {
+            let (debtor, seq) = match request {
+                Some(text) => parse_requests(&mut operator, text).await?,
+                None => (0, None),
+            };
+            show_placements(&args, operator.placements(debtor, seq).await?)
+        }
+        KvCommand::Plan => {
+            let moves = operator.order(Order::Plan {}).await?.moves;
+            show_moves(&args, &moves, true, None)
+        }
+        KvCommand::Order { order, wait } => {
+            let outcome = match wait {
+                true => operator.follow(*order).await?,
+                false => operator.order(Order::Outcome { order: *order }).await?.outcome.context("no answer")?,
+            };
+            show_outcome(&args, *order, &outcome)
+        }
+        KvCommand::Move { request, blocks, first, from, to, dry_run, wait } => {
             let (debtor, seq) = parse_request(&mut operator, request).await?;
             let (source, target) = (operator.find(from).await?.instance, operator.find(to).await?.instance);
             let (blocks, first, dry_run) = (*blocks, *first, *dry_run);
-            (Order::Move { debtor, seq, blocks, source, target, dry_run, first }, dry_run)
+            let order = Order::Move { debtor, seq, blocks, source, target, dry_run, first };
+            give(&args, &mut operator, order, dry_run, *wait).await
         }
-        KvCommand::Recall { request, blocks, first, from, dry_run } => {
+        KvCommand::Recall { request, blocks, first, from, dry_run, wait } => {
             let (debtor, seq) = parse_request(&mut operator, request).await?;
             let source = match from {
                 Some(from) => operator.find(from).await?.instance,
                 None => 0,
             };
             let (blocks, first, dry_run) = (*blocks, *first, *dry_run);
-            (Order::Move { debtor, seq, blocks, source, target: 0, dry_run, first }, dry_run)
+            let order = Order::Move { debtor, seq, blocks, source, target: 0, dry_run, first };
+            give(&args, &mut operator, order, dry_run, *wait).await
         }
+    }
+}
+
+/// Gives an order to move, follows it if asked, and prints both. A move of nothing is an error.
+async fn give(args: &KvArgs, operator: &mut Operator, order: Order, dry: bool, wait: bool) -> anyhow::Result<()> {
+    let moves = operator.order(order).await?.moves;
+    let outcome = match moves.first().filter(|_| wait && !dry) {
+        Some(given) => Some(operator.follow(given.order).await?),
+        None => None,
     };
-    let answer = operator.order(order).await?;
-    print(&args, &answer, dry)
+    show_moves(args, &moves, dry, outcome.as_ref())?;
+    if let Some(Outcome { moved: 0, reason, .. }) = outcome {
+        anyhow::bail!("nothing moved: {reason}");
+    }
+    Ok(())
 }
 
 #[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
-fn print(args: &KvArgs, answer: &Answer, dry: bool) -> anyhow::Result<()> {
+fn show_placements(args: &KvArgs, mut rows: Vec<Placement>) -> anyhow::Result<()> {
     if args.json {
-        let shown = match args.command {
-            KvCommand::Ls => json!({ "placements": answer.placements }),
-            _ => json!({ "moves": answer.moves, "dry_run": dry }),
-        };
+        println!("{}", serde_json::to_string(&json!({ "placements": rows }))?);
+        return Ok(());
+    }
+    rows.sort();
+    let mut table = Table::new(&["REQUEST", "INSTANCE", "BLOCKS", "SEALED"]);
+    for row in &rows {
+        let numbers = [row.instance, row.blocks, row.blocks_sealed].map(|n| n.to_string());
+        table.row([vec![row.request.clone()], numbers.to_vec()].concat());
+    }
+    print!("{table}");
+    Ok(())
+}
+
+#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
+fn show_outcome(args: &KvArgs, order: u64, outcome: &Outcome) -> anyhow::Result<()> {
+    if args.json {
+        println!("{}", serde_json::to_string(&json!({ "order": order, "outcome": outcome }))?);
+    } else {
+        println!("{}", said(outcome));
+    }
+    Ok(())
+}
+
+fn said(Outcome { ended, blocks, moved, reason }: &Outcome) -> String {
+    match (*ended, moved == blocks) {
+        (false, _) => format!("{blocks} rBlocks are on their way"),
+        (true, true) => format!("{moved} rBlocks moved"),
+        (true, false) => format!("{moved} of {blocks} rBlocks moved: {reason}"),
+    }
+}
+
+#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
+fn show_moves(args: &KvArgs, moves: &[Move], dry: bool, outcome: Option<&Outcome>) -> anyhow::Result<()> {
+    if args.json {
+        let mut shown = json!({ "moves": moves, "dry_run": dry });
+        if let Some(outcome) = outcome {
+            shown["outcome"] = serde_json::to_value(outcome)?;
+        }
         println!("{}", serde_json::to_string(&shown)?);
         return Ok(());
     }
-    if matches!(args.command, KvCommand::Ls) {
-        let mut rows = answer.placements.clone();
-        rows.sort();
-        let mut table = Table::new(&["REQUEST", "INSTANCE", "BLOCKS", "SEALED"]);
-        for row in &rows {
-            let numbers = [row.instance, row.blocks, row.blocks_sealed].map(|n| n.to_string());
-            table.row([vec![row.request.clone()], numbers.to_vec()].concat());
-        }
-        print!("{table}");
-        return Ok(());
-    }
-    if answer.moves.is_empty() {
+    if moves.is_empty() {
         println!("nothing to move");
         return Ok(());
     }
     let mut table = Table::new(&["ORDER", "REQUEST", "BLOCKS", "FROM", "TO", "GAIN (tok/s)"]);
-    for m in &answer.moves {
+    for m in moves {
         // What was not ordered has no number.
         let order = if m.order == 0 { "-".to_owned() } else { m.order.to_string() };
         let gain = format!("{:.1}", m.gain_tokens_per_s);
@@ -127,12 +197,25 @@ fn print(args: &KvArgs, answer: &Answer, dry: bool) -> anyhow::Result<()> {
     if dry {
         println!("nothing was ordered (dry run)");
     }
+    if let Some(outcome) = outcome {
+        println!("{}", said(outcome));
+    }
     Ok(())
+}
+
+const HINT: &str = "hint: a request is DEBTOR/SEQ, as `lagoon kv ls` prints it";
+
+/// DEBTOR or DEBTOR/SEQ.
+async fn parse_requests(operator: &mut Operator, text: &str) -> anyhow::Result<(u32, Option<u64>)> {
+    if text.contains('/') {
+        let (debtor, seq) = parse_request(operator, text).await?;
+        return Ok((debtor, Some(seq)));
+    }
+    Ok((operator.find(text).await?.instance, None))
 }
 
 /// DEBTOR/SEQ; the debtor by number or name.
 async fn parse_request(operator: &mut Operator, text: &str) -> anyhow::Result<(u32, u64)> {
-    const HINT: &str = "hint: a request is DEBTOR/SEQ, as `lagoon kv ls` prints it";
     let (debtor, seq) = text.split_once('/').with_context(|| format!("{text:?} names no request\n{HINT}"))?;
     let seq = seq.parse().with_context(|| format!("{seq:?} is no sequence number\n{HINT}"))?;
     Ok((operator.find(debtor).await?.instance, seq))

@@ -17,7 +17,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::MethodRouter;
 use lagoon_http::server::{bears_key, unauthorized};
 use lagoon_http::{EngineInfo, Limits, ServerState};
-use lagoon_instance::{Instance, InstanceConfig, RemotePolicy};
+use lagoon_instance::{Instance, InstanceConfig, MovePace, RemotePolicy};
 use lagoon_protocol::{MemoryTier, Role};
 use lagoon_sched::SchedulerConfig;
 use lagoon_text::{ChatTemplate, Tokenizer};
@@ -224,7 +224,9 @@ pub(crate) async fn run(args: ServeArgs) -> anyhow::Result<()> {
     };
     let host = HostTier::start(&args.engine, &model, &config, &stop, || join_host(&args))?;
     let about = About::new(&config);
-    let instance = Instance::new(config)?;
+    let mut instance = Instance::new(config)?;
+    let EngineArgs { move_tokens_per_step: tokens_per_step, move_overlap: overlap, .. } = args.engine;
+    instance.set_move_pace(MovePace { tokens_per_step, overlap });
     let shared = Arc::new(Shared::new(&instance));
     let (input, inputs) = mpsc::channel(args.engine.max_queue.max(64) * 2);
     let info = EngineInfo {

@@ -152,9 +152,11 @@ impl Instance {
         self.admit();
         self.divide();
         self.rm.set_growth_reserve(self.growth_reserve());
-        for lane in Lane::ALL {
-            self.start_lane(lane);
-            self.note_step(lane);
+        if !self.waits_for_copy() {
+            for lane in Lane::ALL {
+                self.start_lane(lane);
+                self.note_step(lane);
+            }
         }
         self.drain_rmanager();
         self.pump_moves();

@@ -35,7 +35,7 @@ pub use cost::{CostModel, LinkCost, OwnCost, RemotePolicy};
 pub use event::{Effect, Event, PeerKey};
 pub use freeze::FrozenDebt;
 pub use instance::Instance;
-pub use moves::{MoveStatus, MovedBlocks};
+pub use moves::{MovePace, MoveStatus, MovedBlocks};
 pub use status::{InstanceStatus, SequencePlacement};
 
 /// The shell sends [`Event::Tick`] at least this often.

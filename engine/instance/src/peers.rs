@@ -165,6 +165,9 @@ impl Instance {
         self.peers.known.insert(peer, Known { instance, rtt_us: 0, bytes_per_s: 0 });
         let ended = self.rm.on_peer_hello(instance, hello.incarnation, self.now_ms);
         self.forget_ended(&ended);
+        if !self.peers.ungreeted.contains(&peer) {
+            self.repeat_revoked(peer, instance);
+        }
         if let Some(dialling) = self.peers.dialling.remove(&instance) {
             for body in dialling.messages {
                 self.effects.push(Effect::Control { peer, body });

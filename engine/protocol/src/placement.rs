@@ -251,7 +251,7 @@ pub struct NotLeader {
 pub struct AdminQuery {
     #[prost(uint64, tag = "1")]
     pub query: u64,
-    #[prost(oneof = "AdminBody", tags = "2, 3, 4, 5")]
+    #[prost(oneof = "AdminBody", tags = "2, 3, 4, 5, 6")]
     pub body: Option<AdminBody>,
 }
 
@@ -267,6 +267,9 @@ pub enum AdminBody {
     /// The planner's next orders, without giving them.
     #[prost(message, tag = "5")]
     Plan(AdminPlan),
+    /// How an operator's order ended.
+    #[prost(message, tag = "6")]
+    Order(AdminOrder),
 }
 
 /// Starts (or ends) a drain of one instance.
@@ -303,13 +306,36 @@ pub struct AdminMove {
     pub first: Option<u32>,
 }
 
+/// Rows of the request placement map, ascending by instance, debtor and sequence, and a bounded number of them at once:
+/// those after the last one that is known.
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
-pub struct AdminPlacements {}
+pub struct AdminPlacements {
+    /// Of this debtor's requests; 0: of all.
+    #[prost(uint32, tag = "1")]
+    pub debtor: u32,
+    /// Of this request; absent: of all.
+    #[prost(uint64, optional, tag = "2")]
+    pub seq: Option<u64>,
+    /// The row to go on after; 0: from the first.
+    #[prost(uint32, tag = "3")]
+    pub after_instance: u32,
+    #[prost(uint32, tag = "4")]
+    pub after_debtor: u32,
+    #[prost(uint64, tag = "5")]
+    pub after_seq: u64,
+}
+
+/// Asks for the outcome of an order that an operator gave. The gManager remembers the last ones of its term.
+#[derive(Clone, Copy, PartialEq, Eq, Message)]
+pub struct AdminOrder {
+    #[prost(uint64, tag = "1")]
+    pub order: u64,
+}
 
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
 pub struct AdminPlan {}
 
-/// The answer to [`AdminQuery`]. An order that was given is followed in the status.
+/// The answer to [`AdminQuery`]. An order that was given is followed with [`AdminOrder`].
 #[derive(Clone, PartialEq, Message)]
 pub struct AdminReply {
     #[prost(uint64, tag = "1")]
@@ -325,6 +351,27 @@ pub struct AdminReply {
     pub moves: Vec<PlannedMove>,
     #[prost(message, repeated, tag = "5")]
     pub placements: Vec<PlacementRow>,
+    /// There are more rows, after the last one here.
+    #[prost(bool, tag = "6")]
+    pub more: bool,
+    #[prost(message, optional, tag = "7")]
+    pub outcome: Option<OrderOutcome>,
+}
+
+/// An operator's order, as far as it is known.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct OrderOutcome {
+    /// It is over; until then the rest means nothing.
+    #[prost(bool, tag = "1")]
+    pub ended: bool,
+    /// Blocks that it was for, and that moved.
+    #[prost(uint32, tag = "2")]
+    pub blocks: u32,
+    #[prost(uint32, tag = "3")]
+    pub moved: u32,
+    /// Why not all of them moved.
+    #[prost(string, tag = "4")]
+    pub reason: String,
 }
 
 /// One order of the planner or an operator.

@@ -61,6 +61,8 @@ pub const HEARTBEAT_ROWS_MAX: usize = 16 << 10;
 pub const HEARTBEAT_LINKS_MAX: usize = 64;
 /// Rows of the request placement map that an operator is shown at once.
 pub const ADMIN_ROWS_MAX: usize = 8 << 10;
+/// Operators' orders whose outcome a gManager remembers.
+pub const ADMIN_ORDERS_MAX: usize = 1 << 10;
 /// Orders to move KV that are under way at once in a pool.
 pub const MOVES_MAX: usize = 16 << 10;
 
@@ -90,6 +92,8 @@ pub const MOVE_REST_MS: u64 = 1_000;
 pub const MOVE_RETRY_MS: u64 = 2_000;
 /// See [`MOVE_RETRY_MS`].
 pub const MOVE_RETRY_MAX_MS: u64 = 32_000;
+/// What an operator moved is left alone by the planner for so long.
+pub const MOVE_BY_HAND_REST_MS: u64 = 10_000;
 /// Time between two looks at what is left on an instance that is drained.
 pub const DRAIN_MS: u64 = 500;
 /// A drained instance that had nothing to do for so long may stop: dispatchers have heard of the drain by then.
@@ -173,6 +177,7 @@ const _: () = assert!(HEARTBEAT_MS * 4 <= HEARTBEAT_STALE_MS);
 const _: () = assert!(HEARTBEAT_STALE_MS < FENCE_MS && FENCE_MS < LEASE_TTL_MS && FENCE_REPEAT_MS < LEASE_TTL_MS);
 const _: () = assert!(VIEW_MS <= HEARTBEAT_MS && PLAN_WAIT_MS < PLAN_MS && HEARTBEAT_MS < PLAN_WAIT_MS);
 const _: () = assert!(MOVE_RETRY_MS <= MOVE_RETRY_MAX_MS && MOVE_REST_MS <= MOVE_RETRY_MS);
+const _: () = assert!(MOVE_REST_MS <= MOVE_BY_HAND_REST_MS);
 // A row takes at most 24 bytes, a link 22, a debt 12.
 const _: () =
     assert!(HEARTBEAT_ROWS_MAX * 24 + HEARTBEAT_LINKS_MAX * 22 + INSTANCES_MAX * 12 < CONTROL_FRAME_BYTES_MAX);

@@ -4,7 +4,8 @@ use super::GManager;
 use super::drain::Drain;
 use super::orders::Move;
 use lagoon_protocol::{
-    AdminBody, AdminDrain, AdminMove, AdminQuery, AdminReply, MoveReason, PlacementRow, PlannedMove,
+    AdminBody, AdminDrain, AdminMove, AdminOrder, AdminPlacements, AdminQuery, AdminReply, MoveReason, OrderOutcome,
+    PlacementRow, PlannedMove,
 };
 use lagoon_types::{InstanceId, SeqId, limits};
 
@@ -31,10 +32,11 @@ impl GManager {
             None => refused("this gManager does not know the question", "use a client of the same version"),
             Some(AdminBody::Drain(drain)) => self.admin_drain(drain),
             Some(AdminBody::Move(order)) => self.admin_move(order).map(|planned| reply.moves.push(planned)),
-            Some(AdminBody::Placements(_)) => {
-                reply.placements = self.placements().take(limits::ADMIN_ROWS_MAX).collect();
-                self.check_rows(&reply.placements)
+            Some(AdminBody::Placements(which)) => {
+                (reply.placements, reply.more) = self.page(which, limits::ADMIN_ROWS_MAX);
+                Ok(())
             }
+            Some(AdminBody::Order(m)) => self.admin_order(m).map(|outcome| reply.outcome = Some(outcome)),
             Some(AdminBody::Plan(_)) => self.admin_plan().map(|moves| reply.moves = moves),
         };
         if let Err(Refused { error, hint }) = done {
@@ -43,13 +45,21 @@ impl GManager {
         reply
     }
 
-    /// Rows that are left out are said to be.
-    fn check_rows(&self, shown: &[PlacementRow]) -> Result<(), Refused> {
-        let all: usize = self.members.values().map(|m| m.rows.len()).sum();
-        if all > shown.len() {
-            return refused(format!("these are the first {} of {all} rows", shown.len()), "");
+    /// At most so many rows, and whether there are more.
+    pub(super) fn page(&self, which: &AdminPlacements, rows_max: usize) -> (Vec<PlacementRow>, bool) {
+        let mut rows = self.placements_of(*which);
+        let page = rows.by_ref().take(rows_max).collect();
+        (page, rows.next().is_some())
+    }
+
+    fn admin_order(&self, m: &AdminOrder) -> Result<OrderOutcome, Refused> {
+        match self.orders.outcome(m.order) {
+            Some(outcome) => Ok(outcome),
+            None => refused(
+                format!("no operator's order has the number {}", m.order),
+                "a gManager remembers the last orders of its own term",
+            ),
         }
-        Ok(())
     }
 
     fn admin_drain(&mut self, m: &AdminDrain) -> Result<(), Refused> {
@@ -99,7 +109,7 @@ impl GManager {
         }
         let order = Move { debtor, seq, blocks, first: m.first, source, target, reason: MoveReason::Operator };
         if let Err(error) = self.check_move(&order) {
-            return refused(error, "try again in a few seconds, or choose another target");
+            return refused(error, "try again when that is over, or choose another target");
         }
         let number = if m.dry_run { 0 } else { self.give(order).unwrap_or(0) };
         Ok(PlannedMove {

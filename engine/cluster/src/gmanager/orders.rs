@@ -3,7 +3,7 @@
 
 use super::GManager;
 use super::member::Life;
-use lagoon_protocol::{ControlBody, MoveKvCache, MoveOutcome, MoveReason};
+use lagoon_protocol::{ControlBody, MoveKvCache, MoveOutcome, MoveReason, OrderOutcome};
 use lagoon_types::{InstanceId, SeqId, limits};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,6 +18,15 @@ pub(super) struct Move {
     pub(super) source: InstanceId,
     pub(super) target: InstanceId,
     pub(super) reason: MoveReason,
+}
+
+/// How an order ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Ended {
+    blocks: u32,
+    moved: u32,
+    /// Why not all moved.
+    reason: String,
 }
 
 #[derive(Debug)]
@@ -53,6 +62,8 @@ pub(super) struct Orders {
     wake: BTreeSet<(u64, InstanceId, SeqId)>,
     /// Blocks that orders under way bring to an instance, and take from it.
     under_way: BTreeMap<InstanceId, (u32, u32)>,
+    /// The last orders of operators that ended, by number.
+    ended: BTreeMap<u64, Ended>,
 }
 
 impl Orders {
@@ -65,6 +76,7 @@ impl Orders {
             rests: BTreeMap::new(),
             wake: BTreeSet::new(),
             under_way: BTreeMap::new(),
+            ended: BTreeMap::new(),
         }
     }
 
@@ -133,11 +145,28 @@ impl Orders {
         Some(open.order)
     }
 
+    /// What is known of an order; `None` if it is not an operator's, or too old.
+    pub(super) fn outcome(&self, number: u64) -> Option<OrderOutcome> {
+        if let Some(Ended { blocks, moved, reason }) = self.ended.get(&number) {
+            return Some(OrderOutcome { ended: true, blocks: *blocks, moved: *moved, reason: reason.clone() });
+        }
+        let open = self.open.get(&number).filter(|o| o.order.reason == MoveReason::Operator)?;
+        Some(OrderOutcome { blocks: open.order.blocks, ..OrderOutcome::default() })
+    }
+
+    fn remember(&mut self, number: u64, ended: Ended) {
+        self.ended.insert(number, ended);
+        if self.ended.len() > limits::ADMIN_ORDERS_MAX {
+            self.ended.pop_first();
+        }
+    }
+
     /// After an order: failures make the next rest longer, so that nothing thrashes.
     fn rest(&mut self, order: &Move, moved: bool, now_ms: u64) {
         let key = (order.debtor, order.seq);
         let failures = if moved { 0 } else { self.rests.get(&key).map_or(0, |r| r.failures) + 1 };
         let rest_ms = match failures {
+            _ if order.reason == MoveReason::Operator => limits::MOVE_BY_HAND_REST_MS,
             0 => limits::MOVE_REST_MS,
             n => (limits::MOVE_RETRY_MS << (n - 1).min(16)).min(limits::MOVE_RETRY_MAX_MS),
         };
@@ -223,11 +252,15 @@ impl GManager {
         {
             self.correct(order.target, lendable);
         }
-        self.close(&order, m.moved.min(order.blocks));
+        self.close((m.order, &order), m.moved.min(order.blocks), &m.reason);
     }
 
     /// The books after an order that has ended, or that nobody will answer.
-    fn close(&mut self, order: &Move, moved: u32) {
+    fn close(&mut self, (number, order): (u64, &Move), moved: u32, reason: &str) {
+        if order.reason == MoveReason::Operator {
+            let reason = if moved == order.blocks { String::new() } else { reason.to_owned() };
+            self.orders.remember(number, Ended { blocks: order.blocks, moved, reason });
+        }
         if moved == order.blocks {
             self.stats.moves_done += 1;
         } else {
@@ -245,7 +278,7 @@ impl GManager {
         while let Some((at, id)) = self.orders.give_up.first().copied().filter(|(at, _)| *at <= self.now_ms) {
             self.orders.give_up.remove(&(at, id));
             if let Some(order) = self.orders.end(id) {
-                self.close(&order, 0);
+                self.close((id, &order), 0, "its debtor did not say in time how it ended");
             }
         }
         while let Some((at, debtor, seq)) = self.orders.wake.first().copied().filter(|w| w.0 <= self.now_ms) {
@@ -271,7 +304,7 @@ impl GManager {
         let gone: Vec<u64> = self.orders.open.iter().filter(|(_, o)| touches(o)).map(|(n, _)| *n).collect();
         for number in gone {
             if let Some(order) = self.orders.end(number) {
-                self.close(&order, 0);
+                self.close((number, &order), 0, &format!("{id} left the pool"));
             }
         }
     }

@@ -4,10 +4,11 @@
 //! that changed; a member whose full rows have not come yet is asked for them, and nothing new is placed on it.
 
 use super::GManager;
-use super::member::Blocks;
+use super::member::{Blocks, Member};
 use crate::planner::RemoteBlocks;
-use lagoon_protocol::{Heartbeat, PlacementEntry, PlacementRow};
+use lagoon_protocol::{AdminPlacements, Heartbeat, PlacementEntry, PlacementRow};
 use lagoon_types::{InstanceId, SeqId, limits};
+use std::ops::Bound;
 
 impl GManager {
     /// Takes the rows of a heartbeat.
@@ -113,16 +114,34 @@ impl GManager {
 
     /// The request placement map, by holder, debtor and sequence.
     pub fn placements(&self) -> impl Iterator<Item = PlacementRow> + '_ {
-        self.members.iter().flat_map(|(holder, member)| {
-            member.rows.iter().map(|((debtor, seq), row)| PlacementRow {
-                instance: holder.0,
-                entry: Some(PlacementEntry {
-                    debtor: debtor.0,
-                    seq: seq.0,
-                    blocks: row.blocks,
-                    blocks_sealed: row.sealed,
-                }),
-            })
-        })
+        self.placements_of(AdminPlacements::default())
+    }
+
+    /// The rows that an operator asks for, from where they go on.
+    pub(super) fn placements_of(&self, m: AdminPlacements) -> impl Iterator<Item = PlacementRow> + '_ {
+        let AdminPlacements { debtor, seq, after_instance, after_debtor, after_seq } = m;
+        let after = (InstanceId(after_debtor), SeqId(after_seq));
+        let rows = move |(holder, member): (InstanceId, &'_ Member)| {
+            let start = if holder.0 == after_instance { Bound::Excluded(after) } else { Bound::Unbounded };
+            let wanted = move |key: &(InstanceId, SeqId)| {
+                (debtor == 0 || key.0.0 == debtor) && seq.is_none_or(|seq| key.1.0 == seq)
+            };
+            let rows: Vec<PlacementRow> = member
+                .rows
+                .range((start, Bound::Unbounded))
+                .filter(|(key, _)| wanted(key))
+                .map(|((debtor, seq), row)| PlacementRow {
+                    instance: holder.0,
+                    entry: Some(PlacementEntry {
+                        debtor: debtor.0,
+                        seq: seq.0,
+                        blocks: row.blocks,
+                        blocks_sealed: row.sealed,
+                    }),
+                })
+                .collect();
+            rows
+        };
+        self.members.range(InstanceId(after_instance)..).flat_map(move |(id, member)| rows((*id, member)))
     }
 }

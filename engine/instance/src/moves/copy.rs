@@ -27,7 +27,8 @@ impl Instance {
         let numbers: Vec<u64> = self.moves.moves.keys().copied().collect();
         for no in numbers {
             loop {
-                let busy = self.lanes.iter().any(Option::is_some);
+                let steps = self.lanes.iter().any(Option::is_some);
+                let busy = steps || !self.moves.pace.overlaps() && self.sched.running_len() > 0;
                 if self.moves.bytes_in_flight + layer_bytes > most || busy && !self.moves.pace.allows() {
                     return;
                 }

@@ -15,6 +15,7 @@ mod pace;
 mod recall;
 mod status;
 
+pub use pace::MovePace;
 pub use status::{MoveStatus, MovedBlocks};
 
 use crate::event::Effect;
@@ -100,6 +101,8 @@ struct Move {
     wanted: u32,
     /// The first block that may move, where an operator says so.
     first: Option<u32>,
+    /// Blocks that were asked for at the target.
+    asked: u32,
     moved: u32,
     deadline_ms: u64,
     phase: Phase,
@@ -182,7 +185,30 @@ impl Moves {
     }
 }
 
+impl Item {
+    /// Some of it was asked for and is not copied, or is whole and not verified.
+    fn is_copying(&self, layers: u32) -> bool {
+        let copied = if matches!(self.to, Placement::Local(_)) { self.stored } else { self.passed };
+        self.asked > copied || (self.asked == layers && !self.verified)
+    }
+}
+
 impl Instance {
+    /// Sets how KV moves beside decoding.
+    pub fn set_move_pace(&mut self, pace: MovePace) {
+        self.moves.pace.set(pace);
+    }
+
+    /// A step waits for a copy: what may move beside it was asked for just now.
+    pub(crate) fn waits_for_copy(&mut self) -> bool {
+        if self.moves.pace.overlaps() {
+            return false;
+        }
+        self.pump_moves();
+        let layers = self.config.kv.layers;
+        self.moves.moves.values().any(|m| m.items.iter().any(|i| i.is_copying(layers)))
+    }
+
     /// `move_kvcache` from the gManager. Answered once by a [`MoveOutcome`].
     pub(crate) fn on_move_order(&mut self, order: &MoveKvCache) {
         let place = |id: u32| if self.id == Some(InstanceId(id)) { Place::Here } else { Place::At(InstanceId(id)) };
@@ -284,6 +310,8 @@ impl Instance {
         if n == 0 {
             return Err(format!("{seq} has no whole blocks there that could move"));
         }
+        let reason =
+            if n < blocks { format!("only {n} blocks there were whole and in no move") } else { String::new() };
         let phase = match target {
             Place::Here => Phase::Copying,
             Place::At(instance) => {
@@ -303,12 +331,13 @@ impl Instance {
             target,
             wanted: blocks,
             first,
+            asked: n,
             moved: 0,
             deadline_ms,
             phase,
             lease: None,
             items: Vec::new(),
-            reason: String::new(),
+            reason,
             target_lendable: None,
         };
         self.moves.moves.insert(no, entry);
@@ -338,8 +367,13 @@ impl Instance {
 
     /// Own blocks for what comes home: as many as are free beside those that are kept for growth.
     fn reserve_here(&mut self, no: u64, n: u32) {
-        let Some(&Move { seq, source, first, .. }) = self.moves.moves.get(&no) else { return };
-        let n = n.min(self.room().saturating_sub(1));
+        let room = self.room().saturating_sub(1);
+        let Some(entry) = self.moves.moves.get_mut(&no) else { return };
+        if room < n {
+            entry.reason = format!("this instance has room for {room} blocks beside what is kept for growth");
+        }
+        let (seq, source, first) = (entry.seq, entry.source, entry.first);
+        let n = n.min(room);
         let Some(own) = (n > 0).then(|| self.rm.allocate(seq, n, None)).flatten() else {
             return self.close_move(no, "this instance has no room", false);
         };
@@ -377,8 +411,10 @@ impl Instance {
         entry.phase = Phase::Copying;
         entry.items = items;
         entry.lease = Some(TargetLease { creditor, lease: id, epoch, hasher });
-        if used < entry.wanted {
-            "the target reserved fewer blocks, or fewer can move".clone_into(&mut entry.reason);
+        if used < blocks {
+            entry.reason = format!("only {used} blocks can move still");
+        } else if blocks < entry.asked {
+            entry.reason = format!("the target had room for {blocks} blocks");
         }
         if used == 0 {
             self.close_move(no, "its blocks or the target are gone", false);
@@ -484,6 +520,11 @@ impl Instance {
         self.moves.status.cut_short += u64::from(!all);
         if entry.why == Why::Park {
             self.moves.parked.push((entry.seq, all));
+        }
+        assert!(all || !entry.reason.is_empty(), "a move that is cut short says why");
+        if !all {
+            let Move { seq, moved, wanted, reason, .. } = &entry;
+            tracing::debug!(%seq, moved, wanted, reason, "a move was cut short");
         }
         let reason = if all { String::new() } else { entry.reason };
         self.outcome(entry.why, entry.moved, reason, entry.target_lendable);

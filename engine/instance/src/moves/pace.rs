@@ -14,9 +14,25 @@ const PROBE_EVERY: u32 = 128;
 /// A step beside moves may take this much longer, as a ratio, before they count as a burden.
 const SLOWER_MAX: f64 = 1.05;
 
+/// How KV moves beside decoding, if not as measured: for benchmarks of what moving costs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MovePace {
+    /// Tokens per sequence that grows, in one step; `None`: as measured.
+    pub tokens_per_step: Option<u32>,
+    /// Steps go on while KV is copied. If not, a step waits until what moves beside the step before it is copied.
+    pub overlap: bool,
+}
+
+impl Default for MovePace {
+    fn default() -> Self {
+        Self { tokens_per_step: None, overlap: true }
+    }
+}
+
 /// See the module's documentation.
 #[derive(Clone, Debug)]
 pub(crate) struct Pace {
+    set: MovePace,
     /// Tokens per sequence that grows, in one step.
     tokens: u32,
     /// Tokens times layers that may move now; below 0 where more has moved.
@@ -36,6 +52,7 @@ pub(crate) struct Pace {
 impl Pace {
     pub(crate) fn new(layers: u32, block_tokens: u32) -> Self {
         Self {
+            set: MovePace::default(),
             tokens: MOVE_TOKENS_PER_STEP,
             credit: 0,
             layers,
@@ -46,6 +63,16 @@ impl Pace {
             baseline: None,
             since_probe: 0,
         }
+    }
+
+    pub(crate) fn set(&mut self, set: MovePace) {
+        self.set = set;
+        self.tokens = set.tokens_per_step.unwrap_or(self.tokens);
+    }
+
+    /// Steps go on while KV is copied.
+    pub(crate) fn overlaps(&self) -> bool {
+        self.set.overlap
     }
 
     /// Tokens per sequence that grows, in one step.
@@ -66,7 +93,9 @@ impl Pace {
 
     /// Time passes: a long step does not hold a move for ever.
     pub(crate) fn tick(&mut self) {
-        self.grant(1);
+        if self.set.tokens_per_step.is_none() {
+            self.grant(1);
+        }
     }
 
     fn grant(&mut self, tokens: u32) {
@@ -78,6 +107,9 @@ impl Pace {
 
     /// A step ended: sequences that grew by it, rows of prompts that it computed, and its time.
     pub(crate) fn on_step(&mut self, growing: u32, prompt_rows: u32, step_ms: u64) {
+        if self.set.tokens_per_step.is_some() {
+            return self.grant(growing.saturating_mul(self.tokens));
+        }
         if prompt_rows == 0 && growing > 0 {
             self.measure(f64::from(u32::try_from(step_ms).unwrap_or(u32::MAX)));
         }
@@ -155,6 +187,18 @@ mod tests {
         run(&mut pace, 4_000, 20, 0, 50);
         let tokens = run(&mut pace, 1_000, 20, 0, 50);
         assert!(tokens >= 1, "{tokens} tokens a step");
+    }
+
+    #[test]
+    fn a_pace_that_is_set_is_kept() {
+        let mut pace = Pace::new(4, 32);
+        pace.set(MovePace { tokens_per_step: Some(2), overlap: false });
+        let tokens = run(&mut pace, 2_000, 20, 0, 50);
+        assert_eq!((tokens, pace.tokens(), pace.overlaps()), (2, 2, false));
+        pace.set(MovePace { tokens_per_step: Some(0), overlap: true });
+        (0..100).for_each(|_| pace.tick());
+        run(&mut pace, 100, 20, 0, 0);
+        assert!(!pace.allows());
     }
 
     #[test]

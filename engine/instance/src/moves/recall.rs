@@ -5,8 +5,9 @@
 //! only waits takes nothing.
 
 use super::{Place, Request, Why};
-use crate::event::Effect;
+use crate::event::{Effect, PeerKey};
 use crate::instance::Instance;
+use lagoon_cluster::Revoked;
 use lagoon_protocol::{ControlBody, LeasePurpose, LeaseRevoked, Recall};
 use lagoon_types::limits::MOVE_MS_MAX;
 use lagoon_types::{InstanceId, SeqId};
@@ -63,12 +64,25 @@ impl Instance {
                 // The debtor ends those steps itself when it hears of it, and loses no more than these entries by it.
                 self.guests.forget_lease(revoked.debtor, revoked.lease, &freed);
                 self.moves.status.blocks_revoked += u64::from(revoked.entries.end - revoked.entries.start);
-                let Some(peer) = self.peers.key(revoked.debtor) else { continue };
-                let reason = "a recall was not met in time".to_owned();
-                let (first, entries) = (revoked.entries.start, revoked.entries.end);
-                let body = ControlBody::LeaseRevoked(LeaseRevoked { lease: revoked.lease.0, reason, first, entries });
-                self.effects.push(Effect::Control { peer, body });
+                if let Some(peer) = self.peers.key(revoked.debtor) {
+                    self.tell_revoked(peer, &revoked);
+                }
             }
         }
+    }
+
+    /// A debtor is connected again: it may not have heard of what was taken back meanwhile, or just before. It could not
+    /// attend to that (accesses to freed entries are refused, and entries are not lent again under the same lease), but a
+    /// refusal would cost it all that it has here.
+    pub(crate) fn repeat_revoked(&mut self, peer: PeerKey, debtor: InstanceId) {
+        let taken: Vec<Revoked> = self.rm.revoked().filter(|r| r.debtor == debtor).cloned().collect();
+        taken.iter().for_each(|revoked| self.tell_revoked(peer, revoked));
+    }
+
+    fn tell_revoked(&mut self, peer: PeerKey, revoked: &Revoked) {
+        let reason = "a recall was not met in time".to_owned();
+        let (first, entries) = (revoked.entries.start, revoked.entries.end);
+        let body = ControlBody::LeaseRevoked(LeaseRevoked { lease: revoked.lease.0, reason, first, entries });
+        self.effects.push(Effect::Control { peer, body });
     }
 }

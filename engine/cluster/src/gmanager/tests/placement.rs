@@ -1,9 +1,10 @@
 //! The request placement map, orders, drains and what operators ask.
 
 use super::*;
+use crate::gmanager::orders::Move;
 use lagoon_protocol::{
-    AdminBody, AdminDrain, AdminMove, AdminPlacements, AdminPlan, AdminQuery, Load, MoveKvCache, MoveOutcome,
-    MoveReason,
+    AdminBody, AdminDrain, AdminMove, AdminOrder, AdminPlacements, AdminPlan, AdminQuery, Load, MoveKvCache,
+    MoveOutcome, MoveReason,
 };
 
 fn row(debtor: u32, seq: u64, blocks: u32, blocks_sealed: u32) -> PlacementEntry {
@@ -125,10 +126,103 @@ fn an_order_is_given_and_its_request_rests() {
     gm.on_move_outcome(InstanceId(1), &outcome, 10);
     assert_eq!(gm.pool().instances[&InstanceId(2)].blocks_incoming, 0);
     assert!(request(&gm, 1, 7).unwrap().3, "it rests");
-    gm.tick(10 + limits::MOVE_REST_MS);
-    assert!(!request(&gm, 1, 7).unwrap().3);
     let stats = gm.stats();
     assert_eq!((stats.moves_given, stats.moves_done, stats.moves_failed, stats.blocks_moved), (1, 1, 0, 6));
+    // The planner leaves it alone, and another one by hand is taken at once.
+    let planned = Move { debtor: InstanceId(1), seq: SeqId(7), blocks: 2, source: InstanceId(1), ..PLANNED };
+    assert_eq!(gm.give(planned), None);
+    assert_eq!(admin(&mut gm, AdminBody::Move(AdminMove { blocks: 2, ..MOVE }), 20).error, "");
+    let again = orders(&mut gm)[0].1.order;
+    gm.on_move_outcome(InstanceId(1), &MoveOutcome { order: again, moved: 2, ..Default::default() }, 30);
+    for now in (30..=30 + limits::MOVE_BY_HAND_REST_MS).step_by(500) {
+        assert!(request(&gm, 1, 7).unwrap().3, "it rests at {now}");
+        (1..=3).for_each(|i| heard(&mut gm, &heartbeat(i, 10 + now, 20), now));
+        gm.tick(now);
+    }
+    assert!(!request(&gm, 1, 7).unwrap().3);
+    assert!(gm.give(planned).is_some());
+}
+
+/// Two blocks of debtor 1's request 7 go from creditor 3 to 2.
+const PLANNED: Move = Move {
+    debtor: InstanceId(1),
+    seq: SeqId(7),
+    blocks: 2,
+    first: None,
+    source: InstanceId(3),
+    target: InstanceId(2),
+    reason: MoveReason::Plan,
+};
+
+#[test]
+fn operators_hear_how_their_orders_ended() {
+    let mut gm = placed();
+    let ask = |gm: &mut GManager, order: u64, now: u64| {
+        let reply = admin(gm, AdminBody::Order(AdminOrder { order }), now);
+        reply.outcome.map(|o| (o.ended, o.blocks, o.moved, o.reason)).ok_or(reply.error)
+    };
+    let order = |gm: &mut GManager, now: u64| {
+        let reply = admin(gm, AdminBody::Move(MOVE), now);
+        assert_eq!(reply.error, "");
+        reply.moves[0].order
+    };
+    let first = order(&mut gm, 0);
+    assert_eq!(ask(&mut gm, first, 0), Ok((false, 6, 0, String::new())));
+    let outcome = MoveOutcome { order: first, moved: 5, reason: "one was in a move".to_owned(), target_lendable: None };
+    gm.on_move_outcome(InstanceId(1), &outcome, 5);
+    assert_eq!(ask(&mut gm, first, 5), Ok((true, 6, 5, "one was in a move".to_owned())));
+    let second = order(&mut gm, 6);
+    gm.on_move_outcome(InstanceId(1), &MoveOutcome { order: second, moved: 6, ..outcome }, 7);
+    assert_eq!(ask(&mut gm, second, 7), Ok((true, 6, 6, String::new())));
+    // Nobody answers; the target leaves.
+    let third = order(&mut gm, 8);
+    gm.on_deregister(InstanceId(2));
+    assert_eq!(ask(&mut gm, third, 9), Ok((true, 6, 0, "i2 left the pool".to_owned())));
+    // What an operator did not order is not told, and only the last ones are remembered.
+    let planned = gm.give(Move { target: InstanceId(1), debtor: InstanceId(1), seq: SeqId(9), ..PLANNED }).unwrap();
+    assert_eq!(ask(&mut gm, planned, 9), Err(format!("no operator's order has the number {planned}")));
+    for now in 10..10 + limits::ADMIN_ORDERS_MAX as u64 {
+        assert!(ask(&mut gm, first, now).is_ok() == (now < 8 + limits::ADMIN_ORDERS_MAX as u64), "at {now}");
+        let home = AdminMove { target: 0, ..MOVE };
+        let order = admin(&mut gm, AdminBody::Move(home), now).moves[0].order;
+        gm.on_move_outcome(InstanceId(1), &MoveOutcome { order, moved: 6, ..Default::default() }, now);
+    }
+}
+
+#[test]
+fn the_map_is_shown_by_pages_and_by_request() {
+    let mut gm = pool(&[20, 20, 20]);
+    for holder in 1..=3 {
+        let many: Vec<_> = (0..7).map(|seq| row(1 + holder % 2, seq, holder, 0)).collect();
+        rows(&mut gm, holder, 2, true, &many);
+    }
+    let key = |r: &lagoon_protocol::PlacementRow| {
+        (r.instance, r.entry.as_ref().unwrap().debtor, r.entry.as_ref().unwrap().seq)
+    };
+    let all: Vec<_> = gm.placements().map(|r| key(&r)).collect();
+    assert_eq!(all.len(), 21);
+    for rows_max in [1, 2, 3, 7, 20, 21, 22] {
+        let (mut seen, mut which, mut pages) = (Vec::new(), AdminPlacements::default(), 0);
+        loop {
+            let (page, more) = gm.page(&which, rows_max);
+            assert!(page.len() <= rows_max && (more == (seen.len() + page.len() < 21)));
+            seen.extend(page.iter().map(key));
+            pages += 1;
+            if !more {
+                break;
+            }
+            let (after_instance, after_debtor, after_seq) = *seen.last().unwrap();
+            which = AdminPlacements { after_instance, after_debtor, after_seq, ..which };
+        }
+        assert_eq!((&seen, pages), (&all, 21usize.div_ceil(rows_max)));
+    }
+    let of = |debtor, seq| {
+        gm.page(&AdminPlacements { debtor, seq, ..Default::default() }, 100).0.iter().map(key).collect::<Vec<_>>()
+    };
+    assert_eq!(of(2, Some(5)), [(1, 2, 5), (3, 2, 5)]);
+    assert_eq!(of(1, None).len(), 7);
+    assert_eq!(of(0, Some(0)).len(), 3);
+    assert_eq!(of(9, None), []);
 }
 
 #[test]
@@ -139,8 +233,7 @@ fn failures_make_the_rest_longer_and_correct_the_target() {
     for beat in 0..4 {
         let seq = 10 + beat;
         (1..=3).for_each(|i| heard(&mut gm, &heartbeat(i, seq, 20), now));
-        assert_eq!(admin(&mut gm, AdminBody::Move(MOVE), now).error, "");
-        let order = orders(&mut gm)[0].1.order;
+        let order = gm.give(Move { blocks: 6, ..PLANNED }).unwrap();
         let refused = MoveOutcome { order, moved: 0, reason: "no room".to_owned(), target_lendable: Some(1) };
         gm.on_move_outcome(InstanceId(1), &refused, now);
         assert_eq!(gm.pool().instances[&InstanceId(2)].blocks_lendable, 1);
@@ -199,7 +292,7 @@ fn what_operators_ask_wrongly_is_explained() {
 #[test]
 fn operators_see_the_map_and_what_a_move_would_do() {
     let mut gm = placed();
-    let reply = admin(&mut gm, AdminBody::Placements(AdminPlacements {}), 0);
+    let reply = admin(&mut gm, AdminBody::Placements(AdminPlacements::default()), 0);
     let rows: Vec<_> = reply.placements.iter().map(|r| (r.instance, r.entry.clone().unwrap())).collect();
     assert_eq!(rows, [(1, row(1, 7, 4, 3)), (3, row(1, 7, 6, 6))]);
     // A recall home, dry.
