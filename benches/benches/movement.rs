@@ -1,0 +1,406 @@
+//! What moving KV costs a sequence that decodes, by tokens moved in a step, with the copy overlapped with decoding (as
+//! shipped) and with steps that wait for their copy (Infinite-LLM v2 §7.4, Figure 12a).
+//!
+//! Two real processes with the bundled model, real arithmetic and real QUIC; each device is *paced*
+//! (`lagoon_backend::Paced`), so that both do not share this machine's cores: a step reads its weights in 10 ms, a token
+//! of KV has 0.5 MiB, and KV is copied at 25 GB/s, about LLaMA2-7B on an A100. What the network carries are the small
+//! model's bytes: only the copies at both ends take the modelled time. `--real` leaves pacing out.
+//!
+//! A request decodes on one instance with a few rBlocks at the other; then more rBlocks are ordered there, which move at
+//! the given pace. Printed is the mean time between its tokens while they move, over the mean before and after within
+//! the same run. Who looks at the status in order to see the move looks at it just as often before and after.
+//!
+//! `cargo build --release -p lagoon && cargo bench -p lagoon-benches --bench movement -- [--json]`.
+#![allow(clippy::print_stdout, reason = "a benchmark prints its results")]
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Parser;
+use lagoon_backend::PaceProfile;
+use serde::Serialize;
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+#[derive(Parser)]
+struct Args {
+    /// One JSON object instead of a table.
+    #[arg(long)]
+    json: bool,
+    /// Tokens that move in a step.
+    #[arg(long, value_delimiter = ',', default_value = "0,1,2,4,8,16,32,64")]
+    tokens: Vec<u32>,
+    /// Context of the request, in tokens.
+    #[arg(long, default_value_t = 4096)]
+    context: u32,
+    /// Steps of each of the three parts of a run: before, while rBlocks move, after.
+    #[arg(long, default_value_t = 48)]
+    steps: u32,
+    /// Runs of each; medians are printed.
+    #[arg(long, default_value_t = 3)]
+    repeats: u32,
+    /// Leave the devices as fast as they are.
+    #[arg(long)]
+    real: bool,
+    /// Given by `cargo bench`.
+    #[arg(long, hide = true)]
+    bench: bool,
+}
+
+/// One run; times in milliseconds.
+#[derive(Clone, Debug, Serialize)]
+struct Run {
+    tokens_per_step: u32,
+    overlap: bool,
+    /// Mean time of a step without movement, before and after.
+    still_ms: f64,
+    /// While rBlocks moved, and how many steps that were.
+    moving_ms: f64,
+    moving_steps: usize,
+    /// The one over the other.
+    ratio: f64,
+    /// Tokens that moved.
+    moved_tokens: u64,
+    /// How late the devices were, as a share of the modelled time.
+    late_share: f64,
+}
+
+const PATIENCE: Duration = Duration::from_secs(120);
+const BLOCK_TOKENS: u32 = 16;
+/// rBlocks at the other instance before anything is measured: the sequence's layers wait for partials in every part.
+const FIRST_BLOCKS: u32 = 2;
+/// Steps that are left out around a change.
+const MARGIN: usize = 2;
+const WEIGHTS_S: f64 = 10e-3;
+/// A token of KV of the bundled model: 4 layers, 2 KV heads of 64, K and V, f16.
+const TOKEN_BYTES: f64 = 4.0 * 2.0 * 2.0 * 64.0 * 2.0;
+
+fn profile(model: &Path) -> Result<PaceProfile> {
+    let bytes = std::fs::metadata(model.join("model.safetensors"))?.len() as f64;
+    let weight_scale = WEIGHTS_S * 1e12 / bytes;
+    Ok(PaceProfile {
+        bytes_per_s: 1e12,
+        // Products of 150 rows take as long as reading the weights.
+        flops: 150.0 * bytes * weight_scale / WEIGHTS_S,
+        copy_bytes_per_s: 25e9,
+        launch_us: 3.0,
+        weight_scale,
+        kv_scale: f64::from(512 * 1024) / TOKEN_BYTES,
+    })
+}
+
+/// A process that is killed when dropped, with its ready line.
+struct Process {
+    child: Child,
+    ready: Value,
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It may be dead already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Process {
+    fn said(&self, field: &str) -> Result<&str> {
+        self.ready[field].as_str().with_context(|| format!("{field} is missing in {}", self.ready))
+    }
+}
+
+struct Bench {
+    lagoon: PathBuf,
+    dir: PathBuf,
+    model: PathBuf,
+}
+
+impl Bench {
+    fn run_to_end(&self, arguments: &[&str]) -> Result<()> {
+        let output = Command::new(&self.lagoon).args(arguments).output()?;
+        ensure!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        Ok(())
+    }
+
+    fn tls(&self, name: &str) -> [String; 3] {
+        let at = |file: &str| self.dir.join(file).display().to_string();
+        let (cert, key) = (at(&format!("{name}.pem")), at(&format!("{name}.key")));
+        [format!("--tls-ca={}", at("ca.pem")), format!("--tls-cert={cert}"), format!("--tls-key={key}")]
+    }
+
+    fn start(&self, name: &str, arguments: &[String]) -> Result<Process> {
+        self.run_to_end(&["certs", "issue", "--force", &self.dir.display().to_string(), name])?;
+        let mut command = Command::new(&self.lagoon);
+        command.args(arguments).args(self.tls(name)).arg("--json");
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut process = Process { child: command.spawn().context("start lagoon")?, ready: Value::Null };
+        let mut line = String::new();
+        BufReader::new(process.child.stdout.take().context("no stdout")?).read_line(&mut line)?;
+        process.ready = serde_json::from_str(&line).with_context(|| format!("{name} did not start: {line:?}"))?;
+        Ok(process)
+    }
+
+    /// An instance that moves KV at a fixed pace.
+    fn instance(&self, name: &str, gmanager: &str, kv_tokens: u32, args: &Args, pace: (u32, bool)) -> Result<Process> {
+        let (tokens, overlap) = pace;
+        let mut own = vec![
+            "serve".to_owned(),
+            self.model.display().to_string(),
+            format!("--gmanager={gmanager}"),
+            format!("--name={name}"),
+            format!("--kv-tokens={kv_tokens}"),
+            format!("--block-tokens={BLOCK_TOKENS}"),
+            format!("--move-tokens-per-step={tokens}"),
+            format!("--move-overlap={}", if overlap { "on" } else { "off" }),
+            "--http=127.0.0.1:0".to_owned(),
+            "--backend=cpu".to_owned(),
+            "--threads=1".to_owned(),
+            "--kv-dtype=f16".to_owned(),
+            "--remote-attention=ship".to_owned(),
+            "--calibrate=off".to_owned(),
+        ];
+        if !args.real {
+            own.push(format!("--pace={}", self.dir.join("pace.json").display()));
+        }
+        self.start(name, &own)
+    }
+
+    /// Orders `blocks` of the debtor's only request to go to the other instance.
+    fn order(&self, gmanager: &str, request: &str, blocks: u32) -> Result<()> {
+        let blocks = format!("--blocks={blocks}");
+        let gmanager = format!("--gmanager={gmanager}");
+        let order = ["kv", "move", request, &blocks, "--from=debtor", "--to=other", &gmanager];
+        self.run_to_end(&[&order[..], &self.tls("debtor").each_ref().map(String::as_str)].concat())
+    }
+}
+
+/// A request's answer as it comes in.
+fn request(http: &str, head: &str, body: &str) -> Result<BufReader<TcpStream>> {
+    let mut stream = TcpStream::connect(http.parse::<SocketAddr>()?)?;
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    let length = body.len();
+    let fields = "Connection: close\r\nContent-Type: application/json";
+    write!(stream, "{head} HTTP/1.1\r\nHost: {http}\r\n{fields}\r\nContent-Length: {length}\r\n\r\n{body}")?;
+    Ok(BufReader::new(stream))
+}
+
+fn get(http: &str, path: &str) -> Result<String> {
+    let mut text = String::new();
+    request(http, &format!("GET {path}"), "")?.read_to_string(&mut text)?;
+    Ok(text)
+}
+
+fn status(http: &str) -> Result<Value> {
+    let text = get(http, "/lagoon/status")?;
+    let (_, body) = text.split_once("\r\n\r\n").context("no body")?;
+    serde_json::from_str(body).with_context(|| format!("a status: {body:?}"))
+}
+
+fn number(status: &Value, pointer: &str) -> Result<u64> {
+    status.pointer(pointer).and_then(Value::as_u64).with_context(|| format!("{pointer} is missing in {status}"))
+}
+
+/// Times of a stream's tokens, listened to by a thread of its own; an error is its end.
+type Times = Arc<Mutex<(Vec<Instant>, Option<String>)>>;
+
+fn listen(http: &str, context: u32, tokens: u32) -> Result<Times> {
+    // Tokens are of the vocabulary's middle, and no two neighbours alike.
+    let prompt: Vec<u32> = (0..context).map(|i| 5 + (i * 37 + i / 7) % 1000).collect();
+    let body = json!({
+        "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": true, "stream": true,
+        "return_token_ids": true,
+    });
+    let answer = request(http, "POST /v1/completions", &body.to_string())?;
+    let times = Times::default();
+    let sink = Arc::clone(&times);
+    std::thread::spawn(move || {
+        for line in answer.lines() {
+            let mut heard = sink.lock().expect("nobody panics with it");
+            match line {
+                Ok(line) if line.contains("\"error\"") => heard.1 = Some(line),
+                Ok(line) if line.starts_with("data: {") => heard.0.push(Instant::now()),
+                Ok(_) => {}
+                Err(error) => heard.1 = Some(error.to_string()),
+            }
+        }
+    });
+    Ok(times)
+}
+
+/// What is watched of one run: the stream, and the debtor's status every few milliseconds.
+struct Watch<'a> {
+    http: &'a str,
+    times: &'a Times,
+}
+
+impl Watch<'_> {
+    fn said(&self) -> Result<usize> {
+        let heard = self.times.lock().expect("nobody panics with it");
+        if let Some(error) = &heard.1 {
+            bail!("the stream failed: {error}");
+        }
+        Ok(heard.0.len())
+    }
+
+    /// Waits until the status is as wanted; returns the tokens said until then.
+    fn wait_until(&self, what: &str, wanted: impl Fn(&Value) -> Result<bool>) -> Result<usize> {
+        let since = Instant::now();
+        loop {
+            let status = status(self.http)?;
+            let said = self.said()?;
+            if wanted(&status)? {
+                return Ok(said);
+            }
+            ensure!(since.elapsed() < PATIENCE, "not {what} after {PATIENCE:?}: {status}");
+            std::thread::sleep(Duration::from_millis(3));
+        }
+    }
+
+    /// Lets so many tokens be said; returns how many were before.
+    fn steps(&self, steps: usize) -> Result<usize> {
+        let first = self.said()?;
+        self.wait_until("said", |_| Ok(self.said()? >= first + steps))?;
+        Ok(first)
+    }
+
+    /// Gaps between the tokens of a range, in milliseconds, the ends left out.
+    fn gaps(&self, first: usize, end: usize) -> Vec<f64> {
+        let times = self.times.lock().expect("nobody panics with it").0.clone();
+        let range = times.get(first + MARGIN..end.saturating_sub(MARGIN).max(first + MARGIN)).unwrap_or_default();
+        range.windows(2).map(|w| (w[1] - w[0]).as_secs_f64() * 1e3).collect()
+    }
+}
+
+fn mean(values: &[f64]) -> f64 {
+    values.iter().sum::<f64>() / values.len() as f64
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+fn measure(bench: &Bench, args: &Args, tokens: u32, overlap: bool) -> Result<Run> {
+    // A move of so many rBlocks takes as many steps as the other parts have.
+    let blocks = (args.steps * tokens).div_ceil(BLOCK_TOKENS);
+    ensure!(blocks * BLOCK_TOKENS + 256 < args.context, "--context is too small for {tokens} tokens a step");
+    let length = args.steps * 8 + FIRST_BLOCKS * BLOCK_TOKENS + 64;
+    let gmanager = bench.start("gm", &["gmanager".to_owned(), "--listen=127.0.0.1:0".to_owned()])?;
+    let quic = gmanager.said("quic")?;
+    let debtor = bench.instance("debtor", quic, args.context + length + 512, args, (tokens, overlap))?;
+    let _other = bench.instance("other", quic, args.context, args, (tokens, overlap))?;
+    let http = debtor.said("http")?;
+    let since = Instant::now();
+    while number(&status(http)?, "/pool_blocks_total")? <= number(&status(http)?, "/blocks_total")? {
+        ensure!(since.elapsed() < PATIENCE, "the other instance does not come");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let times = listen(http, args.context, length)?;
+    let watch = Watch { http, times: &times };
+    watch.wait_until("decoding", |_| Ok(watch.said()? > 2))?;
+    let status_now = status(http)?;
+    let request = format!("{}/{}", number(&status_now, "/instance")?, number(&status_now, "/sequences/0/seq")?);
+    let moved = |s: &Value| number(s, "/moves/blocks_out");
+    let still = |s: &Value| Ok(number(s, "/moves/in_progress")? == 0);
+    if tokens > 0 {
+        order_when_known(bench, quic, &request, FIRST_BLOCKS, since)?;
+        watch.wait_until("at the other", |s| Ok(still(s)? && moved(s)? >= u64::from(FIRST_BLOCKS)))?;
+    }
+    let before = watch.steps(args.steps as usize)?;
+    let until = watch.said()?;
+    let (begun, ended) = if tokens > 0 {
+        order_when_known(bench, quic, &request, blocks, Instant::now())?;
+        let begun = watch.wait_until("moving", |s| Ok(!still(s)? || moved(s)? > u64::from(FIRST_BLOCKS)))?;
+        (begun, watch.wait_until("moved", still)?)
+    } else {
+        let begun = watch.steps(args.steps as usize)?;
+        (begun, watch.said()?)
+    };
+    let after = watch.steps(args.steps as usize)?;
+    let gaps = [watch.gaps(before, until), watch.gaps(after, watch.said()?)];
+    let moving = watch.gaps(begun, ended);
+    ensure!(!moving.is_empty(), "{blocks} rBlocks moved within fewer than {} steps", 2 * MARGIN + 2);
+    let (still_ms, moving_ms) = ((mean(&gaps[0]) + mean(&gaps[1])) / 2.0, mean(&moving));
+    let blocks_moved = moved(&status(http)?)?.saturating_sub(if tokens > 0 { FIRST_BLOCKS.into() } else { 0 });
+    Ok(Run {
+        tokens_per_step: tokens,
+        overlap,
+        still_ms,
+        moving_ms,
+        moving_steps: moving.len(),
+        ratio: moving_ms / still_ms,
+        moved_tokens: blocks_moved * u64::from(BLOCK_TOKENS),
+        late_share: late_share(http)?,
+    })
+}
+
+/// Heartbeats tell the gManager what can move: it may not know the request's rBlocks yet.
+fn order_when_known(bench: &Bench, quic: &str, request: &str, blocks: u32, since: Instant) -> Result<()> {
+    loop {
+        match bench.order(quic, request, blocks) {
+            Err(_) if since.elapsed() < PATIENCE => std::thread::sleep(Duration::from_millis(50)),
+            ended => return ended,
+        }
+    }
+}
+
+fn late_share(http: &str) -> Result<f64> {
+    let text = get(http, "/metrics")?;
+    let number = |name: &str| -> f64 {
+        text.lines().find_map(|l| l.strip_prefix(name)).and_then(|n| n.trim().parse().ok()).unwrap_or(0.0)
+    };
+    Ok(number("lagoon_paced_late_us_total ") / number("lagoon_paced_modelled_us_total ").max(1.0))
+}
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    let _ = args.bench;
+    let exe = std::env::current_exe()?;
+    let lagoon = exe.parent().and_then(Path::parent).context("no build folder")?.join("lagoon");
+    ensure!(lagoon.exists(), "{} is missing: cargo build --release -p lagoon", lagoon.display());
+    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/passkey");
+    let dir = std::env::temp_dir().join(format!("lagoon-movement-{}", std::process::id()));
+    std::fs::create_dir_all(&dir)?;
+    let profile = profile(&model)?;
+    std::fs::write(dir.join("pace.json"), serde_json::to_vec(&profile)?)?;
+    let bench = Bench { lagoon, dir, model };
+    bench.run_to_end(&["certs", "init", &bench.dir.display().to_string()])?;
+    let mut runs: Vec<Run> = Vec::new();
+    for _ in 0..args.repeats {
+        for tokens in &args.tokens {
+            for overlap in [true, false] {
+                let what = || format!("{tokens} tokens a step, overlap {overlap}");
+                runs.push(measure(&bench, &args, *tokens, overlap).with_context(what)?);
+            }
+        }
+    }
+    std::fs::remove_dir_all(&bench.dir)?;
+    let of = |tokens: u32, overlap: bool, f: fn(&Run) -> f64| {
+        median(runs.iter().filter(|r| (r.tokens_per_step, r.overlap) == (tokens, overlap)).map(f).collect())
+    };
+    if args.json {
+        let points = args.tokens.iter().map(|tokens| {
+            let [on, off] = [true, false].map(|overlap| of(*tokens, overlap, |r| r.ratio));
+            json!({ "tokens_per_step": tokens, "overlapped": on, "waiting": off })
+        });
+        let result = json!({
+            "context": args.context, "steps": args.steps, "block_tokens": BLOCK_TOKENS,
+            "profile": (!args.real).then_some(profile), "step_time_over_still": points.collect::<Vec<_>>(), "runs": runs,
+        });
+        println!("{}", serde_json::to_string_pretty(&result)?);
+        return Ok(());
+    }
+    let columns = ["tokens/step", "still ms", "overlapped", "waiting", "late"];
+    println!("{}", columns.map(|c| format!("{c:>13}")).concat());
+    for tokens in &args.tokens {
+        let still = of(*tokens, true, |r| r.still_ms);
+        let [on, off] = [true, false].map(|overlap| of(*tokens, overlap, |r| r.ratio));
+        let late = of(*tokens, true, |r| r.late_share);
+        println!("{tokens:>13}{still:>13.2}{on:>13.3}{off:>13.3}{late:>13.3}");
+    }
+    Ok(())
+}
