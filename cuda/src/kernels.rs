@@ -23,6 +23,7 @@ pub mod attention;
 pub mod linear;
 pub mod pointwise;
 pub mod sample;
+pub mod tune;
 
 mod names;
 

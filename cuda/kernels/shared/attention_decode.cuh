@@ -182,8 +182,6 @@ DEVICE void attention_decode(const AttentionParams& p) {
     const uint32_t warp = threadIdx.x / 32, stride = blockDim.x / 32 * DECODE_KEYS;
     const uint32_t warp_bytes = p.stages * S::STAGE;
     unsigned char* ring = shared + warp * warp_bytes;
-    DecodeWarp<T, D> state;
-    state.load_queries(p, item, kv_head, tile);
     KeyCopy<T, D, 32> keys(p, item, kv_head);
     uint32_t copied = warp * DECODE_KEYS;
     // A stage more of the warp's keys, if there are any; a group of copies in any case.
@@ -196,6 +194,9 @@ DEVICE void attention_decode(const AttentionParams& p) {
         copied += stride;
     };
     for (uint32_t i = 0; i + 1 < p.stages; i++) fill(i);
+    // The queries' latency is that of the first keys.
+    DecodeWarp<T, D> state;
+    state.load_queries(p, item, kv_head, tile);
     uint32_t read = 0, write = p.stages - 1;
     for (uint32_t key = warp * DECODE_KEYS; key < item.keys; key += stride) {
         wait_for_stage(p.stages);
