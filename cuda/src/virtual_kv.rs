@@ -44,6 +44,38 @@ pub struct KvPlaneView {
     pub token_stride: u64,
 }
 
+/// Behind the last announced use in each stream. Has a lock of its own, so that announcing never waits for mapping.
+#[derive(Debug, Default)]
+struct Uses(Mutex<Vec<(usize, Arc<Event>)>>);
+
+impl Uses {
+    fn announce(&self, stream: &Stream) -> Result<(), CudaError> {
+        let mut events = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let id = stream.id();
+        if let Some((_, event)) = events.iter().find(|(of, _)| *of == id) {
+            return event.record(stream);
+        }
+        let event = Event::new(stream.context(), false)?;
+        event.record(stream)?;
+        events.push((id, Arc::new(event)));
+        Ok(())
+    }
+
+    /// The events, to be looked at without the lock.
+    fn events(&self) -> Vec<Arc<Event>> {
+        let events = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        events.iter().map(|(_, event)| Arc::clone(event)).collect()
+    }
+
+    fn wait(&self) -> Result<(), CudaError> {
+        self.events().iter().try_for_each(|event| event.synchronize())
+    }
+
+    fn have_ended(&self) -> bool {
+        self.events().iter().all(|event| event.happened().unwrap_or(false))
+    }
+}
+
 /// What is locked: the accounting and the mappings that it describes.
 #[derive(Debug)]
 struct State {
@@ -51,8 +83,7 @@ struct State {
     tensors: Vec<Reservation>,
     /// By stripe, then tensor.
     groups: Vec<Vec<Arc<Physical>>>,
-    /// Last use in each stream that was announced.
-    uses: Vec<(usize, Event)>,
+    uses: Arc<Uses>,
     /// Set when undoing failed: nothing is mapped or unmapped any more.
     lost: Option<VirtualKvError>,
     /// Of the background thread, reported by the next step.
@@ -67,7 +98,7 @@ impl State {
             self.vmm.undo(plan);
             return Err(lost);
         }
-        let waited = if plan.unmaps() { self.wait_for_uses() } else { Ok(()) };
+        let waited = if plan.unmaps() { self.uses.wait() } else { Ok(()) };
         if let Err(error) = waited {
             self.vmm.undo(plan);
             return Err(error.into());
@@ -107,14 +138,6 @@ impl State {
             }
         }
     }
-
-    fn wait_for_uses(&self) -> Result<(), CudaError> {
-        self.uses.iter().try_for_each(|(_, event)| event.synchronize())
-    }
-
-    fn uses_have_ended(&self) -> bool {
-        self.uses.iter().all(|(_, event)| event.happened().unwrap_or(false))
-    }
 }
 
 fn reverse(command: Command) -> Command {
@@ -131,6 +154,7 @@ pub struct VirtualKv {
     /// Addresses of the tensors.
     bases: Vec<u64>,
     state: Arc<Mutex<State>>,
+    uses: Arc<Uses>,
     /// Wakes the background thread; `None` while it ends.
     wake: Option<SyncSender<()>>,
     /// Whether steps wake it.
@@ -160,7 +184,8 @@ impl VirtualKv {
             .map(|_| (0..layout.tensors()).map(|_| group()).collect())
             .collect::<Result<_, CudaError>>()?;
         let bases = tensors.iter().map(Reservation::address).collect();
-        let state = State { vmm, tensors, groups, uses: Vec::new(), lost: None, background: Ok(()) };
+        let uses = Arc::new(Uses::default());
+        let state = State { vmm, tensors, groups, uses: Arc::clone(&uses), lost: None, background: Ok(()) };
         let state = Arc::new(Mutex::new(state));
         let (wake, woken) = sync_channel(1);
         let background = std::thread::Builder::new()
@@ -170,7 +195,7 @@ impl VirtualKv {
                 move || map_ahead(&state, &woken)
             })
             .map_err(|error| CudaError::Unsupported(format!("a thread: {error}")))?;
-        Ok(Self { layout, bases, state, wake: Some(wake), overlapped: true, background: Some(background) })
+        Ok(Self { layout, bases, state, uses, wake: Some(wake), overlapped: true, background: Some(background) })
     }
 
     #[must_use]
@@ -349,15 +374,7 @@ impl VirtualKv {
     /// # Errors
     /// What the driver says.
     pub fn used_by(&self, stream: &Stream) -> Result<(), CudaError> {
-        let mut state = self.lock();
-        let id = stream.id();
-        if let Some((_, event)) = state.uses.iter().find(|(of, _)| *of == id) {
-            return event.record(stream);
-        }
-        let event = Event::new(stream.context(), false)?;
-        event.record(stream)?;
-        state.uses.push((id, event));
-        Ok(())
+        self.uses.announce(stream)
     }
 
     /// Whether steps have the background thread map ahead, as they do at first: without it, for comparison, each step maps
@@ -387,7 +404,7 @@ impl Drop for VirtualKv {
             let _ended = background.join();
         }
         // Kernels may still read what the drop of the reservations unmaps.
-        let _the_context_is_lost = self.lock().wait_for_uses();
+        let _the_context_is_lost = self.uses.wait();
     }
 }
 
@@ -399,7 +416,7 @@ fn map_ahead(state: &Mutex<State>, woken: &Receiver<()>) {
             continue;
         }
         // Unmapping would wait for kernels in flight while a step may be waiting for the lock.
-        let reclaim = state.uses_have_ended();
+        let reclaim = state.uses.have_ended();
         let plan = state.vmm.ahead(reclaim);
         state.background = state.carry_out(plan);
     }

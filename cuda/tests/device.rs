@@ -154,6 +154,28 @@ fn urgent_work_shares_the_store() {
     }
 }
 
+/// What one lane maps and zeroes while the other writes: no zero comes late.
+#[test]
+fn growth_beside_urgent_writes_keeps_them() {
+    for _ in 0..12 {
+        with_device("growth_beside_urgent_writes_keeps_them", None, |device, _| {
+            let mut kv = device.kv(SHAPE, 2000).unwrap();
+            let token = SHAPE.layer_token_bytes();
+            let bytes = half_bytes(2.0, token / 2);
+            device.kv_write(&mut kv, 0, 1900, &bytes).unwrap();
+            device.urgent(true);
+            device.kv_write(&mut kv, 0, 100, &bytes).unwrap();
+            device.urgent(false);
+            device.sync().unwrap();
+            for slot in [100, 1900] {
+                let mut got = Vec::new();
+                device.kv_read(&kv, 0, slot, 1, &mut got).unwrap();
+                assert_eq!(got, bytes, "slot {slot}");
+            }
+        });
+    }
+}
+
 /// Many more uploads than the ring holds, each seen by the operation it was for.
 #[test]
 fn staging_wraps_around() {

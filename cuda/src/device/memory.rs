@@ -171,10 +171,11 @@ impl CudaKv {
         (0..self.shape.layers as usize).all(|layer| self.view(layer).is_aligned(self.shape.dtype.size() as u64))
     }
 
-    /// Makes memory lie behind the slots before `end`. What is new is zeroed in `lane`, which is waited for.
-    pub(super) fn ensure(&mut self, lane: &Lane, end: u32) -> Result<(), DeviceError> {
+    /// Makes memory lie behind the slots before `end`. Returns whether `lane` zeroes some, which the other lane then
+    /// has to wait for.
+    pub(super) fn ensure(&mut self, lane: &Lane, end: u32) -> Result<bool, DeviceError> {
         if end <= self.mapped {
-            return Ok(());
+            return Ok(false);
         }
         assert!(end as usize <= self.slots, "slots beyond the store");
         self.memory.step(&[end])?;
@@ -187,11 +188,11 @@ impl CudaKv {
             for base in self.memory.tensors() {
                 fill_zero(&lane.stream, base + u64::from(from) * page, bytes)?;
             }
-            lane.stream.synchronize()?;
+            self.memory.used_by(&lane.stream)?;
             self.zeroed = to;
         }
         self.mapped = end;
-        Ok(())
+        Ok(to > from)
     }
 
     /// Says that the lane's work so far uses this memory.

@@ -89,6 +89,16 @@ impl CudaDevice {
         Ok(())
     }
 
+    /// Makes memory lie behind the slots before `end`, for the current lane's next operation.
+    fn kv_ensure(&mut self, kv: &mut CudaKv, end: u32) -> Result<(), DeviceError> {
+        // The other lane may have zeroed or written what this one now uses.
+        self.kv_used()?;
+        if kv.ensure(&self.lanes[self.at], end)? {
+            self.kv_written()?;
+        }
+        Ok(())
+    }
+
     /// To be called where the current lane has copied into a store.
     fn kv_written(&mut self) -> Result<(), DeviceError> {
         self.copied[self.at].record(&self.lanes[self.at].stream)?;
@@ -239,8 +249,7 @@ impl Device for CudaDevice {
     fn kv_write(&mut self, kv: &mut CudaKv, layer: usize, slot0: u32, bytes: &[u8]) -> Result<(), DeviceError> {
         let token = kv.shape.layer_token_bytes();
         assert!(bytes.len().is_multiple_of(token), "whole tokens");
-        kv.ensure(&self.lanes[self.at], slot0 + word(bytes.len() / token))?;
-        self.kv_used()?;
+        self.kv_ensure(kv, slot0 + word(bytes.len() / token))?;
         let mut slot = slot0;
         for piece in bytes.chunks((KV_PIECE_BYTES / token).max(1) * token) {
             let at = self.lane().upload(piece)?;
@@ -359,8 +368,7 @@ impl Device for CudaDevice {
         assert!(slots.len() <= qkv.rows.min(rope.rows), "projection rows");
         let end = slots.iter().filter(|slot| **slot != u32::MAX).max().map_or(0, |slot| slot + 1);
         assert!(end as usize <= kv.slots, "slots beyond the store");
-        kv.ensure(&self.lanes[self.at], end)?;
-        self.kv_used()?;
+        self.kv_ensure(kv, end)?;
         let params = p::RopeParams {
             qkv: qkv.address(),
             rope: rope.address(),

@@ -5,11 +5,16 @@ use cudarc::driver::sys;
 use std::cell::Cell;
 use std::ffi::{CStr, c_int};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 thread_local! {
-    /// The context that this thread has made current, so that most calls need not ask the driver.
-    static CURRENT: Cell<usize> = const { Cell::new(0) };
+    /// The number of the context that this thread has made current, so that most calls need not ask the driver. A number
+    /// of our own: the driver may give the same handle again to the next context.
+    static CURRENT: Cell<u64> = const { Cell::new(0) };
 }
+
+/// Contexts that were opened so far.
+static OPENED: AtomicU64 = AtomicU64::new(0);
 
 /// What a device is and can do.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,6 +42,7 @@ pub struct Attributes {
 pub struct Context {
     device: sys::CUdevice,
     handle: sys::CUcontext,
+    number: u64,
     attributes: Attributes,
     /// Multiple of bytes in which physical memory is made and mapped.
     granularity: usize,
@@ -74,7 +80,8 @@ impl Context {
         // SAFETY: the driver fills the live handle.
         check("cuDevicePrimaryCtxRetain", unsafe { sys::cuDevicePrimaryCtxRetain(&raw mut handle, device) })?;
         // From here on the drop releases it.
-        let mut context = Self { device, handle, attributes, granularity: 0 };
+        let number = OPENED.fetch_add(1, Ordering::Relaxed) + 1;
+        let mut context = Self { device, handle, number, attributes, granularity: 0 };
         context.make_current()?;
         context.granularity = context.ask_granularity()?;
         Ok(Arc::new(context))
@@ -101,11 +108,10 @@ impl Context {
     /// # Errors
     /// What the driver says, after a lost context.
     pub fn make_current(&self) -> Result<(), CudaError> {
-        let at = self.handle as usize;
-        if CURRENT.get() != at {
+        if CURRENT.get() != self.number {
             // SAFETY: the context is retained while `self` lives.
             check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.handle) })?;
-            CURRENT.set(at);
+            CURRENT.set(self.number);
         }
         Ok(())
     }
@@ -135,7 +141,7 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        if CURRENT.get() == self.handle as usize {
+        if CURRENT.get() == self.number {
             CURRENT.set(0);
         }
         // SAFETY: retained once in `open`; everything made in it kept it alive and is gone.
