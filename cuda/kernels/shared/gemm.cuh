@@ -100,13 +100,14 @@ struct Gemm {
     }
 };
 
-// Grid: tiles of n, tiles of m, parts of k.
+// Grid: tiles of m, tiles of n, parts of k: blocks that run together share a few tiles of the weight and all rows, which
+// the second-level cache holds, so that the weight is read from memory once.
 template <typename T, int BM, int BN, int WM, int WN, int TERMS>
 DEVICE void gemm(const GemmParams& p) {
     using G = Gemm<T, BM, BN, WM, WN, TERMS>;
     DYNAMIC_SHARED(shared);
     const uint32_t k0 = blockIdx.z * p.k_part, k_end = min(k0 + p.k_part, p.ldw);
-    G g = {p, shared, blockIdx.y * BM, blockIdx.x * BN, k_end, {}};
+    G g = {p, shared, blockIdx.x * BM, blockIdx.y * BN, k_end, {}};
     for (uint32_t i = 0; i + 1 < GEMM_STAGES; i++) {
         if (k0 + i * GEMM_K < k_end) g.copy(k0 + i * GEMM_K, shared + i * G::STAGE);
         copy_commit();
@@ -156,7 +157,7 @@ DEVICE void gemm_plain(const GemmParams& p) {
     constexpr uint32_t TILE = 64, K = 16;
     SHARED float a[K][TILE + 1];
     SHARED float b[K][TILE + 1];
-    const uint32_t m0 = blockIdx.y * TILE, n0 = blockIdx.x * TILE, tm = threadIdx.x / 16 * 4, tn = threadIdx.x % 16 * 4;
+    const uint32_t m0 = blockIdx.x * TILE, n0 = blockIdx.y * TILE, tm = threadIdx.x / 16 * 4, tn = threadIdx.x % 16 * 4;
     float acc[4][4] = {};
     for (uint32_t k0 = 0; k0 < p.k; k0 += K) {
         for (uint32_t i = threadIdx.x; i < TILE * K; i += 256) {

@@ -67,7 +67,7 @@ pub struct SplitParams {
     pub pad: u32,
 }
 
-/// `gemm_*`. Grid: tiles of n, tiles of m, parts of k.
+/// `gemm_*`. Grid: tiles of m, tiles of n, parts of k.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct GemmParams {
@@ -232,7 +232,7 @@ impl Product {
         };
         let gemm = Launch {
             name: gemm_name(self.dtype, exact, cut.tile.m == LARGE.m),
-            grid: [self.n.div_ceil(cut.tile.n), self.rows.div_ceil(cut.tile.m), cut.parts],
+            grid: [self.rows.div_ceil(cut.tile.m), self.n.div_ceil(cut.tile.n), cut.parts],
             block: cut.tile.threads,
             shared_bytes: if plain { 0 } else { gemm_shared_bytes(cut.tile, exact) },
             params,
