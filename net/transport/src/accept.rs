@@ -6,8 +6,10 @@ use crate::{
     peer::Remote,
     session::{Verdict, Wires, close},
 };
-use quinn::{Incoming, VarInt};
-use std::sync::Arc;
+use bytes::Bytes;
+use lagoon_wire::{DIRECT_CODE, Preface};
+use quinn::{Connection, Incoming, RecvStream, SendStream, VarInt};
+use std::sync::{Arc, PoisonError};
 use tokio::sync::Semaphore;
 
 /// Handshakes at once; more are turned away and come again with back-off.
@@ -50,13 +52,16 @@ impl Shared {
                 return Err(reason);
             }
         };
+        if preface.class == u32::from(DIRECT_CODE) {
+            return self.accept_direct(&preface, connection, (send, recv, rest)).await;
+        }
         let class = lagoon_wire::Class::from_code(u8::try_from(preface.class).unwrap_or(0));
         let Some(class) = class else {
             let reason = format!("the preface names class {}, which does not exist", preface.class);
             refuse(close::BAD_PREFACE, &reason);
             return Err(reason);
         };
-        let announced = match self.check_preface(&preface, &connection, class) {
+        let announced = match self.check_preface(&preface, &connection, class.code()) {
             Ok(announced) => announced,
             Err(reason) => {
                 refuse(close::BAD_PREFACE, &reason);
@@ -98,6 +103,28 @@ impl Shared {
         drop(session);
         // The session before may have left classes that are wanted.
         self.ensure_dials(&peer);
+        Ok(())
+    }
+    /// A connection that reads registered memory: no part of a session.
+    async fn accept_direct(
+        &self,
+        preface: &Preface,
+        connection: Connection,
+        (mut send, recv, rest): (SendStream, RecvStream, Bytes),
+    ) -> Result<(), String> {
+        let refuse = |code: u32, reason: &str| connection.close(VarInt::from_u32(code), reason.as_bytes());
+        if let Err(reason) = self.check_preface(preface, &connection, DIRECT_CODE) {
+            refuse(close::BAD_PREFACE, &reason);
+            return Err(reason);
+        }
+        let server = self.direct.read().unwrap_or_else(PoisonError::into_inner).clone();
+        let Some(server) = server.filter(|_| !self.is_closed()) else {
+            refuse(close::LIMIT, "nothing is exported here");
+            return Err("a direct connection, but nothing is exported here".to_owned());
+        };
+        let mut answer = self.preface_of(DIRECT_CODE, 0)?;
+        send.write_all_chunks(&mut answer).await.map_err(|error| format!("answering a preface: {error}"))?;
+        self.spawn_direct(server, connection, (send, recv, rest));
         Ok(())
     }
 }

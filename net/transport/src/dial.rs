@@ -125,7 +125,7 @@ impl Shared {
                 };
             }
         };
-        let announced = self.check_preface(&preface, &connection, class)?;
+        let announced = self.check_preface(&preface, &connection, class.code())?;
         if preface.incarnation == self.incarnation {
             return Ok(Outcome::Hopeless("that address leads back to this node".to_owned()));
         }

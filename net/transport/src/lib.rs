@@ -24,6 +24,7 @@ mod answer;
 mod ca;
 mod config;
 mod dial;
+pub mod direct;
 mod error;
 mod event;
 mod identity;

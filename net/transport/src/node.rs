@@ -3,6 +3,7 @@
 use crate::{
     AnswerControl, BindError, ClassStats, Event, Identity, Inbound, Inbox, PeerId, SendError, TransportConfig,
     answer::Answers,
+    direct::ExportServer,
     event::{Outlet, inbox},
     link::Queued,
     peer::Peer,
@@ -56,6 +57,7 @@ pub(crate) struct Shared {
     numbers: AtomicU64,
     closed: AtomicBool,
     pub(crate) answers: Answers,
+    pub(crate) direct: RwLock<Option<Arc<ExportServer>>>,
 }
 
 /// A node and what it receives.
@@ -122,6 +124,7 @@ impl Node {
             numbers: AtomicU64::new(1),
             closed: AtomicBool::new(false),
             answers: Answers::default(),
+            direct: RwLock::default(),
             endpoint,
             config,
         });
@@ -129,7 +132,7 @@ impl Node {
         Ok(Bound { node: Self { inner: Arc::new(Guard(shared)) }, events, partials, bulk })
     }
 
-    fn shared(&self) -> &Arc<Shared> {
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
         &self.inner.0
     }
 
@@ -160,6 +163,11 @@ impl Node {
     /// From now on `answer` is asked about every control message before it goes to the inbox; `None` ends that.
     pub fn answer_control(&self, answer: Option<AnswerControl>) {
         self.shared().answers.set(answer);
+    }
+
+    /// From now on direct connections read what `server` exports; `None` refuses them.
+    pub fn serve_direct(&self, server: Option<Arc<ExportServer>>) {
+        *self.shared().direct.write().unwrap_or_else(PoisonError::into_inner) = server;
     }
 
     /// Stops keeping a peer connected. A session that exists goes on until it ends.
@@ -312,13 +320,18 @@ impl Shared {
 
     /// Our preface, ready to be written.
     pub(crate) fn preface(&self, class: Class, generation: u64) -> Result<[Bytes; 1], String> {
+        self.preface_of(class.code(), generation)
+    }
+
+    /// As [`Shared::preface`], by the class's code.
+    pub(crate) fn preface_of(&self, class: u8, generation: u64) -> Result<[Bytes; 1], String> {
         let preface = Preface {
             version_min: VERSION_MIN,
             version_max: VERSION_MAX,
             incarnation: self.incarnation,
             generation,
             listen_addr: self.announced.to_string(),
-            class: u32::from(class.code()),
+            class: u32::from(class),
         };
         encode_preface(&preface).map(|encoded| [encoded.head]).map_err(|error| error.to_string())
     }
@@ -328,7 +341,7 @@ impl Shared {
         &self,
         preface: &Preface,
         connection: &Connection,
-        class: Class,
+        class: u8,
     ) -> Result<SocketAddr, String> {
         if preface.version_min > VERSION_MAX || preface.version_max < VERSION_MIN {
             let (min, max) = (preface.version_min, preface.version_max);
@@ -336,8 +349,8 @@ impl Shared {
                 "no common version: the peer speaks {min} to {max}, we {VERSION_MIN} to {VERSION_MAX}"
             ));
         }
-        if preface.class != u32::from(class.code()) {
-            return Err(format!("the preface names class {} on a {class} connection", preface.class));
+        if preface.class != u32::from(class) {
+            return Err(format!("the preface names class {} on a connection of class {class}", preface.class));
         }
         let addr: SocketAddr = preface
             .listen_addr

@@ -1,0 +1,229 @@
+//! Handing arenas to readers on the same host: a unix socket, a token, a descriptor.
+
+use lagoon_backend::{ArenaView, SharedArena};
+use lagoon_protocol::TransferArena;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    recvmsg, sendmsg, sockopt::socket_peercred,
+};
+use std::{
+    fs::File,
+    io::{self, IoSlice, IoSliceMut, Read, Write},
+    mem::MaybeUninit,
+    os::{
+        fd::AsFd,
+        unix::{
+            fs::PermissionsExt,
+            net::{UnixListener, UnixStream},
+        },
+    },
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst},
+    },
+    thread,
+    time::Duration,
+};
+use subtle::ConstantTimeEq;
+
+/// Bytes of a token.
+const TOKEN_BYTES: usize = 32;
+/// Time that either side waits for the other.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// Readers that are served at once.
+const AT_ONCE_MAX: usize = 16;
+
+/// What can go wrong when memory is shared.
+#[derive(Debug, thiserror::Error)]
+pub enum HostError {
+    #[error("{what}: {source}")]
+    Io { what: &'static str, source: io::Error },
+    #[error("the owner of the memory refused the token")]
+    Refused,
+    #[error("the token has {0} bytes, a token has 32")]
+    Token(usize),
+}
+
+fn io_error(what: &'static str) -> impl Fn(io::Error) -> HostError {
+    move |source| HostError::Io { what, source }
+}
+
+/// Names this host and what decides whether a unix socket's path means the same to two processes: the boot, the mount
+/// namespace, the user. Empty where that cannot be told; such processes share nothing.
+#[must_use]
+pub fn host_identity() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
+    let mounts = std::fs::read_link("/proc/self/ns/mnt");
+    let (Ok(boot), Ok(mounts)) = (boot, mounts) else { return String::new() };
+    format!("{}/{}/{}", boot.trim(), mounts.display(), rustix_uid())
+}
+
+fn rustix_uid() -> u32 {
+    std::os::unix::fs::MetadataExt::uid(&match std::fs::metadata("/proc/self") {
+        Ok(metadata) => metadata,
+        Err(_) => return u32::MAX,
+    })
+}
+
+struct Offered {
+    region: u32,
+    token: [u8; TOKEN_BYTES],
+    file: File,
+}
+
+/// Hands descriptors of arenas to whoever knows their tokens. Dropping it ends that.
+#[derive(Debug)]
+pub struct ArenaServer {
+    socket: PathBuf,
+    arenas: Vec<TransferArena>,
+    stop: Arc<AtomicBool>,
+}
+
+impl ArenaServer {
+    /// Listens on a new socket `socket`, in a directory that only this user may enter.
+    ///
+    /// # Errors
+    /// When the system refuses the socket, a descriptor or the thread.
+    pub fn start(socket: &Path, arenas: &[(u32, SharedArena)]) -> Result<Self, HostError> {
+        let listener = UnixListener::bind(socket).map_err(io_error("listening on a unix socket"))?;
+        let private = std::fs::Permissions::from_mode(0o600);
+        std::fs::set_permissions(socket, private).map_err(io_error("making the socket private"))?;
+        let mut offered = Vec::new();
+        let mut told = Vec::new();
+        for (region, arena) in arenas {
+            let file = arena.read_only_file().map_err(io_error("opening an arena for reading"))?;
+            let token: [u8; TOKEN_BYTES] = rand::random();
+            let socket = socket.display().to_string();
+            told.push(TransferArena { region: *region, socket, token: token.to_vec() });
+            offered.push(Offered { region: *region, token, file });
+        }
+        let stop = Arc::new(AtomicBool::new(false));
+        let (ending, offered) = (Arc::clone(&stop), Arc::new(offered));
+        let serve = move || accept(&listener, &ending, &offered);
+        thread::Builder::new().name("arenas".to_owned()).spawn(serve).map_err(io_error("starting a thread"))?;
+        Ok(Self { socket: socket.to_owned(), arenas: told, stop })
+    }
+
+    /// What readers on this host are told, over mutual TLS only.
+    #[must_use]
+    pub fn arenas(&self) -> &[TransferArena] {
+        &self.arenas
+    }
+}
+
+impl Drop for ArenaServer {
+    fn drop(&mut self) {
+        self.stop.store(true, SeqCst);
+        // Wakes the thread; a failure means that it is gone already.
+        drop(UnixStream::connect(&self.socket));
+        drop(std::fs::remove_file(&self.socket));
+    }
+}
+
+fn accept(listener: &UnixListener, stop: &AtomicBool, offered: &Arc<Vec<Offered>>) {
+    let busy = Arc::new(AtomicUsize::new(0));
+    while let Ok((stream, _)) = listener.accept() {
+        if stop.load(SeqCst) {
+            return;
+        }
+        if busy.fetch_add(1, SeqCst) >= AT_ONCE_MAX {
+            busy.fetch_sub(1, SeqCst);
+            continue;
+        }
+        let (offered, done) = (Arc::clone(offered), Arc::clone(&busy));
+        let serve = move || {
+            if let Err(error) = hand_out(stream, &offered) {
+                tracing::warn!(%error, "a reader got no shared memory");
+            }
+            done.fetch_sub(1, SeqCst);
+        };
+        if thread::Builder::new().name("arena".to_owned()).spawn(serve).is_err() {
+            busy.fetch_sub(1, SeqCst);
+        }
+    }
+}
+
+fn hand_out(mut stream: UnixStream, offered: &[Offered]) -> Result<(), HostError> {
+    stream.set_read_timeout(Some(PATIENCE)).map_err(io_error("setting a deadline"))?;
+    stream.set_write_timeout(Some(PATIENCE)).map_err(io_error("setting a deadline"))?;
+    let peer = socket_peercred(&stream).map_err(|error| io_error("asking who the reader is")(error.into()))?;
+    if peer.uid.as_raw() != rustix_uid() {
+        return Err(HostError::Refused);
+    }
+    let mut token = [0; TOKEN_BYTES];
+    stream.read_exact(&mut token).map_err(io_error("reading a token"))?;
+    // Every token is compared, in full.
+    let same = |arena: &&Offered| bool::from(arena.token.ct_eq(&token));
+    let found = offered.iter().fold(None, |found, arena| Some(arena).filter(same).or(found));
+    let Some(arena) = found else {
+        drop(stream.write_all(&[0]));
+        return Err(HostError::Refused);
+    };
+    tracing::debug!(region = arena.region, "a reader maps an arena");
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let files = [arena.file.as_fd()];
+    control.push(SendAncillaryMessage::ScmRights(&files));
+    sendmsg(&stream, &[IoSlice::new(&[1])], &mut control, SendFlags::empty())
+        .map(drop)
+        .map_err(|error| io_error("sending a descriptor")(error.into()))
+}
+
+/// Gets an arena that a writer on this host offers, and maps it. Blocks for a second at most.
+///
+/// # Errors
+/// When the writer refuses the token, or what it hands out is not sealed memory of `bytes` bytes.
+pub fn fetch_arena(offer: &TransferArena, bytes: u64) -> Result<ArenaView, HostError> {
+    if offer.token.len() != TOKEN_BYTES {
+        return Err(HostError::Token(offer.token.len()));
+    }
+    let mut stream = UnixStream::connect(&offer.socket).map_err(io_error("connecting to the writer's socket"))?;
+    stream.set_read_timeout(Some(PATIENCE)).map_err(io_error("setting a deadline"))?;
+    stream.set_write_timeout(Some(PATIENCE)).map_err(io_error("setting a deadline"))?;
+    stream.write_all(&offer.token).map_err(io_error("sending the token"))?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut answer = [0];
+    let received = recvmsg(&stream, &mut [IoSliceMut::new(&mut answer)], &mut control, RecvFlags::CMSG_CLOEXEC);
+    received.map_err(|error| io_error("receiving a descriptor")(error.into()))?;
+    let mut files = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(files) => Some(files),
+        _ => None,
+    });
+    let file = files.next().and_then(|mut files| files.next()).filter(|_| answer == [1]);
+    let file = File::from(file.ok_or(HostError::Refused)?);
+    ArenaView::map(&file, bytes).map_err(io_error("mapping the writer's memory"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_descriptor_is_handed_out_for_its_token_only() {
+        let dir = std::env::temp_dir().join(format!("lagoon-arena-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let socket = dir.join("a.sock");
+        let arenas = [(0, SharedArena::new(4096, 64).unwrap()), (1, SharedArena::new(8192, 64).unwrap())];
+        arenas[1].1.fill(100, 3, &mut |target| target.copy_from_slice(b"abc")).unwrap();
+        let server = ArenaServer::start(&socket, &arenas).unwrap();
+        let view = fetch_arena(&server.arenas()[1], 8192).unwrap();
+        let mut out = [0; 3];
+        view.copy(100, &mut out).unwrap();
+        assert_eq!(&out, b"abc");
+        assert!(matches!(fetch_arena(&server.arenas()[0], 8192), Err(HostError::Io { .. })), "another size");
+        let mut forged = server.arenas()[0].clone();
+        forged.token[31] ^= 1;
+        assert!(matches!(fetch_arena(&forged, 4096), Err(HostError::Refused)));
+        forged.token.pop();
+        assert!(matches!(fetch_arena(&forged, 4096), Err(HostError::Token(31))));
+        let last = server.arenas()[0].clone();
+        drop(server);
+        assert!(fetch_arena(&last, 4096).is_err(), "nobody listens any more");
+        // What was mapped stays.
+        view.copy(100, &mut out).unwrap();
+        assert!(!host_identity().is_empty() && host_identity() == host_identity());
+        std::fs::remove_dir_all(dir).unwrap();
+    }
+}

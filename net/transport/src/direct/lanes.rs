@@ -1,0 +1,289 @@
+//! The reader's side over QUIC: several connections to one writer, reads spread over them.
+
+use super::{Landing, LastBreath, Path, ReadJob, memory_failure};
+use crate::{
+    Node,
+    node::{Shared, read_preface},
+};
+use bytes::Bytes;
+use lagoon_protocol::{DirectFrame, DirectSegment};
+use lagoon_transfer::ReadFailure;
+use lagoon_types::InstanceId;
+use lagoon_wire::{
+    DIRECT_CODE,
+    direct::{DirectItem, DirectReader, encode},
+};
+use quinn::{Connection, RecvStream, SendStream, VarInt};
+use std::{
+    collections::VecDeque,
+    fmt,
+    net::SocketAddr,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+};
+use tokio::sync::Notify;
+
+/// What a path over QUIC is to be.
+#[derive(Clone, Copy, Debug)]
+pub struct LanesConfig {
+    /// Our number.
+    pub reader: InstanceId,
+    /// Of the writer's acceptance.
+    pub epoch: u64,
+    /// Connections in parallel, at least 1.
+    pub lanes: usize,
+}
+
+/// Bytes taken from QUIC at once.
+const READ_BYTES_MAX: usize = 1 << 20;
+
+/// What waits on one lane.
+#[derive(Debug, Default)]
+struct Lane {
+    queue: Mutex<LaneQueue>,
+    /// Bytes that were asked for and have not arrived.
+    bytes: AtomicU64,
+    changed: Notify,
+}
+
+#[derive(Debug, Default)]
+struct LaneQueue {
+    /// Taken, and not written to the connection.
+    fresh: VecDeque<ReadJob>,
+    /// Written, in order.
+    asked: VecDeque<ReadJob>,
+    closed: bool,
+}
+
+impl Lane {
+    fn lock(&self) -> std::sync::MutexGuard<'_, LaneQueue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn close(&self) {
+        self.lock().closed = true;
+        // One permit is kept for a writer that is not waiting yet.
+        self.changed.notify_one();
+    }
+}
+
+/// A path over QUIC. Dropping it closes it.
+#[derive(Debug)]
+pub struct QuicPath {
+    lanes: Arc<[Lane]>,
+}
+
+impl Node {
+    /// Opens a path to the writer that accepts at `addr`. It takes reads at once; when it cannot be opened it goes
+    /// down.
+    #[must_use]
+    pub fn open_direct(&self, addr: SocketAddr, config: LanesConfig, landing: &Landing) -> QuicPath {
+        let lanes: Arc<[Lane]> = (0..config.lanes.max(1)).map(|_| Lane::default()).collect();
+        let breath = LastBreath::new(landing);
+        for at in 0..lanes.len() {
+            let shared = Arc::clone(self.shared());
+            let (lanes, landing, breath) = (Arc::clone(&lanes), landing.clone(), Arc::clone(&breath));
+            shared.runtime.clone().spawn(async move {
+                let Some(lane) = lanes.get(at) else { return };
+                if let Err(reason) = run(&shared, addr, config, lane, &landing).await {
+                    breath.because(reason);
+                }
+                // One lane's end is the path's: reads are spread over all of them.
+                lanes.iter().for_each(Lane::close);
+                drop(breath);
+            });
+        }
+        QuicPath { lanes }
+    }
+}
+
+impl Path for QuicPath {
+    fn name(&self) -> &'static str {
+        "quic"
+    }
+
+    fn read(&self, job: ReadJob) {
+        let lane = self.lanes.iter().min_by_key(|lane| lane.bytes.load(Relaxed));
+        let Some(lane) = lane else { return };
+        lane.bytes.fetch_add(job.transaction.bytes, Relaxed);
+        lane.lock().fresh.push_back(job);
+        lane.changed.notify_one();
+    }
+
+    fn close(&self) {
+        self.lanes.iter().for_each(Lane::close);
+    }
+}
+
+impl Drop for QuicPath {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// A lane's whole life.
+async fn run(
+    shared: &Arc<Shared>,
+    addr: SocketAddr,
+    config: LanesConfig,
+    lane: &Lane,
+    landing: &Landing,
+) -> Result<(), String> {
+    let deadline = shared.config.connect_deadline;
+    let dialed = tokio::time::timeout(deadline, dial(shared, addr, config)).await;
+    let (connection, mut send, recv, rest) =
+        dialed.map_err(|_elapsed| format!("no direct connection within {} ms", deadline.as_millis()))??;
+    let writing = write(lane, &mut send);
+    let reading = Receiver { lane, landing, recv, rest }.run();
+    let result = tokio::select! {
+        result = writing => result,
+        result = reading => result,
+    };
+    // A stream's error says only that the connection is gone; the connection knows why, until we close it ourselves.
+    let result = result.map_err(|reason| connection.close_reason().map_or(reason, |cause| cause.to_string()));
+    let said = result.as_ref().err().map_or("closed", String::as_str);
+    connection.close(VarInt::from_u32(crate::session::close::BYE), said.as_bytes());
+    result
+}
+
+/// Connects, exchanges prefaces and says who reads.
+pub(super) async fn dial(
+    shared: &Arc<Shared>,
+    addr: SocketAddr,
+    config: LanesConfig,
+) -> Result<(Connection, SendStream, RecvStream, Bytes), String> {
+    let connecting = shared.endpoint.connect_with(shared.client_config(addr), addr, crate::SERVER_NAME);
+    let connection = connecting.map_err(|error| error.to_string())?.await.map_err(|error| error.to_string())?;
+    let (mut send, mut recv) = connection.open_bi().await.map_err(|error| error.to_string())?;
+    let [preface] = shared.preface_of(DIRECT_CODE, 0)?;
+    let open = DirectFrame::Open { reader: config.reader.0, epoch: config.epoch };
+    let open = encode(&open).map_err(|error| error.to_string())?;
+    send.write_all_chunks(&mut [preface, open]).await.map_err(|error| error.to_string())?;
+    let (preface, rest) = match read_preface(&mut recv).await {
+        Ok(answer) => answer,
+        Err(reason) => return Err(connection.close_reason().map_or(reason, |error| error.to_string())),
+    };
+    shared.check_preface(&preface, &connection, DIRECT_CODE)?;
+    Ok((connection, send, recv, rest))
+}
+
+/// Sends reads until the lane is closed.
+async fn write(lane: &Lane, send: &mut SendStream) -> Result<(), String> {
+    loop {
+        let mut frames = {
+            let mut queue = lane.lock();
+            if queue.closed {
+                return Ok(());
+            }
+            let mut frames = Vec::new();
+            while let Some(job) = queue.fresh.pop_front() {
+                let segments = job.transaction.segments.iter().map(|segment| DirectSegment {
+                    export: segment.export,
+                    region: segment.remote.region,
+                    offset: segment.remote.offset,
+                    bytes: segment.remote.bytes,
+                });
+                let read = DirectFrame::Read { id: job.read, segments: segments.collect() };
+                frames.push(encode(&read).map_err(|error| format!("our own read is refused: {error}"))?);
+                // Before it is written: the answer may be faster than this task.
+                queue.asked.push_back(job);
+            }
+            frames
+        };
+        if frames.is_empty() {
+            lane.changed.notified().await;
+        } else {
+            send.write_all_chunks(&mut frames).await.map_err(|error| error.to_string())?;
+        }
+    }
+}
+
+/// The receiving side of a lane.
+struct Receiver<'a> {
+    lane: &'a Lane,
+    landing: &'a Landing,
+    recv: RecvStream,
+    rest: Bytes,
+}
+
+impl fmt::Debug for Receiver<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Receiver")
+    }
+}
+
+impl Receiver<'_> {
+    async fn run(mut self) -> Result<(), String> {
+        let mut frames = DirectReader::new();
+        loop {
+            let Some(frame) = self.next_frame(&mut frames).await? else {
+                return Err("the writer ended the connection".to_owned());
+            };
+            let (DirectFrame::Data { id, .. } | DirectFrame::Refused { id, .. }) = &frame else {
+                return Err(format!("a writer does not send {frame:?}"));
+            };
+            let job = self.lane.lock().asked.pop_front();
+            let job = job.filter(|job| job.read == *id).ok_or_else(|| format!("read {id} was not asked for now"))?;
+            let result = match frame {
+                DirectFrame::Data { bytes, .. } if bytes == job.transaction.bytes => {
+                    self.land(&mut frames, &job).await?
+                }
+                DirectFrame::Refused { code, .. } => Err(ReadFailure::Refused(code)),
+                _ => return Err(format!("read {id} was answered with another size")),
+            };
+            self.lane.bytes.fetch_sub(job.transaction.bytes, Relaxed);
+            self.landing.tell(&job, result);
+        }
+    }
+
+    async fn more(&mut self) -> Result<bool, String> {
+        match self.recv.read_chunk(READ_BYTES_MAX, true).await {
+            Ok(Some(chunk)) => {
+                self.rest = chunk.bytes;
+                Ok(true)
+            }
+            Ok(None) => Ok(false),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    async fn next_frame(&mut self, frames: &mut DirectReader) -> Result<Option<DirectFrame>, String> {
+        loop {
+            match frames.next_item(&mut self.rest).map_err(|error| error.to_string())? {
+                Some(DirectItem::Frame(frame)) => return Ok(Some(frame)),
+                Some(DirectItem::Bytes(_)) => return Err("data that was not announced".to_owned()),
+                None if !self.more().await? => return Ok(None),
+                None => {}
+            }
+        }
+    }
+
+    /// Lands the announced data. The outer error ends the path, the inner one the read.
+    async fn land(
+        &mut self,
+        frames: &mut DirectReader,
+        job: &ReadJob,
+    ) -> Result<Result<lagoon_transfer::Landed, ReadFailure>, String> {
+        let mut lander = self.landing.lander(job);
+        let mut failed = None;
+        let mut left = job.transaction.bytes;
+        while left > 0 {
+            match frames.next_item(&mut self.rest).map_err(|error| error.to_string())? {
+                Some(DirectItem::Bytes(bytes)) => {
+                    left = left.saturating_sub(u64::try_from(bytes.len()).unwrap_or(u64::MAX));
+                    // What does not land is read nevertheless: the stream goes on.
+                    if failed.is_none() {
+                        failed = lander.push(&bytes).err();
+                    }
+                }
+                Some(DirectItem::Frame(frame)) => return Err(format!("{frame:?} within data")),
+                None if !self.more().await? => return Err("the stream ended within data".to_owned()),
+                None => {}
+            }
+        }
+        let landed = failed.map_or_else(|| lander.finish(), Err);
+        Ok(landed.map_err(|error| memory_failure(&error)))
+    }
+}

@@ -1,0 +1,138 @@
+//! The reader's side within one process and on one host: copies, by threads of the path's own.
+
+use super::{Landing, LastBreath, Path, ReadJob, memory_failure, serve::ExportServer};
+use lagoon_transfer::{Landed, ReadFailure};
+use lagoon_types::InstanceId;
+use std::{
+    fmt, io,
+    sync::{
+        Arc, Mutex, PoisonError,
+        mpsc::{Receiver, Sender, channel},
+    },
+    thread,
+};
+
+/// Where the bytes are.
+enum Source {
+    Process {
+        server: Arc<ExportServer>,
+        reader: InstanceId,
+        epoch: u64,
+    },
+    #[cfg(target_os = "linux")]
+    Host(Vec<lagoon_backend::ArenaView>),
+}
+
+/// A path within this process, or over shared memory. Dropping it closes it.
+pub struct MemoryPath {
+    jobs: Mutex<Option<Sender<ReadJob>>>,
+    name: &'static str,
+}
+
+impl fmt::Debug for MemoryPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemoryPath").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl MemoryPath {
+    /// A path to a writer in this process: reads are admitted as over QUIC, and copied by `threads` threads.
+    ///
+    /// # Errors
+    /// When the system refuses a thread.
+    pub fn within(
+        server: Arc<ExportServer>,
+        (reader, epoch): (InstanceId, u64),
+        threads: usize,
+        landing: &Landing,
+    ) -> io::Result<Self> {
+        Self::start(Source::Process { server, reader, epoch }, "same process", threads, landing)
+    }
+
+    /// A path to a writer on this host, by its arenas in the order of its regions. Reads are one-sided: leases and
+    /// checks protect them.
+    ///
+    /// # Errors
+    /// When the system refuses a thread.
+    #[cfg(target_os = "linux")]
+    pub fn shared(arenas: Vec<lagoon_backend::ArenaView>, threads: usize, landing: &Landing) -> io::Result<Self> {
+        Self::start(Source::Host(arenas), "same host", threads, landing)
+    }
+
+    fn start(source: Source, name: &'static str, threads: usize, landing: &Landing) -> io::Result<Self> {
+        let (jobs, receiver) = channel();
+        let receiver = Arc::new(Mutex::new(receiver));
+        let (source, breath) = (Arc::new(source), LastBreath::new(landing));
+        for number in 0..threads.max(1) {
+            let worker = Worker {
+                source: Arc::clone(&source),
+                landing: landing.clone(),
+                jobs: Arc::clone(&receiver),
+                _breath: Arc::clone(&breath),
+            };
+            thread::Builder::new().name(format!("transfer-{number}")).spawn(move || worker.run())?;
+        }
+        Ok(Self { jobs: Mutex::new(Some(jobs)), name })
+    }
+}
+
+impl Path for MemoryPath {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn read(&self, job: ReadJob) {
+        let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        // A path that was closed ends its reads by its `Down`.
+        jobs.iter().for_each(|jobs| drop(jobs.send(job.clone())));
+    }
+
+    fn close(&self) {
+        self.jobs.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+}
+
+struct Worker {
+    source: Arc<Source>,
+    landing: Landing,
+    jobs: Arc<Mutex<Receiver<ReadJob>>>,
+    /// Told when the last worker is gone.
+    _breath: Arc<LastBreath>,
+}
+
+impl Worker {
+    /// Until the path is closed and its queue is empty.
+    fn run(self) {
+        loop {
+            let next = self.jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
+            let Ok(job) = next else { return };
+            let result = self.copy(&job);
+            self.landing.tell(&job, result);
+        }
+    }
+
+    fn copy(&self, job: &ReadJob) -> Result<Landed, ReadFailure> {
+        let mut lander = self.landing.lander(job);
+        let landed = match &*self.source {
+            Source::Process { server, reader, epoch } => {
+                let windows = server.read(*reader, *epoch, &job.transaction.segments);
+                let windows = windows.map_err(ReadFailure::Refused)?;
+                windows.iter().try_for_each(|window| lander.push(window))
+            }
+            #[cfg(target_os = "linux")]
+            Source::Host(arenas) => job.transaction.segments.iter().try_for_each(|segment| {
+                let region = usize::try_from(segment.remote.region).ok();
+                let arena = region.and_then(|region| arenas.get(region));
+                let outside = lagoon_transfer::RegionError::Failed("a region that is no arena".to_owned());
+                let arena = arena.ok_or(outside)?;
+                let mut at = segment.remote.offset;
+                lander.push_with(segment.remote.bytes, &mut |target| {
+                    arena.copy(at, target)?;
+                    at = at.saturating_add(u64::try_from(target.len()).unwrap_or(u64::MAX));
+                    Ok(())
+                })
+            }),
+        };
+        landed.and_then(|()| lander.finish()).map_err(|error| memory_failure(&error))
+    }
+}
