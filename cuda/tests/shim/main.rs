@@ -18,9 +18,9 @@ use support::shim;
 /// The conformance suite takes half a minute under the sanitizer on two idle cores.
 const SANITIZED_TIME_MAX: Duration = Duration::from_secs(600);
 
-// Queries and attention weights in bf16 are two terms of 8 bits: 2^-17, against f32's 2^-24 that the strict bounds are for;
-// most of it averages out over a head's elements.
-lagoon_backend::conformance_suite!(ShimDevice::open, Tolerance::loosened(8.0));
+// Activations of many rows and attention's queries and weights are two terms of bf16, 16 bits against f32's 24: of all cases one
+// product goes beyond the strict bounds, by a few percent.
+lagoon_backend::conformance_suite!(ShimDevice::open, Tolerance::loosened(2.0));
 
 /// Everything here once more with memory checked, in a process of its own that a stuck kernel cannot outlive.
 #[test]
