@@ -203,6 +203,13 @@ impl VirtualKv {
         &self.layout
     }
 
+    /// Slots that have addresses, in all rows.
+    #[must_use]
+    pub fn slots(&self) -> u32 {
+        let bytes = self.lock().vmm.tensor_bytes();
+        u32::try_from(bytes / self.layout.slot_bytes()).expect("slots are numbered by u32")
+    }
+
     /// Where a layer's K and V lie. The addresses never change.
     #[must_use]
     pub fn layer(&self, layer: u32) -> KvPlaneView {

@@ -12,10 +12,13 @@ mod fake;
 mod shim;
 
 use fake::{Fake, OUT_OF_MEMORY};
-use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError};
+use lagoon_backend::conformance::Data;
+use lagoon_backend::{AttnBatch, AttnRows, CpuDevice, Device, DeviceError};
 use lagoon_cuda::kernels::attention::{DecodeClass, Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions};
-use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
+use lagoon_kv::vmm::{VmmConfig, VmmLayout, VmmShape};
+use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Small pages and pieces, so that small shapes meet every path.
@@ -174,6 +177,83 @@ fn growth_beside_urgent_writes_keeps_them() {
             }
         });
     }
+}
+
+/// A partial of one query at position 900 over some runs, with a window and ALiBi: output and log-sum-exp.
+fn windowed_alibi<D: Device>(device: &mut D, kv: &D::Kv, queries: &[f32], runs: &[KvRun]) -> (Vec<f32>, Vec<f32>, u32) {
+    let mut q = device.tensor(1, G.q_dim()).unwrap();
+    device.write(&mut q, 0, queries).unwrap();
+    let mut out = device.partials(1, G).unwrap();
+    let seqs = [AttnRows { row0: 0, rows: 1, pos0: 900, run0: 0, runs: u32::try_from(runs.len()).unwrap() }];
+    let alibi = Some(Alibi { bias_max: 8.0 });
+    let batch = AttnBatch { geometry: G, scale: 0.125, window: Some(700), alibi, seqs: &seqs, runs };
+    device.attention(&q, &batch, kv, 1, &mut out).unwrap();
+    let (mut o, mut lse) = (Vec::new(), Vec::new());
+    device.read(&out.out, 0..1, 0..G.q_dim(), &mut o).unwrap();
+    device.read(&out.lse, 0..1, 0..G.heads as usize, &mut lse).unwrap();
+    (o, lse, out.count[0])
+}
+
+/// A guest's rBlocks, lent, recalled from the middle and moved together, attend as the same tokens do on the host backend:
+/// positions stay right under a window and ALiBi.
+#[test]
+fn lent_recalled_and_compacted_runs_attend_as_on_the_host() {
+    with_device("lent_recalled_and_compacted_runs_attend_as_on_the_host", None, |device, _| {
+        let layout = VmmLayout::new(VmmShape {
+            layers: SHAPE.layers,
+            kv_heads: SHAPE.kv_heads,
+            head_dim: SHAPE.head_dim,
+            element_bytes: 2,
+            page_group_bytes: PAGE,
+            layers_per_group: 2,
+        })
+        .unwrap();
+        assert_eq!(layout.block_tokens(), 128);
+        let config = VmmConfig {
+            batch_max: 1,
+            context_max: 256,
+            guests_max: 1,
+            guest_blocks_max: 6,
+            stripes: 8,
+            address_bytes_max: 1 << 40,
+            grow: false,
+            eager_stripes: 0,
+            reclaim_below: 0,
+        };
+        let memory = device.virtual_kv(layout, config).unwrap();
+        let mut kv = device.kv_over(SHAPE, Arc::clone(&memory)).unwrap();
+        let mut data = Data::new(7);
+        let token = SHAPE.layer_token_bytes();
+        let (bytes, _) = data.stored(DType::F16, 768 * token / 2);
+        let queries = data.values(G.q_dim());
+        let mut host = CpuDevice::with_threads(1);
+        let mut host_kv = host.kv(SHAPE, 768).unwrap();
+        host.kv_write(&mut host_kv, 1, 0, &bytes).unwrap();
+
+        let guest = memory.open_guest().unwrap();
+        memory.lend(guest, 6, 0).unwrap();
+        let base = memory.guest_runs(guest)[0].base;
+        device.kv_write(&mut kv, 1, base, &bytes).unwrap();
+        let mut compare = |device: &mut CudaDevice, runs: &[KvRun]| {
+            let there: Vec<KvRun> = memory.guest_runs(guest);
+            let positions = |runs: &[KvRun]| runs.iter().flat_map(KvRun::positions).collect::<Vec<_>>();
+            assert_eq!(positions(&there), positions(runs));
+            let want = windowed_alibi(&mut host, &host_kv, &queries, runs);
+            let got = windowed_alibi(device, &kv, &queries, &there);
+            assert_eq!(got.2, want.2, "keys seen");
+            for (got, want) in got.0.iter().chain(&got.1).zip(want.0.iter().chain(&want.1)) {
+                assert!((got - want).abs() < 2e-5 * want.abs().max(1.0), "{got} is {want} on the host");
+            }
+        };
+        compare(device, &[KvRun { base: 0, len: 768, first_pos: 0 }]);
+        memory.recall(guest, 3..4).unwrap();
+        let cut = [KvRun { base: 0, len: 384, first_pos: 0 }, KvRun { base: 512, len: 256, first_pos: 512 }];
+        compare(device, &cut);
+        assert_eq!(memory.guest_runs(guest)[1].base, base + 512, "a hole in the addresses");
+        memory.compact(guest).unwrap();
+        assert_eq!(memory.guest_runs(guest)[1].base, base + 384, "no hole any more");
+        compare(device, &cut);
+    });
 }
 
 /// Many more uploads than the ring holds, each seen by the operation it was for.

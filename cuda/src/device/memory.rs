@@ -114,8 +114,9 @@ impl From<VirtualKvError> for DeviceError {
 pub struct CudaKv {
     pub(super) shape: KvShape,
     pub(super) slots: usize,
-    memory: VirtualKv,
-    row: usize,
+    memory: Arc<VirtualKv>,
+    /// The only row; `None` where somebody else maps and unmaps.
+    row: Option<usize>,
     /// Slots that have memory, and stripes that were zeroed for them.
     mapped: u32,
     zeroed: u32,
@@ -150,9 +151,21 @@ impl CudaKv {
             eager_stripes: 0,
             reclaim_below: 0,
         };
-        let memory = VirtualKv::new(context, layout, config)?;
-        let row = memory.alloc_reqid()?;
+        let memory = Arc::new(VirtualKv::new(context, layout, config)?);
+        let row = Some(memory.alloc_reqid()?);
         Ok(Self { shape, slots, memory, row, mapped: 0, zeroed: 0 })
+    }
+
+    /// All slots of `memory`, whose rows somebody else maps and unmaps: a slot is used only while it has memory, and is
+    /// not zeroed.
+    pub(super) fn over(shape: KvShape, memory: Arc<VirtualKv>) -> Result<Self, DeviceError> {
+        let of = memory.layout().shape();
+        let wanted = (shape.layers, shape.kv_heads, shape.head_dim, word(shape.dtype.size()));
+        if (of.layers, of.kv_heads, of.head_dim, of.element_bytes) != wanted {
+            return Err(DeviceError::Unsupported(format!("a store of {shape:?} over memory laid out for {of:?}")));
+        }
+        let slots = memory.slots();
+        Ok(Self { shape, slots: slots as usize, memory, row: None, mapped: slots, zeroed: 0 })
     }
 
     /// Slots that have memory: those before this one.
@@ -179,7 +192,7 @@ impl CudaKv {
         }
         assert!(end as usize <= self.slots, "slots beyond the store");
         self.memory.step(&[end])?;
-        debug_assert_eq!((self.row, self.memory.slot0(self.row)), (0, 0), "the only row begins the tensors");
+        debug_assert_eq!(self.row.map(|row| self.memory.slot0(row)), Some(0), "the only row begins the tensors");
         let layout = self.memory.layout();
         let (from, to) = (self.zeroed, layout.stripes_for(end));
         if to > from {

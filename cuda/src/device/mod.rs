@@ -16,8 +16,10 @@ use crate::kernels::attention::{Buffers, Tuning};
 use crate::kernels::linear::{Launches, Product, workspace_bytes};
 use crate::kernels::pointwise::{self as p, per_row};
 use crate::kernels::{Launch, pointwise};
+use crate::virtual_kv::{VirtualKv, VirtualKvError};
 use bytemuck::Pod;
 use lagoon_backend::{AttnBatch, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
+use lagoon_kv::vmm::{VmmConfig, VmmLayout};
 use lagoon_types::{AttentionGeometry, KvShape};
 use lane::{Kernels, Lane};
 use memory::word;
@@ -70,6 +72,22 @@ impl CudaDevice {
         let copied = [Event::new(&context, false)?, Event::new(&context, false)?];
         let plans = [Plans::default(), Plans::default()];
         Ok(Self { context, options, tuning, lanes, plans, copied, unseen: [false; 2], at: 0 })
+    }
+
+    /// KV memory on this device whose rows the caller maps and unmaps: requests, shared prefixes, guests.
+    ///
+    /// # Errors
+    /// As [`VirtualKv::new`].
+    pub fn virtual_kv(&self, layout: VmmLayout, config: VmmConfig) -> Result<Arc<VirtualKv>, VirtualKvError> {
+        VirtualKv::new(&self.context, layout, config).map(Arc::new)
+    }
+
+    /// A store over such memory, for operations. Only slots that have memory may be used, and fresh memory is not zero.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] for memory of another shape.
+    pub fn kv_over(&self, shape: KvShape, memory: Arc<VirtualKv>) -> Result<CudaKv, DeviceError> {
+        CudaKv::over(shape, memory)
     }
 
     /// What multiplies in linear layers, for people.
