@@ -16,13 +16,10 @@
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
 use lagoon_backend::PaceProfile;
+use lagoon_benches::cluster::{Lagoon, PATIENCE, Process, Times, late_share, listen, mean, median, number, status};
 use serde::Serialize;
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{SocketAddr, TcpStream};
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 #[derive(Parser)]
@@ -68,7 +65,6 @@ struct Run {
     late_share: f64,
 }
 
-const PATIENCE: Duration = Duration::from_secs(120);
 const BLOCK_TOKENS: u32 = 16;
 /// rBlocks at the other instance before anything is measured: the sequence's layers wait for partials in every part.
 const FIRST_BLOCKS: u32 = 2;
@@ -92,63 +88,17 @@ fn profile(model: &Path) -> Result<PaceProfile> {
     })
 }
 
-/// A process that is killed when dropped, with its ready line.
-struct Process {
-    child: Child,
-    ready: Value,
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        // It may be dead already.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-impl Process {
-    fn said(&self, field: &str) -> Result<&str> {
-        self.ready[field].as_str().with_context(|| format!("{field} is missing in {}", self.ready))
-    }
-}
-
 struct Bench {
-    lagoon: PathBuf,
-    dir: PathBuf,
-    model: PathBuf,
+    lagoon: Lagoon,
 }
 
 impl Bench {
-    fn run_to_end(&self, arguments: &[&str]) -> Result<()> {
-        let output = Command::new(&self.lagoon).args(arguments).output()?;
-        ensure!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-        Ok(())
-    }
-
-    fn tls(&self, name: &str) -> [String; 3] {
-        let at = |file: &str| self.dir.join(file).display().to_string();
-        let (cert, key) = (at(&format!("{name}.pem")), at(&format!("{name}.key")));
-        [format!("--tls-ca={}", at("ca.pem")), format!("--tls-cert={cert}"), format!("--tls-key={key}")]
-    }
-
-    fn start(&self, name: &str, arguments: &[String]) -> Result<Process> {
-        self.run_to_end(&["certs", "issue", "--force", &self.dir.display().to_string(), name])?;
-        let mut command = Command::new(&self.lagoon);
-        command.args(arguments).args(self.tls(name)).arg("--json");
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
-        let mut process = Process { child: command.spawn().context("start lagoon")?, ready: Value::Null };
-        let mut line = String::new();
-        BufReader::new(process.child.stdout.take().context("no stdout")?).read_line(&mut line)?;
-        process.ready = serde_json::from_str(&line).with_context(|| format!("{name} did not start: {line:?}"))?;
-        Ok(process)
-    }
-
     /// An instance that moves KV at a fixed pace.
     fn instance(&self, name: &str, gmanager: &str, kv_tokens: u32, args: &Args, pace: (u32, bool)) -> Result<Process> {
         let (tokens, overlap) = pace;
         let mut own = vec![
             "serve".to_owned(),
-            self.model.display().to_string(),
+            self.lagoon.model.display().to_string(),
             format!("--gmanager={gmanager}"),
             format!("--name={name}"),
             format!("--kv-tokens={kv_tokens}"),
@@ -163,9 +113,9 @@ impl Bench {
             "--calibrate=off".to_owned(),
         ];
         if !args.real {
-            own.push(format!("--pace={}", self.dir.join("pace.json").display()));
+            own.push(format!("--pace={}", self.lagoon.dir.join("pace.json").display()));
         }
-        self.start(name, &own)
+        self.lagoon.start(name, &own)
     }
 
     /// Orders `blocks` of the debtor's only request to go to the other instance.
@@ -173,62 +123,8 @@ impl Bench {
         let blocks = format!("--blocks={blocks}");
         let gmanager = format!("--gmanager={gmanager}");
         let order = ["kv", "move", request, &blocks, "--from=debtor", "--to=other", &gmanager];
-        self.run_to_end(&[&order[..], &self.tls("debtor").each_ref().map(String::as_str)].concat())
+        self.lagoon.run_to_end(&[&order[..], &self.lagoon.tls("debtor").each_ref().map(String::as_str)].concat())
     }
-}
-
-/// A request's answer as it comes in.
-fn request(http: &str, head: &str, body: &str) -> Result<BufReader<TcpStream>> {
-    let mut stream = TcpStream::connect(http.parse::<SocketAddr>()?)?;
-    stream.set_nodelay(true)?;
-    stream.set_read_timeout(Some(PATIENCE))?;
-    let length = body.len();
-    let fields = "Connection: close\r\nContent-Type: application/json";
-    write!(stream, "{head} HTTP/1.1\r\nHost: {http}\r\n{fields}\r\nContent-Length: {length}\r\n\r\n{body}")?;
-    Ok(BufReader::new(stream))
-}
-
-fn get(http: &str, path: &str) -> Result<String> {
-    let mut text = String::new();
-    request(http, &format!("GET {path}"), "")?.read_to_string(&mut text)?;
-    Ok(text)
-}
-
-fn status(http: &str) -> Result<Value> {
-    let text = get(http, "/lagoon/status")?;
-    let (_, body) = text.split_once("\r\n\r\n").context("no body")?;
-    serde_json::from_str(body).with_context(|| format!("a status: {body:?}"))
-}
-
-fn number(status: &Value, pointer: &str) -> Result<u64> {
-    status.pointer(pointer).and_then(Value::as_u64).with_context(|| format!("{pointer} is missing in {status}"))
-}
-
-/// Times of a stream's tokens, listened to by a thread of its own; an error is its end.
-type Times = Arc<Mutex<(Vec<Instant>, Option<String>)>>;
-
-fn listen(http: &str, context: u32, tokens: u32) -> Result<Times> {
-    // Tokens are of the vocabulary's middle, and no two neighbours alike.
-    let prompt: Vec<u32> = (0..context).map(|i| 5 + (i * 37 + i / 7) % 1000).collect();
-    let body = json!({
-        "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": true, "stream": true,
-        "return_token_ids": true,
-    });
-    let answer = request(http, "POST /v1/completions", &body.to_string())?;
-    let times = Times::default();
-    let sink = Arc::clone(&times);
-    std::thread::spawn(move || {
-        for line in answer.lines() {
-            let mut heard = sink.lock().expect("nobody panics with it");
-            match line {
-                Ok(line) if line.contains("\"error\"") => heard.1 = Some(line),
-                Ok(line) if line.starts_with("data: {") => heard.0.push(Instant::now()),
-                Ok(_) => {}
-                Err(error) => heard.1 = Some(error.to_string()),
-            }
-        }
-    });
-    Ok(times)
 }
 
 /// What is watched of one run: the stream, and the debtor's status every few milliseconds.
@@ -275,21 +171,12 @@ impl Watch<'_> {
     }
 }
 
-fn mean(values: &[f64]) -> f64 {
-    values.iter().sum::<f64>() / values.len() as f64
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
-}
-
 fn measure(bench: &Bench, args: &Args, tokens: u32, overlap: bool) -> Result<Run> {
     // A move of so many rBlocks takes as many steps as the other parts have.
     let blocks = (args.steps * tokens).div_ceil(BLOCK_TOKENS);
     ensure!(blocks * BLOCK_TOKENS + 256 < args.context, "--context is too small for {tokens} tokens a step");
     let length = args.steps * 8 + FIRST_BLOCKS * BLOCK_TOKENS + 64;
-    let gmanager = bench.start("gm", &["gmanager".to_owned(), "--listen=127.0.0.1:0".to_owned()])?;
+    let gmanager = bench.lagoon.start("gm", &["gmanager".to_owned(), "--listen=127.0.0.1:0".to_owned()])?;
     let quic = gmanager.said("quic")?;
     let debtor = bench.instance("debtor", quic, args.context + length + 512, args, (tokens, overlap))?;
     let _other = bench.instance("other", quic, args.context, args, (tokens, overlap))?;
@@ -348,27 +235,13 @@ fn order_when_known(bench: &Bench, quic: &str, request: &str, blocks: u32, since
     }
 }
 
-fn late_share(http: &str) -> Result<f64> {
-    let text = get(http, "/metrics")?;
-    let number = |name: &str| -> f64 {
-        text.lines().find_map(|l| l.strip_prefix(name)).and_then(|n| n.trim().parse().ok()).unwrap_or(0.0)
-    };
-    Ok(number("lagoon_paced_late_us_total ") / number("lagoon_paced_modelled_us_total ").max(1.0))
-}
-
 fn main() -> Result<()> {
     let args = Args::parse();
     let _ = args.bench;
-    let exe = std::env::current_exe()?;
-    let lagoon = exe.parent().and_then(Path::parent).context("no build folder")?.join("lagoon");
-    ensure!(lagoon.exists(), "{} is missing: cargo build --release -p lagoon", lagoon.display());
-    let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/passkey");
-    let dir = std::env::temp_dir().join(format!("lagoon-movement-{}", std::process::id()));
-    std::fs::create_dir_all(&dir)?;
-    let profile = profile(&model)?;
-    std::fs::write(dir.join("pace.json"), serde_json::to_vec(&profile)?)?;
-    let bench = Bench { lagoon, dir, model };
-    bench.run_to_end(&["certs", "init", &bench.dir.display().to_string()])?;
+    let lagoon = Lagoon::new("movement")?;
+    let profile = profile(&lagoon.model)?;
+    std::fs::write(lagoon.dir.join("pace.json"), serde_json::to_vec(&profile)?)?;
+    let bench = Bench { lagoon };
     let mut runs: Vec<Run> = Vec::new();
     for _ in 0..args.repeats {
         for tokens in &args.tokens {
@@ -378,7 +251,6 @@ fn main() -> Result<()> {
             }
         }
     }
-    std::fs::remove_dir_all(&bench.dir)?;
     let of = |tokens: u32, overlap: bool, f: fn(&Run) -> f64| {
         median(runs.iter().filter(|r| (r.tokens_per_step, r.overlap) == (tokens, overlap)).map(f).collect())
     };

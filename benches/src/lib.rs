@@ -1,1 +1,4 @@
-//! Benchmarks.
+//! What benchmarks share.
+#![forbid(unsafe_code)]
+
+pub mod cluster;
