@@ -178,6 +178,7 @@ impl Pool {
                 queue_blocks: if self.creditor(i).is_some() { vec![200; 8] } else { vec![] },
                 batch_max: 256,
                 step_us: 30_000,
+                head_waits_ms: 0,
             }),
             ..Heartbeat::default()
         }

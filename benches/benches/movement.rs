@@ -16,7 +16,8 @@
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
 use lagoon_backend::PaceProfile;
-use lagoon_benches::cluster::{Lagoon, PATIENCE, Process, Times, late_share, listen, mean, median, number, status};
+use lagoon_benches::cluster::{Lagoon, PATIENCE, Process, Times, late_share, listen, number, status};
+use lagoon_benches::measure::{mean, median};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::path::Path;

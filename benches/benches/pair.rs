@@ -20,7 +20,8 @@
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
 use lagoon_backend::PaceProfile;
-use lagoon_benches::cluster::{Lagoon, PATIENCE, Process, Times, late_share, listen, median, number, status};
+use lagoon_benches::cluster::{Lagoon, PATIENCE, Process, Times, late_share, listen, number, status};
+use lagoon_benches::measure::median;
 use lagoon_cluster::perf::{LinkView, ModelConfig, ModelShape};
 use lagoon_plot::{Panel, Series};
 use lagoon_protocol::{BatchPoint, Calibration};

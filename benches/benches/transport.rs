@@ -9,17 +9,12 @@
 use anyhow::{Context, Result, bail};
 use bytes::Bytes;
 use clap::Parser;
+use lagoon_benches::measure::{commit, device, hardware_threads, median};
+use lagoon_benches::quic::{Pem, Tuning, loopback};
 use lagoon_protocol::{BulkFrame, PartialsFrame};
-use lagoon_transport::{Bound, Class, ClusterCa, Frame, Node, PeerId, SERVER_NAME, TransportConfig};
+use lagoon_transport::{Bound, Class, ClusterCa, Frame, Node, PeerId, TransportConfig};
 use lagoon_types::{Epoch, LeaseId, StepId};
-use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
-use rustls::{RootCertStore, crypto::ring, server::WebPkiClientVerifier, version::TLS13};
-use rustls_pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
-use std::{
-    net::SocketAddr,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
@@ -52,10 +47,6 @@ struct Args {
 const SIZES: [(usize, usize); 4] = [(64, 64), (1 << 10, 2 << 10), (8 << 10, 16 << 10), (64 << 10, 128 << 10)];
 const CHUNK: usize = 1 << 20;
 const DEADLINE: Duration = Duration::from_secs(60);
-
-fn loopback() -> SocketAddr {
-    SocketAddr::from(([127, 0, 0, 1], 0))
-}
 
 /// A request asks for `back` bytes with its first four bytes.
 fn request(out: usize, back: usize) -> Result<Vec<u8>> {
@@ -190,26 +181,10 @@ impl<R: AsyncReadExt + Unpin, W: AsyncWriteExt + Unpin> Stream<R, W> {
 type Quinn = (Stream<quinn::RecvStream, quinn::SendStream>, quinn::Endpoint);
 
 async fn start_quinn(ca: &ClusterCa, far: &Handle) -> Result<Quinn> {
-    let provider = Arc::new(ring::default_provider());
-    let mut roots = RootCertStore::empty();
-    roots.add(CertificateDer::from_pem_slice(ca.cert_pem().as_bytes())?)?;
-    let roots = Arc::new(roots);
-    let issued = ca.issue("quinn")?;
-    let chain = vec![CertificateDer::from_pem_slice(issued.cert_pem.as_bytes())?];
-    let key = PrivateKeyDer::from_pem_slice(issued.key_pem.as_bytes())?;
-    let verifier = WebPkiClientVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(&provider)).build()?;
-    let server = rustls::ServerConfig::builder_with_provider(Arc::clone(&provider))
-        .with_protocol_versions(&[&TLS13])?
-        .with_client_cert_verifier(verifier)
-        .with_single_cert(chain.clone(), key.clone_key())?;
-    let client = rustls::ClientConfig::builder_with_provider(provider)
-        .with_protocol_versions(&[&TLS13])?
-        .with_root_certificates(roots)
-        .with_client_auth_cert(chain, key)?;
-    let server = quinn::ServerConfig::with_crypto(Arc::new(QuicServerConfig::try_from(server)?));
+    let pem = Pem::issue(ca, "quinn")?;
     let server = {
         let _far = far.enter();
-        quinn::Endpoint::server(server, loopback())?
+        pem.listen(Tuning::Stock)?
     };
     let addr = server.local_addr()?;
     far.spawn(async move {
@@ -217,9 +192,7 @@ async fn start_quinn(ca: &ClusterCa, far: &Handle) -> Result<Quinn> {
         let (send, recv) = connection.accept_bi().await?;
         serve(recv, send).await
     });
-    let endpoint = quinn::Endpoint::client(loopback())?;
-    let client = quinn::ClientConfig::new(Arc::new(QuicClientConfig::try_from(client)?));
-    let connection = endpoint.connect_with(client, addr, SERVER_NAME)?.await?;
+    let (endpoint, connection) = pem.connect(addr, Tuning::Stock).await?;
     let (send, recv) = connection.open_bi().await?;
     Ok((Stream { recv, send, buffer: vec![0; CHUNK] }, endpoint))
 }
@@ -240,11 +213,6 @@ async fn start_tcp(far: &Handle) -> Result<Stream<tokio::net::tcp::OwnedReadHalf
 }
 
 // --- measuring ---
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
-}
 
 /// Medians of one party: microseconds per round trip of each size, and Gbit/s.
 #[derive(Default)]
@@ -320,20 +288,6 @@ async fn measure(args: &Args, far: &Handle) -> Result<[Party; 3]> {
     Ok(parties)
 }
 
-/// The processor's name, where the system tells it.
-fn device() -> Option<String> {
-    let info = std::fs::read_to_string("/proc/cpuinfo").ok()?;
-    let line = info.lines().find(|line| line.starts_with("model name"))?;
-    line.split_once(':').map(|(_, name)| name.trim().to_owned())
-}
-
-/// The commit that was measured, where git knows it.
-fn commit() -> Option<String> {
-    let output = std::process::Command::new("git").args(["describe", "--always", "--dirty"]).output().ok()?;
-    let text = String::from_utf8(output.stdout).ok()?;
-    Some(text.trim().to_owned()).filter(|text| !text.is_empty())
-}
-
 fn report(args: &Args, parties: &[Party; 3]) {
     let [lagoon, quinn, tcp] = parties;
     if args.json {
@@ -346,10 +300,8 @@ fn report(args: &Args, parties: &[Party; 3]) {
         let bulk = serde_json::json!({ "bytes": args.bulk_mib << 20, "lagoon_gbit_s": l, "quinn_gbit_s": q,
             "tcp_gbit_s": t, "lagoon_over_quinn": l / q, "lagoon_over_tcp": l / t });
         let trips: Vec<_> = trips.collect();
-        let threads = std::thread::available_parallelism().map_or(0, usize::from);
-        let (device, commit) = (device(), commit());
-        let object = serde_json::json!({ "bench": "transport", "one_runtime": args.one_runtime, "device": device, "commit": commit, "rounds": args.rounds, "trips": args.trips,
-            "hardware_threads": threads, "round_trips": trips, "bulk": bulk });
+        let object = serde_json::json!({ "bench": "transport", "one_runtime": args.one_runtime, "device": device(), "commit": commit(), "rounds": args.rounds, "trips": args.trips,
+            "hardware_threads": hardware_threads(), "round_trips": trips, "bulk": bulk });
         println!("{object:#}");
         return;
     }

@@ -16,7 +16,7 @@ pub const PATIENCE: Duration = Duration::from_secs(120);
 /// The `lagoon` binary, the bundled model, and a folder for certificates that is removed when dropped.
 #[derive(Debug)]
 pub struct Lagoon {
-    binary: PathBuf,
+    pub binary: PathBuf,
     pub dir: PathBuf,
     pub model: PathBuf,
 }
@@ -67,6 +67,77 @@ impl Lagoon {
     }
 }
 
+impl Lagoon {
+    /// Starts a whole pool with these flags of `lagoon up` behind `port`, replays a trace on it, and stops it. The load
+    /// generator's report, with `devices_late_share` and `devices_modelled_s` of paced devices, and `stages`: where the
+    /// time of an average request went whose prompt another instance computed, and how many there were (`pulled`).
+    pub fn replay(&self, flags: &[String], port: u16, trace: &Path) -> Result<Value> {
+        let log = self.dir.join("up.log");
+        let mut up = Command::new(&self.binary);
+        up.args(["up", "--json", "--exit-with-stdin", "--backend=cpu", "--threads=1", "--kv-dtype=f16"]);
+        up.arg(&self.model).arg(format!("--port={port}")).args(flags);
+        up.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(std::fs::File::create(&log)?);
+        let mut up = Process { child: up.spawn().context("start lagoon up")?, ready: Value::Null };
+        let mut line = String::new();
+        BufReader::new(up.child.stdout.take().context("no stdout")?).read_line(&mut line)?;
+        let said = || std::fs::read_to_string(&log).unwrap_or_default();
+        ensure!(!line.is_empty(), "the cluster did not start: {}", said());
+        up.ready = serde_json::from_str(&line).with_context(|| format!("lagoon up said {line:?}"))?;
+        let bench = Command::new(&self.binary)
+            .args(["bench", "--json", &format!("--url=http://127.0.0.1:{port}")])
+            .arg(format!("--trace={}", trace.display()))
+            .stderr(Stdio::inherit())
+            .output()?;
+        let (late_us, modelled_us) = paced_us(&format!("127.0.0.1:{port}"))?;
+        let stages = stages(&format!("127.0.0.1:{port}"))?;
+        // In order: its children watch this pipe.
+        drop(up.child.stdin.take());
+        up.child.wait()?;
+        let mut report: Value = serde_json::from_slice(&bench.stdout)
+            .with_context(|| format!("lagoon bench said {:?}", String::from_utf8_lossy(&bench.stdout)))?;
+        report["devices_late_share"] = json!(late_us / f64::max(modelled_us, 1.0));
+        report["devices_modelled_s"] = json!(modelled_us * 1e-6);
+        report["stages"] = stages;
+        Ok(report)
+    }
+}
+
+/// Sums late and modelled microseconds of the paced devices of a pool.
+fn paced_us(gateway: &str) -> Result<(f64, f64)> {
+    let mut sums = (0.0, 0.0);
+    for instance in status(gateway)?["instances"].as_array().context("no instances")? {
+        let (late, modelled) = paced_us_of(instance["http_addr"].as_str().context("an instance without http")?)?;
+        sums = (sums.0 + late, sums.1 + modelled);
+    }
+    Ok(sums)
+}
+
+/// See [`Lagoon::replay`].
+fn stages(gateway: &str) -> Result<Value> {
+    const TIMES: [&str; 4] = ["queue_ms", "prefill_ms", "decode_queue_ms", "transfer_ms"];
+    let (mut pulled, mut sums) = (0, [0; TIMES.len()]);
+    for instance in status(gateway)?["instances"].as_array().context("no instances")? {
+        let own = status(instance["http_addr"].as_str().context("an instance without http")?)?;
+        pulled += number(&own, "/prefill/pulled")?;
+        for (sum, time) in sums.iter_mut().zip(TIMES) {
+            *sum += number(&own, &format!("/prefill/times/{time}"))?;
+        }
+    }
+    let mut stages = json!({ "pulled": pulled });
+    for (sum, time) in sums.into_iter().zip(TIMES).filter(|_| pulled > 0) {
+        stages[time] = json!(sum as f64 / pulled as f64);
+    }
+    Ok(stages)
+}
+
+fn paced_us_of(http: &str) -> Result<(f64, f64)> {
+    let text = get(http, "/metrics")?;
+    let number = |name: &str| -> f64 {
+        text.lines().find_map(|l| l.strip_prefix(name)).and_then(|n| n.trim().parse().ok()).unwrap_or(0.0)
+    };
+    Ok((number("lagoon_paced_late_us_total "), number("lagoon_paced_modelled_us_total ")))
+}
+
 /// A process that is killed when dropped, with its ready line.
 #[derive(Debug)]
 pub struct Process {
@@ -83,6 +154,11 @@ impl Drop for Process {
 }
 
 impl Process {
+    /// Ends it at once, as a crash would.
+    pub fn kill(&mut self) -> Result<()> {
+        Ok(self.child.kill()?)
+    }
+
     pub fn said(&self, field: &str) -> Result<&str> {
         self.ready[field].as_str().with_context(|| format!("{field} is missing in {}", self.ready))
     }
@@ -144,20 +220,6 @@ pub fn listen(http: &str, context: u32, tokens: u32) -> Result<Times> {
 
 /// How late an instance's paced device was, as a share of the time that was modelled.
 pub fn late_share(http: &str) -> Result<f64> {
-    let text = get(http, "/metrics")?;
-    let number = |name: &str| -> f64 {
-        text.lines().find_map(|l| l.strip_prefix(name)).and_then(|n| n.trim().parse().ok()).unwrap_or(0.0)
-    };
-    Ok(number("lagoon_paced_late_us_total ") / number("lagoon_paced_modelled_us_total ").max(1.0))
-}
-
-#[must_use]
-pub fn mean(values: &[f64]) -> f64 {
-    values.iter().sum::<f64>() / values.len() as f64
-}
-
-#[must_use]
-pub fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+    let (late, modelled) = paced_us_of(http)?;
+    Ok(late / modelled.max(1.0))
 }

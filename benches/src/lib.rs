@@ -2,3 +2,8 @@
 #![forbid(unsafe_code)]
 
 pub mod cluster;
+pub mod gpu;
+pub mod gpu_page;
+pub mod measure;
+pub mod quic;
+pub mod traces;

@@ -45,6 +45,8 @@ enum Code {
     NOT_READY = 600,
     ILLEGAL_ADDRESS = 700,
     LAUNCH_FAILED = 719,
+    CAPTURE_UNSUPPORTED = 900,
+    CAPTURE_INVALIDATED = 901,
 };
 
 struct Event {
@@ -61,7 +63,7 @@ struct Op {
 
 struct Stream {
     std::deque<Op> queue;
-    bool capturing = false;
+    bool capturing = false, invalidated = false;
     std::vector<Op> captured;
 };
 
@@ -99,6 +101,7 @@ struct State {
     FakeCounts counts{};
     uint64_t bytes_max = 256ull << 20, granularity = 2 << 20;
     uint64_t seed = 0, random = 0x9E3779B97F4A7C15ull;
+    int major = 8, minor = 0, shared_bytes = 163 << 10;
     std::string fail_function;
     uint64_t fail_after = 0;
     bool fail_on = false;
@@ -135,6 +138,8 @@ Physical::~Physical() {
 }
 
 thread_local int current_context = 0;
+// The stream that this thread captures: until it ends, the thread may neither wait nor allocate.
+thread_local Stream* captures = nullptr;
 int the_context = 0;
 
 uint64_t random_below(uint64_t n) {
@@ -311,6 +316,11 @@ void run_kernel(const std::string& name, std::vector<unsigned> shape, unsigned s
 #define ENTER(name)                                                                                                    \
     LOCK;                                                                                                              \
     if (int code = refused(name); code != OK) return code
+#define NOT_IN_A_CAPTURE                                                                                               \
+    if (captures != nullptr) {                                                                                         \
+        captures->invalidated = true;                                                                                  \
+        return CAPTURE_UNSUPPORTED;                                                                                    \
+    }
 #define CURRENT_CONTEXT                                                                                                \
     if (current_context == 0) return INVALID_CONTEXT
 
@@ -351,6 +361,13 @@ void lagoon_fake_memory(uint64_t bytes_max, uint64_t granularity) {
     state().granularity = granularity;
 }
 
+void lagoon_fake_device(int major, int minor, int shared_bytes) {
+    LOCK;
+    state().major = major;
+    state().minor = minor;
+    state().shared_bytes = shared_bytes;
+}
+
 void lagoon_fake_schedule(uint64_t seed) {
     LOCK;
     state().seed = seed;
@@ -369,8 +386,30 @@ void lagoon_fake_kernels(const char* path) {
     shim_error = reinterpret_cast<ShimError>(dlsym(library, "lagoon_shim_error"));
 }
 
+// For a library beside the driver: queues `run(context)`, as often as a graph with it is launched; `drop(context)` at the end.
+int lagoon_fake_enqueue(void* handle, void (*run)(void*), void (*drop)(void*), void* context) {
+    LOCK;
+    Stream* stream = find(handle);
+    if (stream == nullptr) return bad_handle();
+    std::shared_ptr<void> kept(context, drop);
+    enqueue(stream, Op{[run, kept] { run(kept.get()); }, nullptr, 0});
+    return OK;
+}
+
+// Whether work may touch these bytes; if not, the context is lost.
+int lagoon_fake_usable(uint64_t address, uint64_t bytes) {
+    LOCK;
+    if (usable(address, bytes)) return 1;
+    state().counts.bad_addresses++;
+    state().sticky = ILLEGAL_ADDRESS;
+    return 0;
+}
+
 int cuInit(unsigned) {
     ENTER("cuInit");
+    // For whole programs, which cannot call `lagoon_fake_memory`.
+    const char* page = getenv("LAGOON_FAKE_PAGE");
+    if (page != nullptr) state().granularity = strtoull(page, nullptr, 10);
     return OK;
 }
 
@@ -408,9 +447,9 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
     ENTER("cuDeviceGetAttribute");
     switch (attribute) {
     case 16: *value = 4; break;           // multiprocessors
-    case 75: *value = 8; break;           // compute capability
-    case 76: *value = 0; break;
-    case 97: *value = 163 << 10; break;   // shared memory of a block that opts in
+    case 75: *value = state().major; break; // compute capability
+    case 76: *value = state().minor; break;
+    case 97: *value = state().shared_bytes; break; // of a block that opts in
     case 102: *value = 1; break;          // virtual memory management
     case 103: *value = 1; break;          // file descriptors
     case 110: *value = 1; break;          // remote direct access
@@ -473,6 +512,7 @@ int cuStreamDestroy_v2(void* handle) {
 
 int cuStreamSynchronize(void* handle) {
     ENTER("cuStreamSynchronize");
+    NOT_IN_A_CAPTURE;
     Stream* stream = find(handle);
     if (stream == nullptr) return bad_handle();
     run_until(stream, [&] { return stream->queue.empty(); });
@@ -520,6 +560,7 @@ int cuEventRecord(void* handle, void* stream_handle) {
 
 int cuEventSynchronize(void* handle) {
     ENTER("cuEventSynchronize");
+    NOT_IN_A_CAPTURE;
     auto found = state().events.find(handle);
     if (found == state().events.end()) return bad_handle();
     std::shared_ptr<Event> event = found->second;
@@ -530,6 +571,7 @@ int cuEventSynchronize(void* handle) {
 
 int cuEventQuery(void* handle) {
     ENTER("cuEventQuery");
+    NOT_IN_A_CAPTURE;
     auto found = state().events.find(handle);
     if (found == state().events.end()) return bad_handle();
     // Time passes: who polls gets there.
@@ -553,6 +595,7 @@ int cuEventElapsedTime_v2(float* ms, void* from, void* to) {
 
 int cuMemAlloc_v2(uint64_t* address, size_t bytes) {
     ENTER("cuMemAlloc");
+    NOT_IN_A_CAPTURE;
     CURRENT_CONTEXT;
     State& s = state();
     if (bytes == 0) return INVALID_VALUE;
@@ -585,6 +628,7 @@ int cuMemFree_v2(uint64_t address) {
 
 int cuMemHostAlloc(void** out, size_t bytes, unsigned) {
     ENTER("cuMemHostAlloc");
+    NOT_IN_A_CAPTURE;
     CURRENT_CONTEXT;
     void* at = malloc(bytes);
     memset(at, 0xFF, bytes);
@@ -673,7 +717,7 @@ int cuModuleGetFunction(void** out, void* module, const char* name) {
 
 int cuFuncSetAttribute(void*, int attribute, int value) {
     ENTER("cuFuncSetAttribute");
-    return attribute == 8 && value > (163 << 10) ? INVALID_VALUE : OK;
+    return attribute == 8 && value > state().shared_bytes ? INVALID_VALUE : OK;
 }
 
 int cuFuncGetAttribute(int* value, int, void*) {
@@ -690,7 +734,7 @@ int cuLaunchKernel(void* handle, unsigned gx, unsigned gy, unsigned gz, unsigned
     if (stream == nullptr) return bad_handle();
     uint64_t threads = uint64_t{bx} * by * bz;
     if (params != nullptr || extra == nullptr || threads == 0 || threads > 1024 || gx == 0 || gy == 0 || gz == 0 ||
-        gy > 65535 || gz > 65535 || shared > (163 << 10)) {
+        gy > 65535 || gz > 65535 || static_cast<int>(shared) > state().shared_bytes) {
         return INVALID_VALUE;
     }
     if (extra[0] != reinterpret_cast<void*>(1) || extra[2] != reinterpret_cast<void*>(2)) return INVALID_VALUE;
@@ -707,17 +751,23 @@ int cuLaunchKernel(void* handle, unsigned gx, unsigned gy, unsigned gz, unsigned
 int cuStreamBeginCapture_v2(void* handle, int) {
     ENTER("cuStreamBeginCapture");
     Stream* stream = find(handle);
-    if (stream == nullptr) return bad_handle();
+    if (stream == nullptr || stream->capturing || captures != nullptr) return bad_handle();
+    captures = stream;
     stream->capturing = true;
+    stream->invalidated = false;
     stream->captured.clear();
     return OK;
 }
 
 int cuStreamEndCapture(void* handle, void** graph) {
-    ENTER("cuStreamEndCapture");
+    LOCK;
     Stream* stream = find(handle);
-    if (stream == nullptr || !stream->capturing) return bad_handle();
+    if (stream == nullptr || !stream->capturing || captures != stream) return bad_handle();
+    captures = nullptr;
     stream->capturing = false;
+    *graph = nullptr;
+    if (int code = refused("cuStreamEndCapture"); code != OK) return code;
+    if (stream->invalidated) return CAPTURE_INVALIDATED;
     *graph = reinterpret_cast<void*>(state().next_handle++);
     state().graphs[*graph] = std::move(stream->captured);
     return OK;

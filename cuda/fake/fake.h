@@ -21,11 +21,17 @@ void lagoon_fake_counts(FakeCounts* counts);
 void lagoon_fake_fail(const char* function, uint64_t nth, int code);
 // As `lagoon_fake_fail`, and so does every such call after it.
 void lagoon_fake_fail_from(const char* function, uint64_t nth, int code);
-// Bytes of device memory in all, and the size of a page.
+// Bytes of device memory in all, and the size of a page. The environment variable LAGOON_FAKE_PAGE sets the latter for
+// programs that cannot call this.
 void lagoon_fake_memory(uint64_t bytes_max, uint64_t granularity);
+// Compute capability, and bytes of shared memory that a block may ask for.
+void lagoon_fake_device(int major, int minor, int shared_bytes);
 // Seeds the order in which queued work runs. 0 runs only what a wait needs, as late as can be; 1 runs everything at
 // once; any other number makes a random order, which streams and events allow.
 void lagoon_fake_schedule(uint64_t seed);
 // The library of kernels that modules find from now on; it must stay.
 void lagoon_fake_kernels(const char* path);
+// For a library beside the driver; see driver.cpp.
+int lagoon_fake_enqueue(void* stream, void (*run)(void*), void (*drop)(void*), void* context);
+int lagoon_fake_usable(uint64_t address, uint64_t bytes);
 }

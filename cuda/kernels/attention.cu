@@ -25,6 +25,21 @@ ATTENTION(bf16, 96)
 ATTENTION(bf16, 128)
 ATTENTION(bf16, 256)
 
+// For devices that give a block 99 KB of shared memory, where the shapes above need more.
+#define SMALL_PREFILL(TYPE, D, KIND, TERMS)                                          \
+    KERNEL(attention_prefill_##TYPE##_##D##_##KIND##_small, 128, 1, AttentionParams) { \
+        attention_prefill<TYPE, D, TERMS, true>(p);                                  \
+    }
+
+SMALL_PREFILL(f16, 96, exact, 2)
+SMALL_PREFILL(f16, 128, exact, 2)
+SMALL_PREFILL(f16, 128, fast, 1)
+SMALL_PREFILL(f16, 256, fast, 1)
+SMALL_PREFILL(bf16, 96, exact, 2)
+SMALL_PREFILL(bf16, 128, exact, 2)
+SMALL_PREFILL(bf16, 128, fast, 1)
+SMALL_PREFILL(bf16, 256, fast, 1)
+
 // Warpgroup products exist on compute capability 9.0 only: on others these kernels are not in the fatbin.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(LAGOON_SHIM)
 #define WGMMA(TYPE, D) \

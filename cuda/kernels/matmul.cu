@@ -30,14 +30,17 @@ GEMM(bf16)
 
 KERNEL(gemm_f32, 256, 2, GemmParams) { gemm_plain(p); }
 
-// Adds the parts of a product that was cut along k, in order. Reads 4 bytes an element and part.
+// Adds the parts of a product, in order: those along k, or those of the activations' terms, which a library has multiplied and
+// whose rows still want their scale. Reads 4 bytes an element and part.
 KERNEL(gemm_reduce, 256, 1, GemmReduceParams) {
     const uint32_t column = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
     if (column >= p.n) return;
     const uint64_t step = static_cast<uint64_t>(p.m) * p.n;
     const float* part = at<const float>(p.partial) + static_cast<uint64_t>(row) * p.n + column;
-    float sum = p.bias ? load_any(p.bias, p.bias_type, column) : 0.0f;
+    float sum = 0;
     for (uint32_t i = 0; i < p.parts; i++) sum += part[i * step];
+    if (p.scale) sum *= at<const float>(p.scale)[row];
+    if (p.bias) sum += load_any(p.bias, p.bias_type, column);
     float* out = at<float>(p.out) + static_cast<uint64_t>(row) * p.ldo + column;
     *out = p.add ? *out + sum : sum;
 }

@@ -5,6 +5,7 @@
 //! [`driver::Context::open`] say what is missing.
 
 pub mod arena;
+pub mod blas;
 pub mod device;
 pub mod driver;
 pub mod kernels;
@@ -12,7 +13,7 @@ mod probe;
 pub mod virtual_kv;
 
 pub use arena::Arena;
-pub use device::{CudaDevice, CudaKv, CudaOptions, CudaTensor, CudaWeight};
+pub use device::{CudaDevice, CudaKv, CudaOptions, CudaTensor, CudaWeight, LinearLayers, Tried, TuneFor};
 pub use driver::CudaError;
 pub use probe::{CudaProbe, ProbedDevice, probe};
 pub use virtual_kv::{KvPlaneView, VirtualKv, VirtualKvError};

@@ -227,6 +227,48 @@ impl VirtualKv {
         &self.bases
     }
 
+    /// Makes memory lie behind direct rBlocks. See [`Vmm::hold`].
+    ///
+    /// # Errors
+    /// As [`VirtualKv::step`].
+    pub fn hold(&self, blocks: impl Iterator<Item = u32>) -> Result<(), VirtualKvError> {
+        let mut state = self.lock();
+        let plan = state.vmm.hold(blocks)?;
+        state.carry_out(plan)
+    }
+
+    /// Nobody uses direct rBlocks any more. See [`Vmm::release`].
+    ///
+    /// # Errors
+    /// What the driver says where something shared is unmapped; they are then held as before.
+    pub fn release(&self, blocks: Range<u32>) -> Result<(), VirtualKvError> {
+        let mut state = self.lock();
+        let plan = state.vmm.release(blocks);
+        state.carry_out(plan)
+    }
+
+    /// Maps the memory of direct rBlocks at others, too. See [`Vmm::share_direct`].
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn share_direct(&self, from: Range<u32>, to: u32) -> Result<(), VirtualKvError> {
+        let mut state = self.lock();
+        let plan = state.vmm.share_direct(from, to);
+        state.carry_out(plan)
+    }
+
+    /// Has the background thread map direct rBlocks that the next iteration and the next request will want. See
+    /// [`Vmm::expect`]. If it still maps what was said before, that is all it does.
+    pub fn expect(&self, ahead: impl Iterator<Item = u32>, next: impl Iterator<Item = u32>) {
+        if !self.overlapped {
+            return;
+        }
+        if let Ok(mut state) = self.state.try_lock() {
+            state.vmm.expect(ahead, next);
+        }
+        self.wake();
+    }
+
     /// A row for a request. See [`Vmm::alloc_reqid`].
     ///
     /// # Errors
@@ -258,11 +300,18 @@ impl VirtualKv {
         let plan = state.vmm.step(lengths)?;
         state.carry_out(plan)?;
         drop(state);
-        if let Some(wake) = self.wake.as_ref().filter(|_| self.overlapped) {
+        if self.overlapped {
+            self.wake();
+        }
+        Ok(())
+    }
+
+    /// Has the background thread look.
+    fn wake(&self) {
+        if let Some(wake) = &self.wake {
             // A full channel means that it is about to look anyway.
             let _woken_already = wake.try_send(());
         }
-        Ok(())
     }
 
     /// Maps the front of `from` in `to`, too. Returns the tokens that `to` then has. See [`Vmm::share`].
@@ -368,12 +417,12 @@ impl VirtualKv {
         self.lock().vmm.counters()
     }
 
-    /// Page groups that are mapped nowhere, and those that only wait for the next request.
+    /// Page groups that are mapped nowhere, and those that are nobody's.
     #[must_use]
-    pub fn free_and_cached_groups(&self) -> (u64, u64) {
+    pub fn free_and_kept_groups(&self) -> (u64, u64) {
         let state = self.lock();
         let tensors = u64::from(self.layout.tensors());
-        (u64::from(state.vmm.free_stripes()) * tensors, u64::from(state.vmm.cached_stripes()) * tensors)
+        (u64::from(state.vmm.free_stripes()) * tensors, u64::from(state.vmm.kept_stripes()) * tensors)
     }
 
     /// Says that `stream`, as it is now, has work that uses this memory: nothing is unmapped before that has ended.

@@ -15,11 +15,12 @@ use fake::{Fake, OUT_OF_MEMORY};
 use lagoon_backend::conformance::Data;
 use lagoon_backend::{AttnBatch, AttnRows, CpuDevice, Device, DeviceError};
 use lagoon_cuda::kernels::attention::{DecodeClass, Tuning};
-use lagoon_cuda::{CudaDevice, CudaOptions};
+use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers, TuneFor};
 use lagoon_kv::vmm::{VmmConfig, VmmLayout, VmmShape};
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 /// Small pages and pieces, so that small shapes meet every path.
 const PAGE: u64 = 1 << 16;
@@ -44,7 +45,12 @@ fn with_device(name: &str, layers_per_group: Option<u32>, test: impl FnOnce(&mut
     });
     match fake {
         Ok(fake) => {
-            let options = CudaOptions { ordinal: 0, layers_per_group, tuning: Some(TUNING) };
+            let options = CudaOptions {
+                layers_per_group,
+                tuning: Some(TUNING),
+                linear: LinearLayers::Own,
+                ..CudaOptions::default()
+            };
             let mut device = CudaDevice::open(b"any image", options).unwrap();
             test(&mut device, &fake);
             drop(device);
@@ -208,6 +214,7 @@ fn lent_recalled_and_compacted_runs_attend_as_on_the_host() {
         .unwrap();
         assert_eq!(layout.block_tokens(), 128);
         let config = VmmConfig {
+            direct_blocks: 0,
             batch_max: 1,
             context_max: 256,
             guests_max: 1,
@@ -276,6 +283,81 @@ fn staging_wraps_around() {
                 }
             }
         }
+    });
+}
+
+/// What tuning takes over the fake: short contexts.
+fn tune_for(head_dim: u32) -> TuneFor {
+    TuneFor {
+        geometry: AttentionGeometry { head_dim, ..G },
+        dtype: DType::BF16,
+        contexts: Some([30, 70, 190]),
+        time_max: Duration::from_millis(1500),
+        bytes_max: 1 << 18,
+    }
+}
+
+#[test]
+fn tuning_measures_and_changes_nothing() {
+    with_device("tuning_measures_and_changes_nothing", None, |device, fake| {
+        device.set_tuning(Tuning::untuned(8));
+        let before = (*device.tuning(), fake.counts());
+        let (tuned, tried) = device.tune(&tune_for(64)).unwrap().unwrap();
+        assert_eq!((*device.tuning(), fake.counts().physical, tuned.wgmma), (before.0, before.1.physical, false));
+        assert!(tried.shapes >= 3 && tried.worst == [0.0; 2], "{tried:?}");
+        assert_eq!(tuned.to_string().parse(), Ok(tuned));
+        device.set_tuning(tuned.apply(*device.tuning()));
+        assert_eq!(device.tuning().classes, tuned.classes);
+        lagoon_backend::conformance::cases::attention_decode_batch(
+            device,
+            lagoon_backend::conformance::Tolerance::loosened(2.0),
+        );
+        // Nothing to tune without tensor cores.
+        assert!(device.tune(&TuneFor { dtype: DType::F32, ..tune_for(64) }).unwrap().is_none());
+        assert!(device.tune(&tune_for(80)).unwrap().is_none());
+        fake.fail("cuMemCreate", 1, OUT_OF_MEMORY);
+        assert!(matches!(device.tune(&tune_for(64)), Err(DeviceError::OutOfMemory { .. })));
+    });
+}
+
+/// On capability 9.0 warpgroup products are loaded, and trusted only where they agree and are faster.
+#[test]
+fn warpgroup_products_are_compared_first() {
+    with_device("warpgroup_products_are_compared_first", None, |first, fake| {
+        assert!(
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                first.set_tuning(Tuning { wgmma: true, ..TUNING });
+            }))
+            .is_err()
+        );
+        fake.device(9, 0, 227 << 10);
+        let options = CudaOptions { tuning: Some(TUNING), linear: LinearLayers::Own, ..CudaOptions::default() };
+        let mut device = CudaDevice::open(b"any image", options).unwrap();
+        let (tuned, tried) = device.tune(&tune_for(64)).unwrap().unwrap();
+        assert!(tried.worst[0] > 0.0 && tried.worst[0] < 0.02 && tried.worst[1] < 0.002, "{tried:?}");
+        // The fake's clock counts launches: neither is faster.
+        assert!(!tuned.wgmma && tried.prefill_ms[0] == tried.prefill_ms[1] && tried.prefill_ms[0] > 0.0, "{tried:?}");
+    });
+}
+
+/// A device whose blocks get 99 KB serves the suite's attention with smaller tiles; one with less is refused.
+#[test]
+fn little_shared_memory_is_enough() {
+    with_device("little_shared_memory_is_enough", None, |_, fake| {
+        fake.device(8, 9, 99 << 10);
+        let options = CudaOptions { tuning: Some(TUNING), linear: LinearLayers::Own, ..CudaOptions::default() };
+        let mut device = CudaDevice::open(b"any image", options.clone()).unwrap();
+        assert_eq!(device.tuning().shared_bytes_max, 99 << 10);
+        use lagoon_backend::conformance::{Tolerance, cases};
+        cases::attention_prefill(&mut device, Tolerance::loosened(2.0));
+        cases::attention_dtypes(&mut device, Tolerance::loosened(2.0));
+        cases::matmul_blocked(&mut device, Tolerance::loosened(2.0));
+        drop(device);
+        fake.device(7, 5, 64 << 10);
+        assert!(CudaDevice::open(b"any image", options.clone()).unwrap_err().to_string().contains("8.0"));
+        fake.device(8, 7, 64 << 10);
+        let error = CudaDevice::open(b"any image", options).unwrap_err().to_string();
+        assert!(error.contains("65536 bytes of shared memory"), "{error}");
     });
 }
 

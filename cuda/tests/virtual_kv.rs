@@ -23,6 +23,7 @@ const SHAPE: VmmShape =
     VmmShape { layers: 4, kv_heads: 3, head_dim: 128, element_bytes: 2, page_group_bytes: PAGE, layers_per_group: 2 };
 
 const CONFIG: VmmConfig = VmmConfig {
+    direct_blocks: 0,
     batch_max: 3,
     context_max: 40,
     guests_max: 2,
@@ -331,6 +332,113 @@ proptest! {
     }
 }
 
+/// Addresses that the caller gives out, as the engine's block pool does.
+#[derive(Clone, Debug)]
+enum Direct {
+    Hold(Vec<u32>),
+    Release(u32, u32),
+    Share(u32, u32),
+    Expect(u32, u32),
+    Settle,
+}
+
+fn direct() -> impl Strategy<Value = Direct> {
+    let block = 0..DIRECT_BLOCKS;
+    prop_oneof![
+        6 => prop::collection::vec(block.clone(), 1..4).prop_map(Direct::Hold),
+        4 => (block.clone(), 1..4u32).prop_map(|(a, n)| Direct::Release(a, n)),
+        2 => (block.clone(), block.clone()).prop_map(|(a, b)| Direct::Share(a, b)),
+        2 => (block.clone(), block).prop_map(|(a, b)| Direct::Expect(a, b)),
+        2 => Just(Direct::Settle),
+    ]
+}
+
+const DIRECT_BLOCKS: u32 = 16;
+const DIRECT: VmmConfig = VmmConfig {
+    direct_blocks: DIRECT_BLOCKS,
+    batch_max: 0,
+    context_max: 0,
+    guests_max: 0,
+    guest_blocks_max: 0,
+    eager_stripes: 0,
+    ..CONFIG
+};
+
+/// Does one of them; what newly holds memory is written, by either stream.
+fn run_direct(rig: &Rig, held: &mut BTreeMap<u32, u32>, op: Direct, value: u32) {
+    match op {
+        Direct::Hold(blocks) => {
+            if World::did(rig.kv.hold(blocks.iter().copied())).is_some() {
+                for block in blocks {
+                    held.entry(block).or_insert_with(|| {
+                        (block * 8..block * 8 + 8).for_each(|slot| rig.write(value as usize % 2, slot, value));
+                        value
+                    });
+                }
+            }
+        }
+        Direct::Release(block, n) => {
+            let blocks = block..(block + n).min(DIRECT_BLOCKS);
+            if World::did(rig.kv.release(blocks.clone())).is_some() {
+                held.retain(|at, _| !blocks.contains(at));
+            }
+        }
+        Direct::Share(from, to) => {
+            if let Some(value) = held.get(&from).copied().filter(|_| !held.contains_key(&to))
+                && World::did(rig.kv.share_direct(from..from + 1, to)).is_some()
+            {
+                held.insert(to, value);
+            }
+        }
+        Direct::Expect(ahead, next) => rig.kv.expect([ahead].into_iter(), [next].into_iter()),
+        Direct::Settle => rig.kv.settle(),
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn held_addresses_keep_what_they_hold(
+        stripes in 6..40u32,
+        reclaim_below in 0..6u32,
+        seed in 0..1000u64,
+        ops in prop::collection::vec((direct(), prop::option::weighted(0.1, 1..12u64)), 1..40),
+    ) {
+        let fake = match Fake::new(1 << 24, PAGE, seed) {
+            Ok(fake) => fake,
+            Err(reason) => {
+                fake::skip("held_addresses_keep_what_they_hold", &reason);
+                return Ok(());
+            }
+        };
+        let rig = Rig::new(VmmConfig { stripes, reclaim_below, ..DIRECT }).unwrap();
+        let mut held = BTreeMap::new();
+        for (value, (op, fail)) in (1u32..).zip(ops) {
+            if let Some(nth) = fail {
+                rig.kv.settle();
+                let function = if value.is_multiple_of(2) { "cuMemMap" } else { "cuMemSetAccess" };
+                fake.fail(function, nth, if value.is_multiple_of(3) { UNKNOWN } else { OUT_OF_MEMORY });
+            }
+            run_direct(&rig, &mut held, op, value);
+            fake.fail("", 0, 0);
+            if value.is_multiple_of(4) {
+                rig.streams.iter().for_each(|stream| stream.synchronize().unwrap());
+                held.iter().for_each(|(block, value)| rig.assert_holds(block * 8 + 3, *value));
+            }
+        }
+        rig.streams.iter().for_each(|stream| stream.synchronize().unwrap());
+        for (block, value) in &held {
+            (block * 8..block * 8 + 8).for_each(|slot| rig.assert_holds(slot, *value));
+        }
+        World::did(rig.kv.release(0..DIRECT_BLOCKS));
+        let (free, kept) = rig.kv.free_and_kept_groups();
+        prop_assert_eq!(free + kept, u64::from(stripes) * 4, "nothing leaks");
+        drop(rig);
+        fake.finish();
+    }
+}
+
 #[test]
 fn every_failure_of_init_releases_what_was_made() {
     let fake = fake_or_skip!(1 << 24, PAGE, 5);
@@ -364,7 +472,7 @@ fn a_failing_map_undoes_the_step_and_the_next_one_mends_it() {
         lengths[row] = 8;
         let error = rig.kv.step(&lengths).unwrap_err();
         assert!(matches!(error, VirtualKvError::Driver(_)), "{error}");
-        assert_eq!((fake.counts().mappings, rig.kv.free_and_cached_groups()), (0, (160, 0)), "call {nth}");
+        assert_eq!((fake.counts().mappings, rig.kv.free_and_kept_groups()), (0, (160, 0)), "call {nth}");
     }
     let mut lengths = [0; 3];
     lengths[row] = 8;

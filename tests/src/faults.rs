@@ -359,10 +359,20 @@ impl FaultPool {
         if ended.code == Some(0) { Ok(serde_json::from_str(&ended.stdout).unwrap()) } else { Err(ended) }
     }
 
+    /// One OpenAI endpoint over the pool.
+    ///
+    /// # Panics
+    /// If it does not start.
+    #[must_use]
+    pub fn gateway(&self) -> Server {
+        let [a, b, c] = &self.tls;
+        Server::start(&["gateway", "--listen=127.0.0.1:0", "--gmanager", &self.gmanager_addr, a, b, c])
+    }
+
     /// Sends a greedy request to an instance and listens.
     #[must_use]
     pub fn watch(&self, name: &str, prompt: &[u32], max_tokens: u32) -> Watched {
-        Watched::start(self.member(name).said("http").parse().unwrap(), prompt, max_tokens)
+        Watched::start(self.member(name).said("http").parse().unwrap(), prompt, max_tokens, &json!({}))
     }
 }
 
@@ -387,6 +397,8 @@ pub struct Heard {
     pub at: Instant,
     pub token: u32,
     pub logits: Vec<f32>,
+    /// If it was asked for.
+    pub logprob: Option<f32>,
 }
 
 /// A stream that a thread of its own listens to.
@@ -394,15 +406,16 @@ pub struct Heard {
 pub struct Watched {
     prompt: Vec<u32>,
     max_tokens: u32,
+    extra: Value,
     heard: Arc<Mutex<Vec<Heard>>>,
     thread: JoinHandle<Result<(), String>>,
 }
 
 impl Watched {
-    /// Sends a greedy request to `http` and listens.
+    /// Sends a request to `http` and listens: a greedy one, unless `extra` says otherwise.
     #[must_use]
-    pub fn start(http: SocketAddr, prompt: &[u32], max_tokens: u32) -> Self {
-        let body = completion(prompt, max_tokens, &json!({"stream": true, "return_logits": true}));
+    pub fn start(http: SocketAddr, prompt: &[u32], max_tokens: u32, extra: &Value) -> Self {
+        let body = completion(prompt, max_tokens, &with(extra, &json!({"stream": true, "return_logits": true})));
         let heard = Arc::new(Mutex::new(Vec::new()));
         let sink = Arc::clone(&heard);
         let thread = std::thread::spawn(move || {
@@ -417,12 +430,14 @@ impl Watched {
                     return Err(format!("the stream failed: {event}"));
                 }
                 let at = Instant::now();
-                let tokens = token_ids(&event).into_iter().zip(logits(&event));
-                sink.lock().unwrap().extend(tokens.map(|(token, logits)| Heard { at, token, logits }));
+                let logprobs = logprobs(&event).into_iter().map(Some).chain(std::iter::repeat(None));
+                let tokens = token_ids(&event).into_iter().zip(logits(&event)).zip(logprobs);
+                let heard = tokens.map(|((token, logits), logprob)| Heard { at, token, logits, logprob });
+                sink.lock().unwrap().extend(heard);
             }
             Err("the stream broke".to_owned())
         });
-        Self { prompt: prompt.to_vec(), max_tokens, heard, thread }
+        Self { prompt: prompt.to_vec(), max_tokens, extra: extra.clone(), heard, thread }
     }
 
     /// Tokens so far.
@@ -479,14 +494,19 @@ impl Watched {
         self.wait_for(self.max_tokens as usize);
         self.thread.join().unwrap().unwrap_or_else(|error| panic!("{what}: {error}"));
         let heard = std::mem::take(&mut *self.heard.lock().unwrap());
-        let expected = undisturbed.run(&self.prompt, self.max_tokens);
+        let expected = undisturbed.run(&self.prompt, self.max_tokens, &self.extra);
         let said: Vec<u32> = heard.iter().map(|h| h.token).collect();
         assert_eq!(said, token_ids(&expected), "{what}");
         let largest = heard.iter().zip(logits(&expected)).map(|(h, e)| max_diff(&h.logits, &e)).fold(0.0, f32::max);
         assert!(largest < TOLERANCE, "{what}: logits differ by {largest:e}");
+        let said: Vec<f32> = heard.iter().filter_map(|h| h.logprob).collect();
+        let logprobs = logprobs(&expected);
+        assert_eq!(said.len(), logprobs.len(), "{what}");
+        let largest_logprob = max_diff(&said, &logprobs);
+        assert!(largest_logprob < TOLERANCE, "{what}: log-probabilities differ by {largest_logprob:e}");
         let silence = heard.windows(2).map(|w| w[1].at - w[0].at).max().unwrap_or_default();
         assert!(silence < SILENCE_MAX, "{what}: silent for {silence:?}");
-        println!("{what}: {} tokens equal, logits within {largest:.1e}, longest silence {silence:.2?}", said.len());
+        println!("{what}: {} tokens equal, logits within {largest:.1e}, longest silence {silence:.2?}", heard.len());
         heard
     }
 }
@@ -498,7 +518,26 @@ pub struct Undisturbed {
 }
 
 impl Undisturbed {
-    fn run(&self, prompt: &[u32], max_tokens: u32) -> Value {
-        self.server.client().complete(prompt, max_tokens, &json!({"return_logits": true})).json()
+    /// What it says to a greedy request.
+    #[must_use]
+    pub fn tokens(&self, prompt: &[u32], max_tokens: u32) -> Vec<u32> {
+        token_ids(&self.run(prompt, max_tokens, &json!({})))
     }
+
+    fn run(&self, prompt: &[u32], max_tokens: u32, extra: &Value) -> Value {
+        self.server.client().complete(prompt, max_tokens, &with(extra, &json!({"return_logits": true}))).json()
+    }
+}
+
+/// The fields of both.
+fn with(fields: &Value, more: &Value) -> Value {
+    let mut all = fields.clone();
+    all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    all
+}
+
+/// Of the tokens of an answer or one of its events, where they were asked for.
+fn logprobs(answer: &Value) -> Vec<f32> {
+    let all = answer["choices"][0]["logprobs"]["token_logprobs"].as_array();
+    all.into_iter().flatten().map(|logprob| logprob.as_f64().unwrap() as f32).collect()
 }

@@ -5,7 +5,7 @@ use lagoon_model::{Checkpoint, LlamaWeights, ModelConfig, Rope};
 use lagoon_runner::{
     Command, Executor, ExecutorConfig, Model, RemoteWork, Report, SampleOut, SampleSpec, SeqRows, StepWork,
 };
-use lagoon_types::{DType, KvRun, Lane, SamplingParams, SeqId, StepId};
+use lagoon_types::{DType, KvRun, KvSpace, Lane, SamplingParams, SeqId, StepId};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -32,7 +32,14 @@ impl<D: Device> Session<D> {
         let kv_dtype = kv_dtype.or(checkpoint.dtype()).unwrap();
         let weights = LlamaWeights::load(&mut device, &checkpoint, &config, None, &mut |_, _| {}).unwrap();
         let model = Model { weights, rope: Rope::new(&config) };
-        let executor_config = ExecutorConfig { slots, kv_dtype, step_rows: STEP_ROWS, step_seqs: 1, fetch_tokens: 0 };
+        let executor_config = ExecutorConfig {
+            kv: KvSpace::flat(slots as u32, 1),
+            kv_dtype,
+            step_rows: STEP_ROWS,
+            step_seqs: 1,
+            fetch_tokens: 0,
+            share_blocks: None,
+        };
         let executor = Executor::new(device, &config, Some(model), executor_config).unwrap();
         Self { executor, steps: 0, fed: 0 }
     }
@@ -67,6 +74,8 @@ impl<D: Device> Session<D> {
             seqs: vec![seq],
             runs: vec![KvRun { base: 0, len: end as u32, first_pos: 0 }],
             remote: RemoteWork::default(),
+            next_row: None,
+            watched: false,
         };
         self.executor.push(Command::Step(Box::new(work)));
         let mut done = None;

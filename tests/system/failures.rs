@@ -103,7 +103,7 @@ fn a_request_that_no_pool_can_hold_any_more_ends_in_an_error() {
     world.run();
     let log = &world.requests[request];
     assert!(matches!(error_of(log), RequestError::Unavailable(_)), "{:?}", log.end);
-    assert!(error_of(log).to_string().contains("shrunk to 32"), "{:?}", log.end);
+    assert!(error_of(log).to_string().contains("the pool now has room for 32"), "{:?}", log.end);
     let single = single(&pool(), &[log.request.clone(), world.requests[small].request.clone()]);
     assert_prefix("ended early", log, &single[0], f32_tolerance(&single), false);
     assert_same("behind it", &world.requests[small], &single[1], f32_tolerance(&single));

@@ -3,6 +3,8 @@
 #![allow(clippy::cast_possible_truncation, reason = "small sizes of tests")]
 #![allow(clippy::print_stdout, reason = "measured differences, for --nocapture")]
 
+mod cuda;
+mod disaggregated;
 mod failures;
 mod goldens;
 mod hostile;
@@ -11,14 +13,17 @@ mod membership;
 mod moves;
 mod parking;
 mod pooled;
+mod prefix;
 mod process_cli;
 mod process_cluster;
+mod process_disaggregated;
 mod process_drain;
 mod process_faults;
 mod process_host_tier;
 mod process_http;
 mod process_moves;
 mod process_operate;
+mod process_replay;
 mod process_standby;
 mod process_up;
 mod random;

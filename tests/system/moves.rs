@@ -255,6 +255,28 @@ fn a_creditor_takes_what_nobody_returns() {
     }
 }
 
+/// Nobody heard what was taken, because the connection broke: it is told again on the next one.
+#[test]
+fn what_was_taken_is_told_again_after_a_reconnect() {
+    let mut world = World::pool(pool(), None, &[Spec::cpu(12), Spec::cpu(20)]);
+    let guest = world.submit(0, greedy(prompt(213, 80, 128), 4));
+    run_to_token(&mut world, guest, 1);
+    world.stall(0, 1, 5_000);
+    world.submit(1, greedy(prompt(214, 40, 128), 24));
+    world.run_until(|w| moves(w, 1).blocks_revoked > 0);
+    let (told, _) = world.sent("lease revoked");
+    assert!(told > 0);
+    world.cut(0, 1, 300);
+    world.run_until(|w| w.sent("lease revoked").0 > told);
+    world.run();
+    assert_eq!(world.sent("lease revoked").0 % told, 0, "all of it is told again, each time");
+    let (debtor, creditor) = (world.nodes[0].live().status(), world.nodes[1].live().status());
+    assert!(debtor.recoveries <= 1 && debtor.recomputed_tokens > 0, "{debtor:?}");
+    assert_eq!(creditor.preemptions, 0);
+    assert_equals_single("told again", &world, &pool());
+    world.check_empty();
+}
+
 #[test]
 fn a_move_that_ends_at_any_moment_leaks_nothing() {
     #[derive(Clone, Copy, Debug)]

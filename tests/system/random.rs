@@ -2,7 +2,7 @@
 
 use lagoon_instance::RemotePolicy;
 use lagoon_tests::cluster::check::{assert_prefix, assert_same};
-use lagoon_tests::cluster::compare::{f32_tolerance, prompt, single};
+use lagoon_tests::cluster::compare::{self, f32_tolerance, single};
 use lagoon_tests::cluster::{Fault, Node, PoolSpec, Rng, Spec, World, greedy};
 use lagoon_types::RequestError;
 use std::time::{Duration, Instant};
@@ -10,6 +10,13 @@ use std::time::{Duration, Instant};
 /// Time that each test takes at most, beyond its first runs; `LAGOON_SOAK_S` gives another.
 const BUDGET: Duration = Duration::from_secs(8);
 const RUNS_MIN: u64 = 6;
+
+/// Some prompts begin alike.
+fn prompt(rng: &mut Rng, n: usize) -> Vec<u32> {
+    let shared = if rng.below(2) == 0 { rng.below(n as u64 + 1) as usize } else { 0 };
+    let (beginning, rest) = (rng.below(2), rng.draw());
+    [compare::prompt(beginning, shared, 128), compare::prompt(rest, n - shared, 128)].concat()
+}
 
 fn run(seed: u64) -> Totals {
     let mut rng = Rng(seed.wrapping_mul(0x1234_5677));
@@ -33,7 +40,7 @@ fn run(seed: u64) -> Totals {
             0 => 90 + rng.below(60),
             _ => 3 + rng.below(60),
         };
-        let request = greedy(prompt(rng.draw(), n as usize, 128), 1 + rng.below(12) as u32);
+        let request = greedy(prompt(&mut rng, n as usize), 1 + rng.below(12) as u32);
         world.submit(rng.below(3) as usize, request);
         (0..rng.below(400)).for_each(|_| world.step());
         if faults && rng.below(3) == 0 {
@@ -142,7 +149,7 @@ fn chaos(seed: u64) -> Totals {
     for _ in 0..3 + rng.below(8) {
         let node = rng.below(3) as usize;
         let n = if rng.below(2) == 0 { 60 + rng.below(60) } else { 3 + rng.below(50) };
-        let request = greedy(prompt(rng.draw(), n as usize, 128), 1 + rng.below(12) as u32);
+        let request = greedy(prompt(&mut rng, n as usize), 1 + rng.below(12) as u32);
         if world.nodes[node].instance.is_some() {
             world.submit(node, request);
         }

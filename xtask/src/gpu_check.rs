@@ -10,7 +10,8 @@ use anyhow::{Context, Result, ensure};
 /// What the script runs, in its own folder.
 const SCRIPT: &str = "#!/bin/sh\n\
     # Checks the CUDA backend on this machine; the report goes to the first argument, or to report.json here.\n\
-    # Arguments behind it go to the check: see ./gpu-check --help.\n\
+    # It ends within ten minutes; run it again until it says no more what is left: the report goes on.\n\
+    # Arguments behind it go to the check: see ./gpu-check --help and --list.\n\
     set -eu\n\
     here=$(cd \"$(dirname \"$0\")\" && pwd)\n\
     out=${1:-$here/report.json}\n\
@@ -43,14 +44,28 @@ pub(crate) fn run(root: &Path, here: bool) -> Result<bool> {
     if !here {
         return Ok(true);
     }
-    let report = root.join("benches/results/gpu-check.json");
+    let report = root.join(REPORT);
     let status = Command::new("sh").arg(pack.join("run.sh")).arg(&report).status().context("run the check")?;
     println!("{}: {status}", report.display());
     Ok(status.success())
 }
 
+/// The report that the repository has.
+const REPORT: &str = "benches/results/gpu-check.json";
+
+/// Fills docs/gpu.md and its figures from [`REPORT`].
+pub(crate) fn page(root: &Path) -> Result<bool> {
+    let report = root.join(REPORT);
+    ensure!(report.is_file(), "there is no {REPORT}\nhint: cargo xtask gpu-check says how one is made");
+    let program = ["run", "--locked", "--release", "--package", "lagoon-benches", "--bin", "gpu-page", "--"];
+    let mut command = Command::new("cargo");
+    command.args(program).arg(&report).arg("--docs").arg(root.join("docs")).current_dir(root);
+    Ok(command.stdin(Stdio::null()).status().context("run cargo")?.success())
+}
+
 fn build(root: &Path) -> Result<()> {
-    let both = ["--package", "lagoon", "--package", "lagoon-benches", "--bin", "lagoon", "--bin", "gpu-check"];
+    // The workspace's features, so that what other commands built serves here, too.
+    let both = ["--workspace", "--bin", "lagoon", "--bin", "gpu-check"];
     let mut command = Command::new("cargo");
     command.args(["build", "--locked", "--release"]).args(both).current_dir(root).stdin(Stdio::null());
     ensure!(command.status().context("run cargo")?.success(), "the check does not build");

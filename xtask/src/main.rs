@@ -59,6 +59,8 @@ enum Command {
         #[arg(long)]
         run: bool,
     },
+    /// Fill docs/gpu.md from the report in benches/results
+    GpuPage,
     /// Check licences, banned crates and sources with cargo-deny, where it is installed
     Deny,
     /// Rewrite the hash in WIRE.md after the protocol's page was brought up to date
@@ -83,6 +85,7 @@ fn run(command: &Command) -> Result<bool> {
         Command::Kernels { budget: true, .. } => kernels::run(&root, kernels::Task::WriteBudget),
         Command::Kernels { .. } => kernels::run(&root, kernels::Task::Write),
         Command::GpuCheck { run } => gpu_check::run(&root, *run),
+        Command::GpuPage => gpu_check::page(&root),
         Command::Deny => deny::run(&root),
         Command::WireLock => tidy::wire::lock(&root),
         Command::Ci => ci::run(&root),

@@ -5,7 +5,8 @@
 
 use crate::{
     error::ApiError,
-    generate::{Piece, Pieces},
+    generate::{Failure, Piece, Pieces},
+    journal::{Began, Entry, Said},
     reply::{self, Choice, Content, Delta, Endpoint, Reply, Usage},
 };
 use axum::{
@@ -36,6 +37,8 @@ pub(crate) struct Answer {
     pub(crate) logits: bool,
     /// Per sequence.
     pub(crate) progress: Vec<Progress>,
+    /// Events of a stream have the journal's lines in front, which begin with this.
+    pub(crate) journal: Option<Began>,
 }
 
 /// What was sent of one sequence.
@@ -45,6 +48,13 @@ pub(crate) struct Progress {
     completion_tokens: usize,
     /// Characters, for `text_offset`.
     offset: usize,
+}
+
+impl Progress {
+    /// Of a sequence of which `said` was said before, with log-probabilities up to `offset`.
+    pub(crate) fn after(said: &Said, offset: usize) -> Self {
+        Self { started: said.finished || !said.tokens.is_empty(), completion_tokens: said.tokens.len(), offset }
+    }
 }
 
 impl Answer {
@@ -70,12 +80,12 @@ impl Answer {
     pub(crate) async fn stream(self, mut pieces: Pieces, hold: Duration) -> Result<Response, ApiError> {
         let mut ready = VecDeque::new();
         // Dropping `next` loses nothing: the sequences keep their place inside `pieces`.
-        match tokio::time::timeout(hold, pieces.next()).await {
-            Ok(Some(piece)) => ready.push_back(piece?),
-            Ok(None) => return Err(ApiError::internal("a request without sequences")),
-            Err(_elapsed) => {}
+        // There is none if all of it was said before, but its end.
+        if let Ok(Some(piece)) = tokio::time::timeout(hold, pieces.next()).await {
+            ready.push_back(piece?);
         }
-        let state = Some(Frames { answer: self, pieces, ready });
+        let (began, journal) = (self.journal.clone(), self.journal.is_some());
+        let state = Some(Frames { answer: self, pieces, ready, journal, began });
         let frames = stream::unfold(state, |state| async move {
             let (frame, state) = state?.next().await;
             Some((Ok::<_, Infallible>(Bytes::from(frame)), state))
@@ -165,6 +175,9 @@ struct Frames {
     pieces: Pieces,
     /// Pieces that arrived before the headers were sent.
     ready: VecDeque<Piece>,
+    journal: bool,
+    /// Until it was said.
+    began: Option<Began>,
 }
 
 impl Frames {
@@ -175,14 +188,29 @@ impl Frames {
             None => self.pieces.next().await,
         };
         match piece {
-            Some(Ok(piece)) => (frame(&self.answer.chunk(piece)), Some(self)),
-            Some(Err(error)) => {
-                tracing::warn!(id = %self.answer.id, %error, "a stream failed");
-                (frame(&error.body()), None)
+            Some(Ok(piece)) => {
+                let tokens = piece.tokens.iter().map(|token| token.id).collect();
+                let entry = Entry::Said { index: piece.index, tokens, finished: piece.finish.is_some() };
+                (self.lines(&entry) + &frame(&self.answer.chunk(piece)), Some(self))
             }
-            None if self.answer.include_usage => (frame(&self.answer.usage_chunk()) + &frame("[DONE]"), None),
-            None => (frame("[DONE]"), None),
+            Some(Err(Failure { error, again })) => {
+                tracing::warn!(id = %self.answer.id, %error, "a stream failed");
+                (self.lines(&Entry::Failed { again }) + &frame(&error.body()), None)
+            }
+            None => {
+                let usage = self.answer.include_usage.then(|| frame(&self.answer.usage_chunk()));
+                (self.lines(&Entry::Ended) + &usage.unwrap_or_default() + &frame("[DONE]"), None)
+            }
         }
+    }
+
+    /// The journal's lines of the next event, if it is kept.
+    fn lines(&mut self, entry: &Entry) -> String {
+        if !self.journal {
+            return String::new();
+        }
+        let began = self.began.take().map(|began| Entry::Began(began).line());
+        began.unwrap_or_default() + &entry.line()
     }
 }
 

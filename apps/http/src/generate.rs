@@ -7,7 +7,7 @@
 use crate::{engine::Generation, error::ApiError, limits::Limits, metrics};
 use futures::stream::{self, BoxStream, SelectAll, StreamExt};
 use lagoon_text::{IncrementalDetokenizer, StopStrings};
-use lagoon_types::{FinishReason, TokenEvent, TokenLogprobs};
+use lagoon_types::{FinishReason, RequestError, TokenEvent, TokenLogprobs};
 use std::time::{Duration, Instant};
 use tokio::time::timeout;
 
@@ -31,6 +31,20 @@ pub(crate) struct Piece {
     pub(crate) finish: Option<FinishReason>,
 }
 
+/// Why a sequence failed.
+#[derive(Clone, Debug)]
+pub(crate) struct Failure {
+    pub(crate) error: ApiError,
+    /// The engine, not the request, is at fault: another one may do better.
+    pub(crate) again: bool,
+}
+
+impl From<Failure> for ApiError {
+    fn from(failure: Failure) -> Self {
+        failure.error
+    }
+}
+
 /// How tokens become text in one sequence.
 pub(crate) struct TextRules {
     pub(crate) decoder: IncrementalDetokenizer,
@@ -41,8 +55,35 @@ pub(crate) struct TextRules {
     pub(crate) every_token: bool,
 }
 
+impl TextRules {
+    /// The text that a token makes certain, and whether a stop string ends it.
+    fn push(&mut self, id: u32) -> (String, bool) {
+        let (mut new, mut certain) = (String::new(), String::new());
+        if self.stop_ids.binary_search(&id).is_err() {
+            self.decoder.push(id, &mut new);
+        }
+        let stopped = self.stop_strings.push(&new, &mut certain);
+        (certain, stopped)
+    }
+
+    /// Takes tokens whose text was said before, by another server: they decide what text comes next.
+    pub(crate) fn catch_up(&mut self, said: &[u32]) {
+        said.iter().for_each(|id| drop(self.push(*id)));
+    }
+
+    /// How a sequence ended of which `said` tokens of at most `tokens_max` were said, if nothing but that is left to say.
+    pub(crate) fn is_over(&self, said: &[u32], tokens_max: usize) -> Option<FinishReason> {
+        let stopped = said.last().is_some_and(|id| self.stop_ids.binary_search(id).is_ok());
+        if stopped || self.stop_strings.stopped() {
+            Some(FinishReason::Stop)
+        } else {
+            (said.len() >= tokens_max).then_some(FinishReason::Length)
+        }
+    }
+}
+
 /// Pieces of all sequences, as they come.
-pub(crate) type Pieces = SelectAll<BoxStream<'static, Result<Piece, ApiError>>>;
+pub(crate) type Pieces = SelectAll<BoxStream<'static, Result<Piece, Failure>>>;
 
 /// Merges the sequences of one request into one stream.
 pub(crate) fn pieces(sequences: Vec<Sequence>) -> Pieces {
@@ -87,14 +128,17 @@ impl Sequence {
     }
 
     /// The next piece; `None` after the last one or after an error.
-    async fn next(&mut self) -> Option<Result<Piece, ApiError>> {
+    async fn next(&mut self) -> Option<Result<Piece, Failure>> {
         loop {
             let event = self.event().await?;
             let outcome = match event {
                 Ok(TokenEvent::Token { id, logprobs, logits }) => Ok(self.token(Token { id, logprobs, logits })),
                 Ok(TokenEvent::Finished { reason, .. }) => Ok(Some(self.finished(reason))),
-                Ok(TokenEvent::Failed(error)) => Err(ApiError::from_request_error(&error, self.retry_after_s)),
-                Err(error) => Err(error),
+                Ok(TokenEvent::Failed(error)) => Err(Failure {
+                    again: matches!(error, RequestError::Unavailable(_)),
+                    error: ApiError::from_request_error(&error, self.retry_after_s),
+                }),
+                Err(error) => Err(Failure { error, again: false }),
             };
             match outcome {
                 Ok(None) => {}
@@ -129,12 +173,9 @@ impl Sequence {
     /// Takes one token; gives a piece when there is something to report.
     fn token(&mut self, token: Token) -> Option<Piece> {
         self.observe_token();
-        let (mut new, mut certain) = (String::new(), String::new());
-        if self.rules.stop_ids.binary_search(&token.id).is_err() {
-            self.rules.decoder.push(token.id, &mut new);
-        }
+        let (certain, stopped) = self.rules.push(token.id);
         self.held.push(token);
-        if self.rules.stop_strings.push(&new, &mut certain) {
+        if stopped {
             // Text before the match is all that shows; ending drops the generation, which cancels it.
             self.end(metrics::Outcome::Stop);
             return Some(self.piece(certain, Some(FinishReason::Stop)));

@@ -31,7 +31,7 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             body_bytes_max: 32 << 20,
-            sequences_max: 128,
+            sequences_max: SEQUENCES_MAX,
             stop_ids_max: 256,
             logprobs_max: 20,
             body_deadline: Duration::from_secs(30),
@@ -43,6 +43,8 @@ impl Default for Limits {
     }
 }
 
+/// [`Limits::sequences_max`] unless it is set.
+pub const SEQUENCES_MAX: usize = 128;
 /// Connections that one listener holds open; further ones wait in the kernel's backlog.
 pub const CONNECTIONS_MAX: usize = 1024;
 /// Time for a client to send a request's headers.

@@ -3,6 +3,7 @@
 use crate::{
     error::ApiError,
     fields::{Fields, Neutral, missing, wrong_type},
+    journal::{self, Resume},
     limits::Limits,
 };
 use lagoon_text::StopStrings;
@@ -39,6 +40,8 @@ pub(crate) struct Params {
     pub(crate) include_usage: bool,
     pub(crate) return_token_ids: bool,
     pub(crate) return_logits: bool,
+    /// The answer was begun elsewhere.
+    pub(crate) resume: Option<Resume>,
 }
 
 /// What the server allows and presumes.
@@ -95,10 +98,13 @@ impl Params {
         }
         stop_ids.sort_unstable();
         stop_ids.dedup();
+        let resume = take_resume(fields, stream, rules)?;
+        let mut sampling = take_sampling(fields, rules.defaults)?;
+        sampling.seed = resume.as_ref().map_or(sampling.seed, |resume| resume.began.seed);
         Ok(Self {
             model: fields.string("model")?,
             max_tokens: max_completion.or(max_tokens),
-            sampling: take_sampling(fields, rules.defaults)?,
+            sampling,
             n: usize::try_from(n).expect("usize holds u32"),
             stop_ids,
             stop_strings: take_stop_strings(fields)?,
@@ -107,6 +113,7 @@ impl Params {
             include_usage: take_include_usage(fields, stream)?,
             return_token_ids: fields.bool("return_token_ids", false)?,
             return_logits: take_return_logits(fields, rules.expose_logits)?,
+            resume,
         })
     }
 
@@ -184,6 +191,21 @@ fn take_include_usage(fields: &mut Fields, stream: bool) -> Result<bool, ApiErro
         .neutral(&[("continuous_usage_stats", Neutral::Bool(false)), ("include_obfuscation", Neutral::Bool(false))])?;
     options.finish()?;
     Ok(include)
+}
+
+/// An answer that was begun elsewhere, as the gateway says it.
+fn take_resume(fields: &mut Fields, stream: bool, rules: Rules<'_>) -> Result<Option<Resume>, ApiError> {
+    let Some(value) = fields.take(journal::FIELD) else { return Ok(None) };
+    let wrong = |message: String| ApiError::field(journal::FIELD, "invalid_value", message);
+    if !stream {
+        return Err(wrong(format!("the field `{}` is only allowed when `stream` is true", journal::FIELD)));
+    }
+    let resume: Resume = serde_json::from_value(value)
+        .map_err(|error| wrong(format!("the field `{}` is no answer that was begun: {error}", journal::FIELD)))?;
+    for said in &resume.sequences {
+        check_vocabulary(journal::FIELD, &said.tokens, rules.vocab_size)?;
+    }
+    Ok(Some(resume))
 }
 
 fn take_return_logits(fields: &mut Fields, exposed: bool) -> Result<bool, ApiError> {

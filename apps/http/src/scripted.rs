@@ -36,7 +36,7 @@ pub enum Step {
     Hang,
 }
 
-/// Tokens of `text`, then the end of the sequence, or the length limit if that comes first.
+/// Tokens of `text` (those that were not answered before), then the end of the sequence, or the length limit if that comes first.
 #[must_use]
 pub fn say(text: &str, request: &GenerateRequest) -> Vec<Step> {
     let ends = request.stop_ids.contains(&EOS);
@@ -48,7 +48,8 @@ pub fn say(text: &str, request: &GenerateRequest) -> Vec<Step> {
     }
     let limit = usize::try_from(request.max_tokens).unwrap_or(usize::MAX);
     let reason = if ends && ids.len() <= limit { FinishReason::Stop } else { FinishReason::Length };
-    ids.into_iter().take(limit).map(Step::Token).chain([Step::Finish(reason)]).collect()
+    let answered = usize::try_from(request.answered).unwrap_or(usize::MAX);
+    ids.into_iter().take(limit).skip(answered).map(Step::Token).chain([Step::Finish(reason)]).collect()
 }
 
 type Script = dyn Fn(&GenerateRequest) -> Result<Vec<Step>, RequestError> + Send + Sync;

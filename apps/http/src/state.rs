@@ -15,7 +15,7 @@ use metrics_exporter_prometheus::PrometheusHandle;
 use std::{
     fmt,
     sync::Arc,
-    time::{SystemTime, UNIX_EPOCH},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 use tokio::time::timeout;
 
@@ -53,22 +53,7 @@ impl ServerState {
 
     /// Reads a request's body within the limits.
     pub(crate) async fn body(&self, body: Body) -> Result<Bytes, ApiError> {
-        let limit = self.limits.body_bytes_max;
-        match timeout(self.limits.body_deadline, to_bytes(body, limit)).await {
-            Ok(Ok(bytes)) => Ok(bytes),
-            Ok(Err(error)) if is_length_limit(&error) => {
-                let message = format!("the request body is larger than {limit} bytes");
-                Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, Some("request_too_large"), message))
-            }
-            Ok(Err(error)) => {
-                let message = format!("the request body could not be read: {error}");
-                Err(ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_body"), message))
-            }
-            Err(_elapsed) => {
-                let message = format!("the request body took longer than {} s", self.limits.body_deadline.as_secs());
-                Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, Some("request_timeout"), message))
-            }
-        }
+        read_body(body, self.limits.body_bytes_max, self.limits.body_deadline).await
     }
 
     /// Checks that the model asked for is the one served. No name means that one.
@@ -100,6 +85,28 @@ impl ServerState {
     pub(crate) async fn decode(&self, ids: Vec<u32>, skip_special: bool) -> Result<String, ApiError> {
         let tokenizer = Arc::clone(&self.tokenizer);
         blocking(move || tokenizer.decode(&ids, skip_special)).await
+    }
+}
+
+/// Reads a request's body of at most `limit` bytes within `deadline`.
+///
+/// # Errors
+/// 413, 408, or 400 if it breaks off.
+pub async fn read_body(body: Body, limit: usize, deadline: Duration) -> Result<Bytes, ApiError> {
+    match timeout(deadline, to_bytes(body, limit)).await {
+        Ok(Ok(bytes)) => Ok(bytes),
+        Ok(Err(error)) if is_length_limit(&error) => {
+            let message = format!("the request body is larger than {limit} bytes");
+            Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, Some("request_too_large"), message))
+        }
+        Ok(Err(error)) => {
+            let message = format!("the request body could not be read: {error}");
+            Err(ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_body"), message))
+        }
+        Err(_elapsed) => {
+            let message = format!("the request body took longer than {} s", deadline.as_secs());
+            Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, Some("request_timeout"), message))
+        }
     }
 }
 

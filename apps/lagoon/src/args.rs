@@ -43,6 +43,26 @@ pub(crate) enum RemoteArg {
     Fetch,
 }
 
+/// How a decode worker reads KV.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum TransferPathArg {
+    /// From shared memory where the prefill worker is on this host, else over QUIC.
+    #[default]
+    Auto,
+    /// Over QUIC, also on one host: for benchmarks.
+    Quic,
+}
+
+/// When a decode worker gets the KV of a prompt.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum KvTransferArg {
+    /// When it is computed and there is memory for it: the prefill worker goes on meanwhile.
+    #[default]
+    Pull,
+    /// While it is computed, layer by layer, into memory that is allocated before the prompt is given to a prefill worker.
+    Push,
+}
+
 /// Whether an instance measures itself at start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum CalibrateArg {
@@ -53,6 +73,16 @@ pub(crate) enum CalibrateArg {
     Always,
     /// Not at all: the planner does without this instance's numbers.
     Off,
+}
+
+/// How activations enter the 16-bit tensor cores of a CUDA device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum PrecisionArg {
+    /// As sums of two 16-bit numbers: about as exact as f32, twice the products of prompts.
+    #[default]
+    Exact,
+    /// Rounded to the type of weights and KV, as most engines do.
+    Fast,
 }
 
 /// The node's certificate.
@@ -119,6 +149,10 @@ pub(crate) struct EngineArgs {
     /// more than leaves room for that [default: no limit].
     #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u32).range(1..=60_000))]
     pub(crate) target_tbt_ms: Option<u32>,
+    /// Keep the KV of what has ended in memory that nobody else needs, and do not compute prompts anew that begin alike. The
+    /// answers are the same; how soon one comes tells whether somebody asked the like before.
+    #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
+    pub(crate) prefix_cache: bool,
     /// Threads of the CPU backend [default: all cores].
     #[arg(long, value_name = "N")]
     pub(crate) threads: Option<usize>,
@@ -136,15 +170,25 @@ pub(crate) struct EngineArgs {
     /// Whether steps go on while KV is copied, or wait for what moves beside them: for benchmarks.
     #[arg(long, value_name = "on|off", hide = true, default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
     pub(crate) move_overlap: bool,
+    /// When a decode worker gets the KV of prompts that prefill workers compute.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) kv_transfer: KvTransferArg,
+    /// How a decode worker reads the KV that prefill workers computed.
+    #[arg(long, value_enum, hide = true, default_value_t)]
+    pub(crate) transfer_path: TransferPathArg,
     /// How KV on other instances is attended to.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) remote_attention: RemoteArg,
     /// Element type of queries and partials between instances.
     #[arg(long, value_parser = parse_dtype, default_value = "f32")]
     pub(crate) wire_dtype: DType,
-    /// Measure this instance at start, for the planner; takes about a second.
+    /// Measure this instance at start, for the planner, which takes about a second; on CUDA also how attention is best cut,
+    /// which takes three more.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) calibrate: CalibrateArg,
+    /// How activations enter the tensor cores of a CUDA device; other backends compute in f32.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) cuda_precision: PrecisionArg,
 }
 
 impl EngineArgs {
@@ -172,11 +216,15 @@ impl EngineArgs {
             CalibrateArg::Off => "off",
         };
         flags.push(format!("--calibrate={calibrate}"));
+        flags.extend((self.cuda_precision == PrecisionArg::Fast).then(|| "--cuda-precision=fast".to_owned()));
+        flags.extend((self.kv_transfer == KvTransferArg::Push).then(|| "--kv-transfer=push".to_owned()));
+        flags.extend((self.transfer_path == TransferPathArg::Quic).then(|| "--transfer-path=quic".to_owned()));
         flags.extend(self.dtype.map(|d| format!("--dtype={d}")));
         flags.extend(self.kv_dtype.map(|d| format!("--kv-dtype={d}")));
         flags.extend(self.kv_tokens.map(|n| format!("--kv-tokens={n}")));
         flags.extend(self.pace.iter().map(|p| format!("--pace={}", p.display())));
         flags.extend(self.move_tokens_per_step.map(|n| format!("--move-tokens-per-step={n}")));
+        flags.extend((!self.prefix_cache).then(|| "--prefix-cache=off".to_owned()));
         flags.extend((!self.move_overlap).then(|| "--move-overlap=off".to_owned()));
         flags.extend(self.host_kv_tokens.map(|n| format!("--host-kv-tokens={n}")));
         flags.extend(self.target_tbt_ms.map(|ms| format!("--target-tbt-ms={ms}")));

@@ -52,6 +52,8 @@ pub(crate) fn calibrate<D: Device>(
     subject: Subject,
     budget: Duration,
 ) -> anyhow::Result<Calibration> {
+    let slots = subject.slots.min(CONTEXT_MAX);
+    executor.hold(0..slots).context("memory for a measurement")?;
     let mut bench = Bench { executor, subject, step: 0 };
     let (attention_us_per_ktoken, copy_bytes_per_s) =
         (bench.attention(budget.mul_f64(0.2))?, bench.copy(budget.mul_f64(0.1))?);
@@ -62,6 +64,8 @@ pub(crate) fn calibrate<D: Device>(
         prefill_us_per_token = bench.prefill(budget.mul_f64(0.3), slowest)?;
         bench.clear(subject.slots.min(PREFILL_MAX.max(BATCH_MAX)))?;
     }
+    executor.push(Command::Release { slots: std::iter::once(0..slots).collect() });
+    while executor.turn(&mut |_| {}) {}
     Ok(Calibration { batches, attention_us_per_ktoken, prefill_us_per_token, copy_bytes_per_s })
 }
 
@@ -80,7 +84,11 @@ impl<D: Device> Bench<'_, D> {
     fn run(&mut self, command: Command) -> anyhow::Result<Report> {
         self.executor.push(command);
         let mut last = None;
-        while self.executor.turn(&mut |report| last = Some(report)) {}
+        let mut note = |report| match report {
+            Report::Memory(_) | Report::Launches(_) => {}
+            report => last = Some(report),
+        };
+        while self.executor.turn(&mut note) {}
         match last.context("the device did not answer")? {
             Report::Failed { error, .. } => bail!("a step failed: {error}"),
             Report::GuestFailed { error, .. } => bail!("the device failed: {error}"),
@@ -167,6 +175,8 @@ impl<D: Device> Bench<'_, D> {
             seqs,
             runs,
             remote: RemoteWork::default(),
+            next_row: None,
+            watched: false,
         };
         match self.run(Command::Step(Box::new(work)))? {
             Report::Done { .. } => Ok(()),
@@ -255,6 +265,7 @@ mod tests {
     use lagoon_backend::cpu::CpuDevice;
     use lagoon_model::{LlamaWeights, Rope};
     use lagoon_runner::{ExecutorConfig, Model};
+    use lagoon_types::KvSpace;
 
     const SLOTS: u32 = 1024;
 
@@ -269,11 +280,12 @@ mod tests {
             Model { weights, rope: Rope::new(&model.config) }
         });
         let config = ExecutorConfig {
-            slots: SLOTS as usize,
+            kv: KvSpace::flat(SLOTS, 1),
             kv_dtype: model.dtype,
             step_rows: 32,
             step_seqs: 4,
             fetch_tokens: 0,
+            share_blocks: None,
         };
         let executor = Executor::new(device, &model.config, weights, config).unwrap();
         let subject = Subject {

@@ -31,9 +31,14 @@ struct Entry {
 
 /// Where measurements are kept: `$XDG_CACHE_HOME/lagoon/calibration`, or under `~/.cache`. `None` without a home.
 pub(crate) fn dir() -> Option<PathBuf> {
+    Some(cache_home()?.join("calibration"))
+}
+
+/// This program's folder among the user's caches.
+pub(crate) fn cache_home() -> Option<PathBuf> {
     let set = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let cache = set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")))?;
-    Some(cache.join("lagoon").join("calibration"))
+    Some(cache.join("lagoon"))
 }
 
 /// Files that are there.

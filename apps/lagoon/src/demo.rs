@@ -5,7 +5,7 @@
 //! generated token are compared.
 
 use crate::api_client::ApiClient;
-use crate::args::{BackendArg, CalibrateArg, EngineArgs, RemoteArg};
+use crate::args::{BackendArg, CalibrateArg, EngineArgs, KvTransferArg, PrecisionArg, RemoteArg, TransferPathArg};
 use crate::local::{EphemeralCa, LocalPool, start_pool, start_single};
 use crate::serve::lend_reserve_blocks;
 use crate::{bundled, device, up};
@@ -34,6 +34,9 @@ const ANSWER_TOKENS_MAX: u32 = 12;
 pub(crate) struct DemoArgs {
     #[arg(long, value_enum, default_value_t)]
     backend: BackendArg,
+    /// Backend of all instances but the one that takes the request [default: the same].
+    #[arg(long, value_enum)]
+    creditor_backend: Option<BackendArg>,
     /// Instances to start.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=64))]
     instances: u16,
@@ -122,12 +125,20 @@ pub(crate) async fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
         args.kv_tokens,
         prompt.len()
     ));
-    let mut flags = engine.to_flags();
-    flags.push("--expose-logits".to_owned());
+    let creditors = match args.creditor_backend {
+        Some(backend) => engine_args(&args, device::choose(backend)?.name()),
+        None => engine.clone(),
+    };
+    let flags = |index: usize| {
+        let mut flags = if index == 0 { &engine } else { &creditors }.to_flags();
+        flags.push("--expose-logits".to_owned());
+        flags
+    };
     let count = usize::from(args.instances);
     let bar = up::instances_bar(count);
+    let roles = vec!["both"; count];
     let pool =
-        start_pool(&ca, &dir.to_string_lossy(), bundled::NAME, count, &flags, None, |n| bar.set_position(n as u64))
+        start_pool(&ca, &dir.to_string_lossy(), bundled::NAME, &roles, flags, None, |n| bar.set_position(n as u64))
             .await?;
     bar.finish_and_clear();
     wait_for_pool(&pool, &engine).await?;
@@ -194,16 +205,20 @@ fn engine_args(args: &DemoArgs, backend: &str) -> EngineArgs {
         max_running: 8,
         max_queue: 8,
         lend_percent: 100,
+        prefix_cache: true,
         target_tbt_ms: None,
         threads: None,
         poll_us: 0,
         pace: None,
         move_tokens_per_step: None,
         move_overlap: true,
+        kv_transfer: KvTransferArg::Pull,
+        transfer_path: TransferPathArg::Auto,
         remote_attention: args.remote_attention,
         wire_dtype: lagoon_types::DType::F32,
         // Nothing is planned here, and nobody should wait for it.
         calibrate: CalibrateArg::Off,
+        cuda_precision: PrecisionArg::Exact,
     }
 }
 

@@ -1,16 +1,19 @@
 //! The one place that picks a backend: everything below is generic over it.
 
-use crate::args::{BackendArg, CalibrateArg, EngineArgs};
+use crate::args::{BackendArg, CalibrateArg, EngineArgs, PrecisionArg};
 use crate::calibrate::{Subject, calibrate};
 use crate::calibration_cache::{self as cache, Key};
+use crate::cuda_tuning;
 use crate::model::{OpenModel, bytes_bar};
 use anyhow::{Context, bail};
 use lagoon_backend::{Device, DeviceInfo, PaceProfile, Paced, cpu::CpuDevice};
+use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, CudaProbe, kernels};
 use lagoon_model::{LlamaWeights, Rope};
 use lagoon_protocol::Calibration;
-use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, Model, Report};
+use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, KvArena, Model, Report};
 use lagoon_shaders::{AdapterChoice, WgpuDevice, list_adapters};
+use lagoon_types::KvSpace;
 use metrics::counter;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -73,6 +76,10 @@ pub(crate) fn choose(backend: BackendArg) -> anyhow::Result<Chosen> {
 pub(crate) struct Running {
     pub(crate) thread: ExecutorThread,
     pub(crate) info: DeviceInfo,
+    /// How its KV is addressed.
+    pub(crate) space: KvSpace,
+    /// Its KV, if that is shared.
+    pub(crate) arenas: Vec<KvArena>,
     /// What it measured of itself, now or earlier.
     pub(crate) calibration: Option<Calibration>,
 }
@@ -85,7 +92,20 @@ const CALIBRATION_BUDGET: Duration = Duration::from_secs(1);
 pub(crate) struct Sizes {
     pub(crate) blocks_total: u32,
     pub(crate) kv_dtype: lagoon_types::DType,
+    /// In memory that others may read and fill, where the backend has such.
+    pub(crate) shared: bool,
 }
+
+/// A row of addresses for each sequence that runs or is about to, as long as the model's longest.
+fn wished_space(args: &EngineArgs, model: &OpenModel, sizes: Sizes) -> KvSpace {
+    let rows = u32::try_from(args.max_running).unwrap_or(u32::MAX).saturating_add(SPARE_ROWS);
+    let row_blocks = model.config.max_positions.div_ceil(args.block_tokens);
+    KvSpace::flat(sizes.blocks_total, args.block_tokens).with_rows(rows, row_blocks)
+}
+
+/// Sequences that have memory beside those that run: about to be admitted, or waiting for what they borrow. Others are
+/// served without rows.
+const SPARE_ROWS: u32 = 4;
 
 /// Opens the device, loads the weights and starts the device thread.
 pub(crate) fn start(
@@ -101,7 +121,18 @@ pub(crate) fn start(
             return pace(device, args, model, sizes, report);
         }
         Chosen::Cuda => {
-            let device = CudaDevice::open(kernels::FATBIN, CudaOptions::default()).context("open the CUDA device")?;
+            let mut device =
+                CudaDevice::open(kernels::FATBIN, CudaOptions::default()).context("open the CUDA device")?;
+            let precision = match args.cuda_precision {
+                PrecisionArg::Exact => Precision::Exact,
+                PrecisionArg::Fast => Precision::Fast,
+            };
+            device.set_tuning(Tuning { precision, ..*device.tuning() });
+            cuda_tuning::tune(&mut device, args.calibrate, model.config.geometry, sizes.kv_dtype);
+            let shape = model.config.kv_shape(sizes.kv_dtype);
+            if let Some(why) = device.why_flat(shape, &wished_space(args, model, sizes)) {
+                tracing::warn!("sequences are contiguous in memory only by chance: {why}");
+            }
             return pace(device, args, model, sizes, report);
         }
         Chosen::WgpuGpu => AdapterChoice::Gpu,
@@ -156,12 +187,14 @@ fn load<D: Device>(
     } else {
         None
     };
+    let space = device.kv_space(model.config.kv_shape(sizes.kv_dtype), wished_space(args, model, sizes));
     let config = ExecutorConfig {
-        slots: sizes.blocks_total as usize * args.block_tokens as usize,
+        kv: space,
         kv_dtype: sizes.kv_dtype,
         step_rows: args.step_tokens as usize,
         step_seqs: args.max_running.min(args.step_tokens as usize),
         fetch_tokens: FETCH_TOKENS as usize,
+        share_blocks: sizes.shared.then_some(args.block_tokens),
     };
     let runs_requests = weights.is_some();
     let mut executor = Executor::new(device, &model.config, weights, config)
@@ -176,7 +209,8 @@ fn load<D: Device>(
         runs_requests,
     };
     let calibration = measured(&mut executor, subject, args, model, &info)?;
-    Ok(Running { thread: lagoon_runner::spawn(executor, report), info, calibration })
+    let arenas = executor.arenas().to_vec();
+    Ok(Running { thread: lagoon_runner::spawn(executor, report), info, space, arenas, calibration })
 }
 
 /// What is known of the executor's speed: from the cache, or measured now, as the flag says.

@@ -3,6 +3,7 @@
 use crate::calibration_cache as cache;
 use crate::local::EphemeralCa;
 use crate::pool_client::PoolClient;
+use lagoon_cuda::kernels::attention::SHARED_BYTES_MAX;
 use lagoon_cuda::{CudaDevice, CudaOptions, CudaProbe, kernels};
 use lagoon_protocol::{VERSION_MAX, VERSION_MIN};
 use lagoon_shaders::list_adapters;
@@ -95,7 +96,14 @@ fn cuda() -> Check {
     match CudaDevice::open(kernels::FATBIN, CudaOptions::default()) {
         Ok(device) => {
             let name = lagoon_backend::Device::info(&device).name;
-            check("cuda", true, format!("{name}; {kernels}; linear layers: {}", device.linear_layers()), "")
+            let linear = device.linear_layers();
+            let shared = device.attributes().shared_bytes_per_block;
+            let tiles = if shared < SHARED_BYTES_MAX {
+                format!("; small attention tiles: a block has {} KB of shared memory", shared >> 10)
+            } else {
+                String::new()
+            };
+            check("cuda", true, format!("{name}; {kernels}; linear layers: {linear}{tiles}"), "")
         }
         Err(error) => check(
             "cuda",

@@ -1,35 +1,33 @@
 //! One OpenAI endpoint over several instances: a reverse proxy that picks an instance per request.
 //!
-//! It holds no request: bodies stream through in both directions, and when a client goes away the connection to the
-//! instance closes with it, which cancels the request there. A request is tried on another instance only while
-//! nothing of it was sent; once an instance has begun to answer, its failure is the client's to see, as an error.
+//! It knows no model: a request's body is kept until it is answered, answers stream through, and when a client goes away
+//! the connection to the instance closes with it, which cancels the request there. When an instance is lost, another one
+//! goes on with its requests ([`crate::replay`]).
 
 use crate::args::TlsArgs;
 use crate::pool_client::PoolClient;
 use crate::pool_watch::PoolWatch;
+use crate::replay::{self, Attempts, Repeatable, ReplayLimits};
 use anyhow::Context;
 use axum::{
     Json, Router,
-    body::{Body, BodyDataStream, Bytes, HttpBody},
+    body::Body,
     extract::{Request, State},
-    http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header, response::Parts},
+    http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header},
     response::{IntoResponse, Response},
     routing::get,
 };
-use futures::{Stream, StreamExt, stream};
 use lagoon_http::{ApiError, server};
 use metrics_exporter_prometheus::PrometheusHandle;
 use serde_json::json;
 use std::{
     collections::BTreeMap,
-    convert::Infallible,
     net::SocketAddr,
-    pin::Pin,
     sync::{Arc, Mutex, PoisonError},
-    task::{self, Poll},
     time::{Duration, Instant},
 };
 use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
 
 /// Time to connect to an instance.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(2);
@@ -39,10 +37,6 @@ const SILENCE_DEADLINE: Duration = Duration::from_secs(3700);
 const ATTEMPTS_MAX: usize = 4;
 /// How long a request counts against its instance here; after that the instance's own reports have it.
 const CHARGE_LIFETIME: Duration = Duration::from_secs(1);
-/// What a request without a length is presumed to need, in tokens.
-const CHARGE_TOKENS_DEFAULT: u64 = 1024;
-/// Bytes of a request body that count as one token.
-const BYTES_PER_TOKEN: u64 = 4;
 /// Names the instance that answered.
 const INSTANCE_HEADER: HeaderName = HeaderName::from_static("x-lagoon-instance");
 /// Headers that concern one connection only (RFC 9110, section 7.6.1), and the ones that are set anew.
@@ -70,13 +64,32 @@ pub(crate) struct Backend {
     pub(crate) waiting: u64,
 }
 
-/// The instances that are alive, as of now. It is called once per request and must not block.
-pub(crate) type BackendSource = Arc<dyn Fn() -> Vec<Backend> + Send + Sync>;
+/// Which instances there are, as of now. It is asked for every request and must not block.
+pub(crate) trait Backends: Send + Sync {
+    /// Those that take requests.
+    fn serving(&self) -> Vec<Backend>;
+
+    /// Whether the one that serves here is known to be dead. One of which nothing is known is not.
+    fn is_dead(&self, http_addr: SocketAddr) -> bool;
+}
+
+/// A list of servers of which nothing more is known.
+impl Backends for Vec<Backend> {
+    fn serving(&self) -> Vec<Backend> {
+        self.clone()
+    }
+
+    fn is_dead(&self, _http_addr: SocketAddr) -> bool {
+        false
+    }
+}
 
 /// The proxy.
 pub(crate) struct Gateway {
-    backends: BackendSource,
-    http: reqwest::Client,
+    pub(crate) backends: Arc<dyn Backends>,
+    pub(crate) http: reqwest::Client,
+    pub(crate) limits: ReplayLimits,
+    bodies: Arc<Semaphore>,
     metrics: PrometheusHandle,
     /// Guards the gateway's own `/metrics`; requests for instances carry their key there.
     api_key: Option<String>,
@@ -93,7 +106,7 @@ impl Gateway {
     /// # Errors
     /// When the HTTP client cannot be set up.
     pub(crate) fn new(
-        backends: BackendSource,
+        backends: Arc<dyn Backends>,
         metrics: PrometheusHandle,
         api_key: Option<String>,
     ) -> anyhow::Result<Self> {
@@ -107,7 +120,13 @@ impl Gateway {
             .redirect(reqwest::redirect::Policy::none())
             .build()
             .context("set up the gateway's HTTP client")?;
-        Ok(Self { backends, http, metrics, api_key, dispatch: Mutex::default() })
+        let (limits, bodies) = (ReplayLimits::default(), replay::bodies());
+        Ok(Self { backends, http, limits, bodies, metrics, api_key, dispatch: Mutex::default() })
+    }
+
+    #[cfg(test)]
+    fn with_limits(self, limits: ReplayLimits) -> Self {
+        Self { limits, ..self }
     }
 
     /// `/health` and `/metrics` are the gateway's own; everything else goes to an instance.
@@ -120,11 +139,11 @@ impl Gateway {
             .with_state(Arc::new(self))
     }
 
-    /// Instances to try, best first, and a charge on the best one.
-    fn candidates(&self, tokens: u64) -> Vec<Backend> {
-        let backends = (self.backends)();
+    /// Instances to try, best first, those of `last` behind all others, and a charge on the first one.
+    pub(crate) fn candidates(&self, tokens: u64, last: &[Backend]) -> Vec<Backend> {
+        let backends = self.backends.serving();
         let mut dispatch = self.dispatch.lock().unwrap_or_else(PoisonError::into_inner);
-        dispatch.candidates(backends, tokens, Instant::now())
+        dispatch.candidates(backends, last, tokens, Instant::now())
     }
 }
 
@@ -139,7 +158,7 @@ struct Dispatch {
 
 impl Dispatch {
     /// Most free memory first, then the fewest requests, then in turn.
-    fn candidates(&mut self, mut backends: Vec<Backend>, tokens: u64, now: Instant) -> Vec<Backend> {
+    fn candidates(&mut self, mut backends: Vec<Backend>, last: &[Backend], tokens: u64, now: Instant) -> Vec<Backend> {
         let alive = |at: &Instant| now.saturating_duration_since(*at) < CHARGE_LIFETIME;
         self.charges.retain(|_, charges| {
             charges.retain(|(at, _)| alive(at));
@@ -156,7 +175,8 @@ impl Dispatch {
             let charged: u64 = charges.iter().map(|(_, tokens)| tokens).sum();
             let recent = u64::try_from(charges.len()).unwrap_or(u64::MAX);
             let free = backend.free_tokens.saturating_sub(charged);
-            (std::cmp::Reverse(free), backend.running + backend.waiting + recent)
+            let last = last.iter().any(|other| other.http_addr == backend.http_addr);
+            (last, std::cmp::Reverse(free), backend.running + backend.waiting + recent)
         });
         self.charges.entry(backends[0].http_addr).or_default().push((now, tokens));
         backends.truncate(ATTEMPTS_MAX);
@@ -165,7 +185,7 @@ impl Dispatch {
 }
 
 async fn health(State(gateway): State<Arc<Gateway>>) -> Result<impl IntoResponse, ApiError> {
-    match (gateway.backends)().len() {
+    match gateway.backends.serving().len() {
         0 => Err(none_alive()),
         instances => Ok(Json(json!({ "status": "ok", "instances": instances }))),
     }
@@ -178,56 +198,30 @@ async fn show_metrics(State(gateway): State<Arc<Gateway>>, headers: HeaderMap) -
     Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], gateway.metrics.render()))
 }
 
-fn none_alive() -> ApiError {
+pub(crate) fn none_alive() -> ApiError {
     ApiError::unavailable("no instance is alive")
 }
 
 async fn proxy(State(gateway): State<Arc<Gateway>>, request: Request) -> Result<Response, ApiError> {
-    let (head, body) = request.into_parts();
-    let tokens = body.size_hint().exact().map_or(CHARGE_TOKENS_DEFAULT, |bytes| bytes / BYTES_PER_TOKEN);
-    let target = head.uri.path_and_query().map_or("/", |target| target.as_str());
-    let empty = body.is_end_stream();
-    let body = OneBody::new(body);
-    let mut last = None;
-    for backend in gateway.candidates(tokens) {
-        let mut request = gateway
-            .http
-            .request(head.method.clone(), format!("http://{}{target}", backend.http_addr))
-            .headers(end_to_end(&head.headers));
-        if !empty {
-            request = request.body(reqwest::Body::wrap_stream(body.stream()));
-        }
-        match request.send().await {
-            Ok(response) => return Ok(forward(&backend, response)),
-            Err(error) if !body.begun() && (error.is_connect() || empty) => {
-                tracing::warn!(instance = %backend.name, %error, "an instance could not be reached");
-                metrics::counter!("lagoon_gateway_retries_total", "instance" => backend.name.clone()).increment(1);
-                last = Some(backend.name);
-            }
-            Err(error) => {
-                tracing::warn!(instance = %backend.name, ?error, "an instance failed before it answered");
-                count(&backend, "lost");
-                return Err(lost(&backend.name));
-            }
-        }
-    }
-    Err(match last {
-        None => none_alive(),
-        Some(name) => ApiError::unavailable(format!("no instance could be reached, lastly {name}")),
-    })
+    let request = Repeatable::read(&gateway.bodies, request).await?;
+    let mut attempts = Attempts::new(gateway, request);
+    let (backend, response) = attempts.respond(None).await?;
+    Ok(forward(attempts, backend, response))
 }
 
-fn lost(name: &str) -> ApiError {
-    ApiError::new(StatusCode::SERVICE_UNAVAILABLE, Some("instance_lost"), format!("the connection to {name} broke"))
+/// The answer to a request that was lost with an instance.
+pub(crate) fn lost(name: &str, why: &str) -> ApiError {
+    let message = format!("the connection to {name} broke: {why}\nhint: send the request again");
+    ApiError::new(StatusCode::SERVICE_UNAVAILABLE, Some("instance_lost"), message)
 }
 
-fn count(backend: &Backend, status: &str) {
+pub(crate) fn count(backend: &Backend, status: &str) {
     let labels = [("instance", backend.name.clone()), ("status", status.to_owned())];
     metrics::counter!("lagoon_gateway_requests_total", &labels).increment(1);
 }
 
 /// Headers without those that concern one connection only.
-fn end_to_end(headers: &HeaderMap) -> HeaderMap {
+pub(crate) fn end_to_end(headers: &HeaderMap) -> HeaderMap {
     let mut kept = headers.clone();
     for name in HOP_HEADERS {
         kept.remove(name);
@@ -236,82 +230,20 @@ fn end_to_end(headers: &HeaderMap) -> HeaderMap {
 }
 
 /// The instance's response, streamed on.
-fn forward(backend: &Backend, response: reqwest::Response) -> Response {
-    count(backend, response.status().as_str());
+fn forward(attempts: Attempts, backend: Backend, response: reqwest::Response) -> Response {
+    count(&backend, response.status().as_str());
     let mut reply = Response::new(());
     *reply.status_mut() = response.status();
     *reply.headers_mut() = end_to_end(response.headers());
     let name = HeaderValue::from_str(&backend.name).unwrap_or(HeaderValue::from_static("unprintable"));
     reply.headers_mut().insert(INSTANCE_HEADER, name);
     let (head, ()) = reply.into_parts();
-    let body = if is_event_stream(&head) {
-        Body::from_stream(with_last_words(backend.name.clone(), response.bytes_stream()))
+    let body = if replay::is_event_stream(&response) {
+        Body::from_stream(attempts.events(backend, response))
     } else {
         Body::from_stream(response.bytes_stream())
     };
     Response::from_parts(head, body)
-}
-
-fn is_event_stream(head: &Parts) -> bool {
-    let kind = head.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
-    kind.is_some_and(|kind| kind.starts_with("text/event-stream"))
-}
-
-/// When the instance is lost in the middle of an event stream, the client is told so by a last event.
-fn with_last_words(
-    name: String,
-    chunks: impl Stream<Item = reqwest::Result<Bytes>> + Send + 'static,
-) -> impl Stream<Item = Result<Bytes, Infallible>> + Send {
-    stream::unfold(Some((Box::pin(chunks), name)), |state| async move {
-        let (mut chunks, name) = state?;
-        match chunks.next().await? {
-            Ok(chunk) => Some((Ok(chunk), Some((chunks, name)))),
-            Err(error) => {
-                tracing::warn!(instance = %name, ?error, "an instance was lost in the middle of an answer");
-                // The cut may be inside an event: a line break first ends it.
-                Some((Ok(Bytes::from(format!("\n\ndata: {}\n\n", lost(&name).body()))), None))
-            }
-        }
-    })
-}
-
-/// A request's body that several attempts may be given, of which one reads it.
-struct OneBody(Arc<Mutex<Option<BodyDataStream>>>);
-
-impl OneBody {
-    fn new(body: Body) -> Self {
-        Self(Arc::new(Mutex::new(Some(body.into_data_stream()))))
-    }
-
-    /// Whether an attempt has begun to read: then it cannot be repeated.
-    fn begun(&self) -> bool {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_none()
-    }
-
-    fn stream(&self) -> Taking {
-        Taking { shared: Arc::clone(&self.0), own: None }
-    }
-}
-
-/// One attempt's view of the body: it takes it when it is first read.
-struct Taking {
-    shared: Arc<Mutex<Option<BodyDataStream>>>,
-    own: Option<BodyDataStream>,
-}
-
-impl Stream for Taking {
-    type Item = Result<Bytes, axum::Error>;
-
-    fn poll_next(mut self: Pin<&mut Self>, context: &mut task::Context<'_>) -> Poll<Option<Self::Item>> {
-        if self.own.is_none() {
-            let taken = self.shared.lock().unwrap_or_else(PoisonError::into_inner).take();
-            self.own = taken;
-        }
-        match &mut self.own {
-            Some(body) => body.poll_next_unpin(context),
-            None => Poll::Ready(None),
-        }
-    }
 }
 
 /// One OpenAI endpoint over several servers.
@@ -359,14 +291,14 @@ pub(crate) async fn run(args: GatewayArgs) -> anyhow::Result<()> {
             waiting: 0,
         };
         let backends: Vec<_> = args.backends.iter().map(backend).collect();
-        Gateway::new(Arc::new(move || backends.clone()), metrics, args.api_key)?.router()
+        Gateway::new(Arc::new(backends), metrics, args.api_key)?.router()
     } else {
         let identity = args.tls.identity()?;
         let mut client = PoolClient::new(&args.gmanager, &identity)?;
         let state = client.state().await?;
         let watch = PoolWatch::start(client, state, args.block_tokens, stop.clone());
         let operator = watch.router(PoolClient::new(&args.gmanager, &identity)?, args.api_key.as_ref());
-        let gateway = Gateway::new(Arc::new(move || watch.backends()), metrics, args.api_key)?;
+        let gateway = Gateway::new(Arc::new(watch), metrics, args.api_key)?;
         operator.fallback_service(gateway.router())
     };
     let listener = TcpListener::bind(args.listen).await.with_context(|| {
@@ -389,4 +321,4 @@ fn announce(listener: &TcpListener, as_json: bool) -> anyhow::Result<()> {
 
 #[cfg(test)]
 #[path = "gateway_tests.rs"]
-mod tests;
+pub(crate) mod tests;

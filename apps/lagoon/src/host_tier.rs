@@ -53,7 +53,7 @@ impl HostTier {
             "--host-kv-tokens {tokens} is less than one rBlock of {} tokens\nhint: raise it, or leave it out",
             args.block_tokens
         );
-        let sizes = Sizes { blocks_total: tokens / args.block_tokens, kv_dtype: of.kv.dtype };
+        let sizes = Sizes { blocks_total: tokens / args.block_tokens, kv_dtype: of.kv.dtype, shared: false };
         let (report, reports) = mpsc::unbounded_channel();
         // A profile paces the instance's device, not the host.
         let own = EngineArgs { pace: None, ..args.clone() };
@@ -79,6 +79,7 @@ impl HostTier {
             blocks_total: sizes.blocks_total,
             lend_blocks_max: sizes.blocks_total,
             lend_reserve_blocks: 0,
+            transfer: None,
             ..of.clone()
         };
         let about = About::new(&config);

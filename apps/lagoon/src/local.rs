@@ -130,14 +130,14 @@ pub(crate) struct LocalPool {
     _gmanager: ChildNode,
 }
 
-/// Starts a gManager and `count` instances of `model`, each with `flags` besides, that ask their clients for `api_key`.
-/// `progress` is told how many are ready.
+/// Starts a gManager and an instance of `model` for each of `roles`, the `n`th with `flags(n)` besides, that ask their clients
+/// for `api_key`. `progress` is told how many are ready.
 pub(crate) async fn start_pool(
     ca: &EphemeralCa,
     model: &str,
     served_name: &str,
-    count: usize,
-    flags: &[String],
+    roles: &[&str],
+    flags: impl Fn(usize) -> Vec<String>,
     api_key: Option<&str>,
     mut progress: impl FnMut(usize),
 ) -> anyhow::Result<LocalPool> {
@@ -145,19 +145,21 @@ pub(crate) async fn start_pool(
     command.extend(ca.flags("gmanager")?);
     let gmanager = ChildNode::start("the gManager", command, None).await?;
     let address = gmanager.address("quic")?;
-    let mut instances = Vec::with_capacity(count);
-    for index in 0..count {
-        let name = format!("instance-{index}");
+    let mut instances = Vec::with_capacity(roles.len());
+    for (index, role) in roles.iter().enumerate() {
+        let kind = if *role == "both" { "instance" } else { role };
+        let name = format!("{kind}-{index}");
         let mut command = vec![
             "serve".to_owned(),
             model.to_owned(),
             "--http=127.0.0.1:0".to_owned(),
             format!("--gmanager={address}"),
             format!("--name={name}"),
+            format!("--role={role}"),
             format!("--served-model-name={served_name}"),
         ];
         command.extend(ca.flags(&name)?);
-        command.extend_from_slice(flags);
+        command.extend(flags(index));
         instances.push(ChildNode::start(&name, command, api_key).await?);
         progress(index + 1);
     }

@@ -13,6 +13,7 @@ mod calibrate;
 mod calibration_cache;
 mod certs;
 mod chat;
+mod cuda_tuning;
 mod demo;
 mod device;
 mod doctor;
@@ -32,16 +33,23 @@ mod model;
 mod node;
 mod node_metrics;
 mod partial_waits;
+mod path_probe;
 mod pool_client;
 mod pool_watch;
 mod quiet;
 mod registry;
+mod replay;
 mod serve;
 mod shutdown;
 mod sim;
 mod sim_paper;
 mod status;
 mod table;
+#[cfg(target_os = "linux")]
+mod transfers;
+#[cfg(not(target_os = "linux"))]
+#[path = "transfers_none.rs"]
+mod transfers;
 mod up;
 
 use clap::{Parser, Subcommand};

@@ -2,9 +2,11 @@
 //! into events, and carries out the effects. All decisions are in the instance.
 
 use crate::leader::Leader;
-use crate::node_metrics::NodeMetrics;
+use crate::node_metrics::{NodeMetrics, record_prefill_times};
 use crate::partial_waits::PartialWaits;
+use crate::path_probe::PathRow;
 use crate::pool_client::{CalibrationRow, role_name, tier_name};
+use crate::transfers::{Told, Transfers};
 use anyhow::Context as _;
 use lagoon_instance::{Effect, Event, Instance, InstanceConfig, InstanceStatus, PeerKey, TICK_MS};
 use lagoon_protocol::{AdminBody, AdminDrain, AdminQuery, BulkFrame, ControlBody, DrainOrder, PartialsFrame};
@@ -65,6 +67,9 @@ pub(crate) struct NodeStatus {
     pub(crate) control_bytes_sent: u64,
     pub(crate) partials_bytes_sent: u64,
     pub(crate) bulk_bytes_sent: u64,
+    /// Paths to prefill workers' KV, as they were measured.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub(crate) paths: Vec<PathRow>,
 }
 
 /// What HTTP handlers may know without asking the loop.
@@ -118,6 +123,7 @@ enum Happened {
     Partials(Inbound<PartialsFrame>),
     Bulk(Inbound<BulkFrame>),
     Input(Input),
+    Told(Told),
     Tick,
     /// The loop polls: the network had its turn.
     Nothing,
@@ -132,6 +138,7 @@ pub(crate) struct NodeLoop {
     inputs: mpsc::Receiver<Input>,
     pool: Option<Pool>,
     leader: Option<Leader>,
+    transfers: Option<Transfers>,
     sessions: HashMap<PeerId, u64>,
     outputs: BTreeMap<SeqId, mpsc::Sender<TokenEvent>>,
     about: About,
@@ -175,6 +182,7 @@ impl NodeLoop {
             inputs,
             pool,
             leader,
+            transfers: None,
             sessions: HashMap::new(),
             outputs: BTreeMap::new(),
             metrics: NodeMetrics::new(about.tier),
@@ -187,6 +195,12 @@ impl NodeLoop {
             fatal: None,
             drain: Drain::default(),
         }
+    }
+
+    /// Shares its KV, and reads others'.
+    #[must_use]
+    pub(crate) fn transferring(self, transfers: Option<Transfers>) -> Self {
+        Self { transfers, ..self }
     }
 
     /// Begins a drain when `asked` is cancelled, and ends when it is done.
@@ -237,6 +251,10 @@ impl NodeLoop {
                     }
                 }
                 Happened::Input(input) => self.on_input(input),
+                Happened::Told(told) => {
+                    let event = self.transfers.as_mut().and_then(|transfers| transfers.on_told(told));
+                    event.into_iter().for_each(|event| self.step(Event::Transfer(event)));
+                }
                 Happened::Nothing => {}
                 Happened::Tick => {
                     ticks += 1;
@@ -251,6 +269,10 @@ impl NodeLoop {
                 break;
             }
         }
+        // Whoever forwards these answers may have another instance go on with them.
+        for (_, output) in std::mem::take(&mut self.outputs) {
+            drop(output.try_send(TokenEvent::Failed(gone())));
+        }
         if let Some(pool) = &self.pool {
             pool.bound.node.close(Duration::from_millis(500)).await;
         }
@@ -260,7 +282,7 @@ impl NodeLoop {
     /// The next thing that happens: what is latency-bound first, the bulk class last.
     async fn next(&mut self, stop: &CancellationToken, tick: &mut Interval) -> Happened {
         let polls = self.instance.expects_frames() && self.last.elapsed() < self.poll;
-        let Self { pool, reports, inputs, instance, drain, .. } = self;
+        let Self { pool, reports, inputs, instance, drain, transfers, .. } = self;
         let (events, partials, bulk) = match pool {
             Some(Pool { bound: Bound { events, partials, bulk, .. }, .. }) => {
                 (Some(events), Some(partials), Some(bulk))
@@ -275,6 +297,7 @@ impl NodeLoop {
             Some(report) = reports.recv() => Happened::Report(report),
             Some(inbound) = recv(partials) => Happened::Partials(inbound),
             Some(input) = inputs.recv() => Happened::Input(input),
+            Some(told) = next_told(transfers.as_mut()) => Happened::Told(told),
             _ = tick.tick() => Happened::Tick,
             Some(inbound) = recv(bulk), if instance.takes_bulk() => Happened::Bulk(inbound),
             () = tokio::task::yield_now(), if polls => Happened::Nothing,
@@ -425,10 +448,15 @@ impl NodeLoop {
             control_bytes_sent: sent(Class::Control),
             partials_bytes_sent: sent(Class::Partials),
             bulk_bytes_sent: sent(Class::Bulk),
+            paths: self.transfers.as_ref().map_or_else(Vec::new, |transfers| transfers.measured().to_vec()),
         }
     }
 
     fn on_tick(&mut self, ticks: u64) {
+        if let Some(transfers) = &mut self.transfers {
+            transfers.tick();
+            self.instance.set_reading_us(transfers.reading_us());
+        }
         self.step(Event::Tick);
         self.choose_leader();
         if !ticks.is_multiple_of(25) {
@@ -449,6 +477,7 @@ impl NodeLoop {
         let status = self.status();
         self.shared.draining.store(status.instance.draining, Relaxed);
         self.metrics.record(&status);
+        record_prefill_times(&self.instance.take_prefill_times());
     }
 
     /// Hands one event to the instance, and whatever follows from failing to carry out an effect.
@@ -488,6 +517,10 @@ impl NodeLoop {
                 if self.executor.send(command).is_err() {
                     self.fatal = Some("the device thread has ended".to_owned());
                 }
+                None
+            }
+            Effect::Transfer(effect) => {
+                self.transfers.as_mut()?.carry_out(effect);
                 None
             }
             Effect::Emit { seq, event } => self.emit(seq, event),
@@ -541,6 +574,13 @@ impl NodeLoop {
 async fn recv<T>(inbox: Option<&mut lagoon_transport::Inbox<T>>) -> Option<T> {
     match inbox {
         Some(inbox) => inbox.recv().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn next_told(transfers: Option<&mut Transfers>) -> Option<Told> {
+    match transfers {
+        Some(transfers) => transfers.next().await,
         None => std::future::pending().await,
     }
 }

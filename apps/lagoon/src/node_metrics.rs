@@ -3,8 +3,10 @@
 //! A process may have two nodes: the instance, and its host memory tier. The second one's names say `host`.
 
 use crate::node::NodeStatus;
-use lagoon_instance::MoveStatus;
-use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge};
+use lagoon_backend::{KvCounters, LaunchCounters};
+use lagoon_instance::{LastTimes, MoveStatus, PrefillStatus, PrefixStatus};
+use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
+use std::time::Duration;
 
 /// See the module's documentation.
 #[derive(Debug)]
@@ -30,6 +32,7 @@ impl NodeMetrics {
         gauge!("lagoon_kv_blocks_free").set(of.blocks_free);
         gauge!("lagoon_kv_blocks_lent").set(of.blocks_lent);
         gauge!("lagoon_kv_blocks_borrowed").set(of.blocks_borrowed);
+        counter!("lagoon_kv_blocks_borrowed_total").absolute(of.blocks_borrowed_total);
         gauge!("lagoon_requests_running").set(as_f64(of.running));
         gauge!("lagoon_requests_waiting").set(as_f64(of.waiting));
         counter!("lagoon_preemptions_total", "kind" => "recompute").absolute(of.preemptions);
@@ -41,11 +44,111 @@ impl NodeMetrics {
         counter!("lagoon_fences_total").absolute(of.fences);
         counter!("lagoon_guest_steps_shed_total").absolute(of.steps_shed);
         record_moves(&of.moves, of.block_tokens);
+        of.memory.iter().for_each(record_memory);
+        of.launches.iter().for_each(record_launches);
+        record_prefill(&of.prefill);
+        record_prefix(&of.prefix);
+        for row in &status.paths {
+            let labels = [("worker", row.worker.to_string()), ("path", row.path.to_owned())];
+            gauge!("lagoon_transfer_path_bytes_per_second", &labels).set(row.bytes_per_s);
+        }
         gauge!("lagoon_draining").set(if of.draining { 1.0 } else { 0.0 });
         counter!("lagoon_wire_bytes_sent_total", "class" => "control").absolute(status.control_bytes_sent);
         counter!("lagoon_wire_bytes_sent_total", "class" => "partials").absolute(status.partials_bytes_sent);
         counter!("lagoon_wire_bytes_sent_total", "class" => "bulk").absolute(status.bulk_bytes_sent);
     }
+}
+
+fn record_memory(of: &KvCounters) {
+    for (state, groups) in [("free", of.free), ("kept", of.kept)] {
+        gauge!("lagoon_kv_page_groups", "state" => state).set(as_f64(usize::try_from(groups).unwrap_or(usize::MAX)));
+    }
+    for (when, groups) in [("in_step", of.in_step), ("ahead", of.ahead), ("eager", of.eager), ("shared", of.shared)] {
+        counter!("lagoon_kv_page_groups_mapped_total", "when" => when).absolute(groups);
+    }
+    counter!("lagoon_kv_page_groups_reused_total").absolute(of.reused);
+    counter!("lagoon_kv_page_groups_reclaimed_total").absolute(of.reclaimed);
+    counter!("lagoon_kv_mappings_refused_total").absolute(of.refused);
+}
+
+fn record_prefix(of: &PrefixStatus) {
+    gauge!("lagoon_prefix_cache_blocks").set(of.blocks);
+    counter!("lagoon_prefix_cache_evicted_blocks_total").absolute(of.evicted_blocks);
+    counter!("lagoon_prefix_cache_copied_blocks_total").absolute(of.copied_blocks);
+    for (state, tokens) in [("looked_up", of.looked_up_tokens), ("hit", of.hit_tokens)] {
+        counter!("lagoon_prefix_cache_tokens_total", "state" => state).absolute(tokens);
+    }
+}
+
+fn record_launches(of: &LaunchCounters) {
+    for (how, steps) in [("eager", of.eager), ("captured", of.captured), ("replayed", of.replayed)] {
+        counter!("lagoon_steps_launched_total", "how" => how).absolute(steps);
+    }
+    counter!("lagoon_graphs_evicted_total").absolute(of.evicted);
+}
+
+/// Where the time of requests went whose prompts were computed elsewhere.
+pub(crate) fn record_prefill_times(times: &LastTimes) {
+    let seconds = |ms: u64| Duration::from_millis(ms).as_secs_f64();
+    for ms in &times.decodes_ms {
+        histogram!("lagoon_prefill_phase_seconds", "phase" => "decode").record(seconds(*ms));
+    }
+    for of in &times.prefills {
+        let phases = [
+            ("queue", of.queue_ms),
+            ("prefill", of.prefill_ms),
+            ("decode_queue", of.decode_queue_ms),
+            ("transfer", of.transfer_ms),
+        ];
+        for (phase, ms) in phases {
+            histogram!("lagoon_prefill_phase_seconds", "phase" => phase).record(seconds(ms));
+        }
+    }
+}
+
+fn record_prefill(of: &PrefillStatus) {
+    gauge!("lagoon_prefill_workers").set(as_f64(of.workers));
+    gauge!("lagoon_prefill_away").set(as_f64(of.away));
+    gauge!("lagoon_prefill_jobs").set(as_f64(of.jobs));
+    gauge!("lagoon_prefill_queued_tokens").set(f64::from(u32::try_from(of.queued_tokens).unwrap_or(u32::MAX)));
+    let states = [("pulled", of.pulled), ("retried", of.retried), ("own", of.own)];
+    states.iter().for_each(|(state, n)| counter!("lagoon_prefill_prompts_total", "state" => *state).absolute(*n));
+    let states = [("done", of.jobs_done), ("refused", of.jobs_refused), ("dropped", of.jobs_dropped)];
+    states.iter().for_each(|(state, n)| counter!("lagoon_prefill_jobs_total", "state" => *state).absolute(*n));
+    counter!("lagoon_transfer_reads_total").absolute(of.reads);
+    counter!("lagoon_transfer_transactions_total").absolute(of.transactions);
+    counter!("lagoon_transfer_bytes_total").absolute(of.bytes);
+    counter!("lagoon_transfer_busy_microseconds_total").absolute(of.reading_us);
+    counter!("lagoon_transfer_blocks_damaged_total").absolute(of.damaged_blocks);
+}
+
+fn describe_prefill() {
+    describe_gauge!("lagoon_prefill_workers", "Prefill workers that are connected and whose KV can be read.");
+    describe_gauge!("lagoon_prefill_away", "Requests whose prompts are computed elsewhere, or wait to be read.");
+    describe_gauge!("lagoon_prefill_jobs", "Prompts that this instance computes for others.");
+    describe_gauge!("lagoon_prefill_queued_tokens", "Tokens of these that are not computed yet.");
+    describe_counter!(
+        "lagoon_prefill_prompts_total",
+        "Prompts that others computed (pulled), gave back or lost (retried), and that nobody took (own)."
+    );
+    describe_counter!("lagoon_prefill_jobs_total", "Prompts for others, by what became of them.");
+    describe_counter!("lagoon_transfer_reads_total", "Reads of KV before merging.");
+    describe_counter!("lagoon_transfer_transactions_total", "Reads of KV after merging (KVDirect's coalescing).");
+    describe_counter!("lagoon_transfer_bytes_total", "Bytes of KV that were read.");
+    describe_counter!(
+        "lagoon_transfer_busy_microseconds_total",
+        "Time in which any KV was being read: bytes over it are the rate of transfers."
+    );
+    describe_gauge!(
+        "lagoon_transfer_path_bytes_per_second",
+        "What a path to a prefill worker carried when it was opened, by worker and path."
+    );
+    describe_counter!("lagoon_transfer_blocks_damaged_total", "rBlocks that did not arrive as they were.");
+    describe_histogram!(
+        "lagoon_prefill_phase_seconds",
+        "Time of a request whose prompt was computed elsewhere, by phase: queue, prefill, decode_queue, transfer, and \
+         decode, when it has ended (KVDirect, Fig. 14)."
+    );
 }
 
 fn record_moves(moves: &MoveStatus, block_tokens: u32) {
@@ -76,6 +179,7 @@ pub(crate) fn describe() {
     describe_gauge!("lagoon_kv_blocks_free", "rBlocks that nobody has.");
     describe_gauge!("lagoon_kv_blocks_lent", "rBlocks that other instances have borrowed here.");
     describe_gauge!("lagoon_kv_blocks_borrowed", "rBlocks that this instance has borrowed elsewhere.");
+    describe_counter!("lagoon_kv_blocks_borrowed_total", "rBlocks that were lent to this instance's requests.");
     describe_gauge!("lagoon_host_kv_blocks_total", "rBlocks in host memory (--host-kv-tokens).");
     describe_gauge!("lagoon_host_kv_blocks_free", "rBlocks in host memory that nobody has.");
     describe_gauge!("lagoon_host_kv_blocks_lent", "rBlocks in host memory that instances have borrowed, this one too.");
@@ -93,8 +197,48 @@ pub(crate) fn describe() {
     describe_counter!("lagoon_fences_total", "Times that the gManager took this instance for dead.");
     describe_counter!("lagoon_guest_steps_shed_total", "Peers' steps refused to keep the own latency target.");
     describe_moves();
+    describe_memory();
+    describe_prefill();
+    describe_prefix();
     describe_gauge!("lagoon_draining", "1 while this instance is being drained.");
     describe_counter!("lagoon_wire_bytes_sent_total", "Bytes of frames sent to peers and the gManager, by class.");
+}
+
+fn describe_prefix() {
+    describe_gauge!("lagoon_prefix_cache_blocks", "Free rBlocks that keep the KV of what has ended.");
+    describe_counter!("lagoon_prefix_cache_evicted_blocks_total", "rBlocks of these whose memory was wanted.");
+    describe_counter!(
+        "lagoon_prefix_cache_copied_blocks_total",
+        "rBlocks that were copied, as others had them at the time."
+    );
+    describe_counter!(
+        "lagoon_prefix_cache_tokens_total",
+        "Tokens of requests that got their memory here and were looked up (looked_up), and those whose KV was found (hit)."
+    );
+}
+
+fn describe_memory() {
+    describe_gauge!(
+        "lagoon_kv_page_groups",
+        "Page groups of KV that are mapped nowhere (free), or kept mapped for whoever comes next (kept). CUDA only."
+    );
+    describe_counter!(
+        "lagoon_kv_page_groups_mapped_total",
+        "Page groups mapped: while a step waited (in_step), one iteration ahead (ahead), for the next sequence before it \
+         came (eager), for a shared prefix (shared)."
+    );
+    describe_counter!("lagoon_kv_page_groups_reused_total", "Page groups found mapped where they were wanted.");
+    describe_counter!(
+        "lagoon_kv_page_groups_reclaimed_total",
+        "Kept page groups that were unmapped for want of others."
+    );
+    describe_counter!("lagoon_kv_mappings_refused_total", "Times that no page group was left.");
+    describe_counter!(
+        "lagoon_steps_launched_total",
+        "Steps without remote KV, by launch: kernel by kernel (eager), made a graph (captured), as a graph that was there \
+         (replayed). CUDA only."
+    );
+    describe_counter!("lagoon_graphs_evicted_total", "Graphs that had to go for others.");
 }
 
 fn describe_moves() {

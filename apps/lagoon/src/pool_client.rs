@@ -5,7 +5,7 @@
 use anyhow::{Context, bail, ensure};
 use lagoon_protocol::{
     AdminBody, AdminQuery, AdminReply, BatchPoint, Calibration, ControlBody, InstanceStatus, MemoryTier, MoveCounts,
-    Role, StatusQuery, StatusReply,
+    PrefillCounts, Role, StatusQuery, StatusReply,
 };
 use lagoon_transport::{Bound, Class, Event, Frame, Identity, Node, PeerId, TransportConfig};
 use serde::{Deserialize, Serialize};
@@ -45,6 +45,8 @@ pub(crate) struct PoolRow {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) moves: Option<MovesRow>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) prefill: Option<PrefillRow>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) calibration: Option<CalibrationRow>,
 }
 
@@ -61,6 +63,60 @@ impl From<MoveCounts> for MovesRow {
     fn from(m: MoveCounts) -> Self {
         let MoveCounts { in_progress, blocks_out, blocks_home, blocks_between } = m;
         Self { in_progress, blocks_out, blocks_home, blocks_between }
+    }
+}
+
+/// What came of prompts computed by one instance for another, named as in an instance's own status.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct PrefillRow {
+    pub(crate) workers: u32,
+    pub(crate) away: u32,
+    pub(crate) jobs: u32,
+    pub(crate) queued_tokens: u64,
+    pub(crate) jobs_done: u64,
+    pub(crate) pulled: u64,
+    pub(crate) own: u64,
+    pub(crate) bytes: u64,
+    pub(crate) reading_us: u64,
+    pub(crate) reads: u64,
+    pub(crate) transactions: u64,
+    pub(crate) times: PrefillTimesRow,
+    pub(crate) decode_ms: u64,
+    pub(crate) decoded: u64,
+}
+
+/// Sums over requests, in milliseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct PrefillTimesRow {
+    pub(crate) queue_ms: u64,
+    pub(crate) prefill_ms: u64,
+    pub(crate) decode_queue_ms: u64,
+    pub(crate) transfer_ms: u64,
+}
+
+impl From<&PrefillCounts> for PrefillRow {
+    fn from(c: &PrefillCounts) -> Self {
+        Self {
+            workers: c.workers,
+            away: c.away,
+            jobs: c.jobs,
+            queued_tokens: c.queued_tokens,
+            jobs_done: c.jobs_done,
+            pulled: c.pulled,
+            own: c.own,
+            bytes: c.bytes,
+            reading_us: c.reading_us,
+            reads: c.reads,
+            transactions: c.transactions,
+            times: PrefillTimesRow {
+                queue_ms: c.queue_ms,
+                prefill_ms: c.prefill_ms,
+                decode_queue_ms: c.decode_queue_ms,
+                transfer_ms: c.transfer_ms,
+            },
+            decode_ms: c.decode_ms,
+            decoded: c.decoded,
+        }
     }
 }
 
@@ -135,6 +191,7 @@ impl From<InstanceStatus> for PoolRow {
             tier: tier_name(row.tier).to_owned(),
             draining: h.draining,
             moves: h.moves.map(MovesRow::from),
+            prefill: h.prefill.as_deref().map(PrefillRow::from),
             calibration: row.calibration.as_ref().map(CalibrationRow::from),
         }
     }
@@ -145,6 +202,8 @@ pub(crate) fn role_name(role: Role) -> &'static str {
     match role {
         Role::Instance => "instance",
         Role::Kv => "kv",
+        Role::Prefill => "prefill",
+        Role::Decode => "decode",
     }
 }
 

@@ -2,11 +2,12 @@
 //! few times a second; when none answers the last state stands.
 
 use crate::admin;
-use crate::gateway::Backend;
+use crate::gateway::{Backend, Backends};
 use crate::pool_client::{PoolClient, PoolRow, PoolState};
 use crate::serve::guarded;
 use axum::Json;
 use axum::routing::{get, post};
+use std::net::SocketAddr;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 use tokio::sync::Mutex;
@@ -44,8 +45,19 @@ impl PoolWatch {
         self.state.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Instances that take requests.
-    pub(crate) fn backends(&self) -> Vec<Backend> {
+    /// `/lagoon/status`, and `/lagoon/admin` whose orders go through `operator`.
+    pub(crate) fn router(&self, operator: PoolClient, api_key: Option<&String>) -> axum::Router {
+        let watch = self.clone();
+        let status = get(move || async move { Json(admin::state_json(&watch.state())) });
+        let orders = post(admin::serve).with_state(Arc::new(Mutex::new(operator)));
+        axum::Router::new()
+            .route("/lagoon/status", guarded(status, api_key.cloned()))
+            .route("/lagoon/admin", guarded(orders, api_key.cloned()))
+    }
+}
+
+impl Backends for PoolWatch {
+    fn serving(&self) -> Vec<Backend> {
         let backend = |row: &PoolRow| {
             Some(Backend {
                 name: row.name.clone(),
@@ -55,17 +67,13 @@ impl PoolWatch {
                 waiting: u64::from(row.requests_waiting),
             })
         };
-        let serves = |r: &&PoolRow| r.alive && !r.draining && r.role == "instance";
+        let serves = |r: &&PoolRow| r.alive && !r.draining && (r.role == "instance" || r.role == "decode");
         self.state().instances.iter().filter(serves).filter_map(backend).collect()
     }
 
-    /// `/lagoon/status`, and `/lagoon/admin` whose orders go through `operator`.
-    pub(crate) fn router(&self, operator: PoolClient, api_key: Option<&String>) -> axum::Router {
-        let watch = self.clone();
-        let status = get(move || async move { Json(admin::state_json(&watch.state())) });
-        let orders = post(admin::serve).with_state(Arc::new(Mutex::new(operator)));
-        axum::Router::new()
-            .route("/lagoon/status", guarded(status, api_key.cloned()))
-            .route("/lagoon/admin", guarded(orders, api_key.cloned()))
+    fn is_dead(&self, http_addr: SocketAddr) -> bool {
+        let state = self.state();
+        let mut rows = state.instances.iter().filter(|row| row.http_addr.parse() == Ok(http_addr)).peekable();
+        rows.peek().is_some() && rows.all(|row| !row.alive)
     }
 }

@@ -8,6 +8,7 @@ use crate::loop_thread::LoopThread;
 use crate::model::{OpenModel, defaults, resolve, short_name};
 use crate::node::{About, NodeLoop, Pool, Shared};
 use crate::shutdown::{self, Ending};
+use crate::transfers::{self, Transfers};
 use anyhow::Context;
 use axum::Json;
 use axum::extract::{Request, State};
@@ -31,9 +32,14 @@ use tokio::sync::mpsc;
 /// What this process does in the pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum RoleArg {
-    /// Runs requests and lends.
+    /// Runs requests, prompts and answers, and lends.
     #[default]
+    #[value(name = "both", alias = "instance")]
     Instance,
+    /// Computes prompts for decode workers, which read the KV from its memory; lends.
+    Prefill,
+    /// Takes requests and has their prompts computed by prefill workers; lends.
+    Decode,
     /// Lends memory and micro attention only; needs the model's config.json, not its weights.
     Kv,
 }
@@ -73,6 +79,9 @@ pub(crate) struct ServeArgs {
     /// Where peers reach the host memory tier (QUIC, UDP) [default: a free port beside --quic].
     #[arg(long, value_name = "ADDR", requires = "host_kv_tokens")]
     host_quic: Option<SocketAddr>,
+    /// Where decode workers read KV (QUIC, UDP) [default: a free port beside --quic].
+    #[arg(long, value_name = "ADDR")]
+    transfer_quic: Option<SocketAddr>,
     /// Name of this instance, for people.
     #[arg(long, default_value = "lagoon")]
     name: String,
@@ -134,7 +143,7 @@ fn open(args: &ServeArgs, dir: &Path) -> anyhow::Result<OpenModel> {
             model.checkpoint = None;
             Ok(model)
         }
-        (RoleArg::Instance, _) => OpenModel::open(dir, id, args.engine.dtype),
+        (RoleArg::Instance | RoleArg::Prefill | RoleArg::Decode, _) => OpenModel::open(dir, id, args.engine.dtype),
     }
 }
 
@@ -163,10 +172,39 @@ fn check(args: &ServeArgs) -> anyhow::Result<()> {
          hint: name the pool's --gmanager, use `lagoon up`, or raise --kv-tokens"
     );
     anyhow::ensure!(
+        !shares_kv(args.role) || !args.gmanager.is_empty(),
+        "prefill and decode workers serve together, and this one is in no pool\n\
+         hint: name the pool's --gmanager, or use `lagoon up --prefill 1 --decode 1`"
+    );
+    anyhow::ensure!(
         args.engine.host_kv_tokens.is_none() || args.advertise.is_none() || args.host_quic.is_some(),
         "with --advertise the host memory tier needs a port of its own that peers reach\nhint: name it with --host-quic"
     );
     Ok(())
+}
+
+/// Whether its KV is read by others, or others' by it.
+fn shares_kv(role: RoleArg) -> bool {
+    matches!(role, RoleArg::Prefill | RoleArg::Decode)
+}
+
+/// The endpoint and threads of KV transfer, if its role needs them.
+fn start_transfers(
+    args: &ServeArgs,
+    config: &InstanceConfig,
+    running: &device::Running,
+) -> anyhow::Result<Option<Transfers>> {
+    if config.transfer.is_none() {
+        return Ok(None);
+    }
+    anyhow::ensure!(
+        !running.arenas.is_empty(),
+        "prefill and decode workers need KV in memory that others can read, and the {} backend has none here\n\
+         hint: --backend cpu on Linux has; or leave out --role",
+        running.info.backend
+    );
+    let listen = args.transfer_quic.unwrap_or(SocketAddr::new(args.quic.ip(), 0));
+    Transfers::start(config, &running.arenas, (listen, args.advertise), &args.tls.identity()?).map(Some)
 }
 
 /// How much KV it holds, in whole rBlocks.
@@ -179,7 +217,7 @@ fn sizes(args: &ServeArgs, model: &OpenModel) -> anyhow::Result<Sizes> {
         block_tokens > 0 && kv_tokens >= block_tokens,
         "--kv-tokens {kv_tokens} is less than one rBlock of {block_tokens} tokens\nhint: raise --kv-tokens or lower --block-tokens"
     );
-    Ok(Sizes { blocks_total: kv_tokens / block_tokens, kv_dtype })
+    Ok(Sizes { blocks_total: kv_tokens / block_tokens, kv_dtype, shared: shares_kv(args.role) })
 }
 
 /// The endpoint of the host memory tier: beside the instance's own.
@@ -219,12 +257,18 @@ pub(crate) async fn run(args: ServeArgs) -> anyhow::Result<()> {
     };
     let quic_addr = pool.as_ref().map(Pool::addr);
     let config = InstanceConfig {
-        calibration: running.calibration,
+        calibration: running.calibration.clone(),
         ..instance_config(&args, &model, sizes, running.info.backend, http_addr, quic_addr)
     };
+    let transfer = shares_kv(args.role).then(|| transfers::config(&config, sizes, &args.engine)).transpose()?;
+    let config = InstanceConfig { transfer, ..config };
+    let transfers = start_transfers(&args, &config, &running)?;
     let host = HostTier::start(&args.engine, &model, &config, &stop, || join_host(&args))?;
     let about = About::new(&config);
     let mut instance = Instance::new(config)?;
+    if running.space.rows > 0 {
+        instance.address_kv(running.space)?;
+    }
     let EngineArgs { move_tokens_per_step: tokens_per_step, move_overlap: overlap, .. } = args.engine;
     instance.set_move_pace(MovePace { tokens_per_step, overlap });
     let shared = Arc::new(Shared::new(&instance));
@@ -239,6 +283,7 @@ pub(crate) async fn run(args: ServeArgs) -> anyhow::Result<()> {
     let engine = Arc::new(NodeEngine::new(input, shared.clone(), info));
     let node = NodeLoop::new(about, instance, running.thread, reports, inputs, pool, shared)
         .polling(Duration::from_micros(args.engine.poll_us))
+        .transferring(transfers.map(|transfers| transfers.announcing(!args.json)))
         .draining_on(drain.clone());
     let source = StatusSource { engine: engine.clone(), host: host.as_ref().map(HostTier::status) };
     let router = router(&args, &dir, &model, engine, source)?;
@@ -295,12 +340,14 @@ fn instance_config(
         name: args.name.clone(),
         quic_addr: quic_addr.map(|a| a.to_string()).unwrap_or_default(),
         http_addr: match args.role {
-            RoleArg::Instance => http_addr.to_string(),
+            RoleArg::Instance | RoleArg::Prefill | RoleArg::Decode => http_addr.to_string(),
             RoleArg::Kv => String::new(),
         },
         backend: backend.to_owned(),
         role: match args.role {
             RoleArg::Instance => Role::Instance,
+            RoleArg::Prefill => Role::Prefill,
+            RoleArg::Decode => Role::Decode,
             RoleArg::Kv => Role::Kv,
         },
         tier: match args.tier {
@@ -321,8 +368,8 @@ fn instance_config(
         lend_blocks_max: u32::try_from(lend_blocks_max).unwrap_or(u32::MAX),
         // A kv node owes nobody anything, so it is in no cycle that a swap would have to start in.
         lend_reserve_blocks: match args.role {
-            RoleArg::Instance => lend_reserve_blocks(sizes.blocks_total),
             RoleArg::Kv => 0,
+            _ => lend_reserve_blocks(sizes.blocks_total),
         },
         sched: SchedulerConfig { queue: engine.max_queue, running: engine.max_running, step_rows: engine.step_tokens },
         remote: match engine.remote_attention {
@@ -334,7 +381,9 @@ fn instance_config(
         fetch_tokens: FETCH_TOKENS,
         link_bytes_per_s: LINK_BYTES_PER_S,
         attention_flops: ATTENTION_FLOPS,
+        prefix_cache: engine.prefix_cache,
         target_step_ms: engine.target_tbt_ms,
+        transfer: None,
     }
 }
 
@@ -425,7 +474,7 @@ fn announce(
     } else {
         println!("{} on {} ({}), {} KV tokens", ready.model, ready.backend, ready.device, ready.kv_tokens);
         println!("model identity {}", ready.model_hash);
-        if args.role == RoleArg::Instance {
+        if matches!(args.role, RoleArg::Instance | RoleArg::Decode) {
             println!("OpenAI endpoint http://{}/v1", ready.http);
         }
         if let Some(quic) = &ready.quic {

@@ -172,5 +172,6 @@ fn print_summary(s: &Summary) {
     );
     println!("{} tokens, {} preemptions, {} losses of KV", s.tokens, s.preemptions, s.recoveries);
     println!("{} tokens computed again for lost KV", s.recomputed);
+    println!("{} tokens of prefixes found, {} kept blocks evicted", s.prefix_hits, s.prefix_evicted);
     println!("{} frames of partials, {} of KV", s.partials_frames, s.bulk_frames);
 }

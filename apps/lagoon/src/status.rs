@@ -52,10 +52,113 @@ pub(crate) async fn run(args: StatusArgs) -> anyhow::Result<()> {
         table.row(COLUMNS.map(|(field, _)| cell(row, field)).into());
     }
     print!("{table}");
+    if let Some(prefill) = prefill_table(&status) {
+        print!("\n{prefill}");
+    }
     if let Some(line) = gmanager_line(&status["gmanager"]) {
         println!("{line}");
     }
+    let rows = status["instances"].as_array().into_iter().flatten();
+    rows.clone().filter_map(|row| memory_line(&row["memory"])).for_each(|line| println!("{line}"));
+    rows.clone().filter_map(|row| prefix_line(&row["prefix"])).for_each(|line| println!("{line}"));
+    rows.flat_map(path_lines).for_each(|line| println!("{line}"));
     Ok(())
+}
+
+const PREFILL_COLUMNS: [&str; 13] = [
+    "NAME",
+    "ROLE",
+    "WORKERS",
+    "AWAY",
+    "JOBS/TOKENS",
+    "PULLED/OWN",
+    "MB READ",
+    "GB/S",
+    "MERGED",
+    "QUEUE MS",
+    "PREFILL MS",
+    "DECODE QUEUE MS / TRANSFER MS",
+    "DECODE MS",
+];
+
+/// Prompts computed by one instance for another: what was read, and where a request's time goes on average (KVDirect Fig. 14).
+/// `None` in a pool where nobody does that.
+fn prefill_table(status: &Value) -> Option<Table> {
+    let rows = status["instances"].as_array().into_iter().flatten();
+    let mut rows = rows.filter(|row| row["prefill"].is_object() && row["role"] != "instance").peekable();
+    rows.peek()?;
+    let mut table = Table::new(&PREFILL_COLUMNS);
+    rows.for_each(|row| table.row(prefill_cells(row).into()));
+    Some(table)
+}
+
+fn prefill_cells(row: &Value) -> [String; 13] {
+    let prefill = &row["prefill"];
+    let n = |field: &str| prefill[field].as_u64().unwrap_or(0);
+    let per = |sum: Option<u64>, count: u64, scale: f64| match (sum, count) {
+        (None, _) | (_, 0) => "-".to_owned(),
+        #[allow(clippy::cast_precision_loss, reason = "for people")]
+        (Some(sum), count) => format!("{:.2}", sum as f64 / count as f64 * scale),
+    };
+    let mean = |field: &str| per(prefill["times"][field].as_u64(), n("pulled"), 1.0);
+    [
+        cell(row, "name"),
+        cell(row, "role"),
+        n("workers").to_string(),
+        n("away").to_string(),
+        format!("{}/{}", n("jobs"), n("queued_tokens")),
+        format!("{}/{}", n("pulled"), n("own")),
+        (n("bytes") / 1_000_000).to_string(),
+        // Bytes in a microsecond are megabytes in a second.
+        per(Some(n("bytes")), n("reading_us"), 1e-3),
+        per(Some(n("reads")), n("transactions"), 1.0),
+        mean("queue_ms"),
+        mean("prefill_ms"),
+        format!("{} / {}", mean("decode_queue_ms"), mean("transfer_ms")),
+        per(Some(n("decode_ms")), n("decoded"), 1.0),
+    ]
+}
+
+/// Paths to prefill workers' KV, as an instance measured them.
+fn path_lines(row: &Value) -> Vec<String> {
+    let line = |path: &Value| {
+        Some(format!(
+            "KV of prefill worker {}: {:.2} GB/s by {} when it was opened",
+            path["worker"],
+            path["bytes_per_s"].as_f64()? / 1e9,
+            path["path"].as_str()?
+        ))
+    };
+    row["paths"].as_array().into_iter().flatten().filter_map(line).collect()
+}
+
+/// What mapping memory has come to, of an instance on a device that does.
+fn memory_line(memory: &Value) -> Option<String> {
+    let n = |field: &str| memory[field].as_u64();
+    Some(format!(
+        "page groups: {} free, {} kept; mapped: {} in steps, {} ahead, {} for the next sequence, {} shared; {} found again, {} reclaimed",
+        n("free")?,
+        n("kept")?,
+        n("in_step")?,
+        n("ahead")?,
+        n("eager")?,
+        n("shared")?,
+        n("reused")?,
+        n("reclaimed")?
+    ))
+}
+
+/// What the prefix cache has come to, of an instance that was asked itself.
+fn prefix_line(prefix: &Value) -> Option<String> {
+    let n = |field: &str| prefix[field].as_u64();
+    Some(format!(
+        "prefix cache: {} of {} tokens found, {} blocks kept, {} evicted, {} copied",
+        n("hit_tokens")?,
+        n("looked_up_tokens")?,
+        n("blocks")?,
+        n("evicted_blocks")?,
+        n("copied_blocks")?
+    ))
 }
 
 /// Who leads, in which term, and who stands by as far as they were asked.
@@ -111,4 +214,27 @@ fn steps(calibration: &Value) -> Option<String> {
     points.sort_by_key(|(batch, _)| *batch);
     let (first, last) = (points.first()?, points.last()?);
     Some(format!("{:.2} / {:.2} ms", first.1 / 1e3, last.1 / 1e3))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_and_rates_of_prefills_are_a_section_of_their_own() {
+        let none = json!({"instances": [{"name": "i", "role": "instance"}]});
+        assert!(prefill_table(&none).is_none());
+        let prefill = json!({"workers": 1, "away": 2, "jobs": 0, "queued_tokens": 7, "pulled": 4, "own": 1,
+            "bytes": 3_000_000_000_u64, "reading_us": 500_000, "reads": 90, "transactions": 30, "decoded": 0, "decode_ms": 0,
+            "times": {"queue_ms": 10, "prefill_ms": 400, "decode_queue_ms": 0, "transfer_ms": 6}});
+        let status = json!({"instances": [{"name": "d0", "role": "decode", "prefill": prefill}, {"name": "i", "role": "instance",
+            "prefill": prefill}]});
+        let cells = prefill_cells(&status["instances"][0]);
+        let expected =
+            ["d0", "decode", "1", "2", "0/7", "4/1", "3000", "6.00", "3.00", "2.50", "100.00", "0.00 / 1.50", "-"];
+        assert_eq!(cells, expected);
+        let shown = prefill_table(&status).unwrap().to_string();
+        assert_eq!(shown.lines().count(), 2, "{shown}");
+        assert!(shown.contains("GB/S") && shown.contains("6.00"), "{shown}");
+    }
 }

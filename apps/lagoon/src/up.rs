@@ -24,6 +24,13 @@ pub(crate) struct UpArgs {
     /// Instances to start.
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     instances: u16,
+    /// Instances that compute prompts for others, instead of --instances.
+    #[arg(long, value_name = "N", requires = "decode", conflicts_with = "instances",
+          value_parser = clap::value_parser!(u16).range(1..=32))]
+    prefill: Option<u16>,
+    /// Instances whose prompts others compute.
+    #[arg(long, value_name = "N", requires = "prefill", value_parser = clap::value_parser!(u16).range(1..=32))]
+    decode: Option<u16>,
     /// Port of the OpenAI endpoint.
     #[arg(long, default_value_t = 8000)]
     port: u16,
@@ -44,6 +51,18 @@ pub(crate) struct UpArgs {
     exit_with_stdin: bool,
     #[command(flatten)]
     engine: EngineArgs,
+}
+
+impl UpArgs {
+    /// The role of each instance.
+    fn roles(&self) -> Vec<&'static str> {
+        match (self.prefill, self.decode) {
+            (Some(prefill), Some(decode)) => {
+                [vec!["prefill"; usize::from(prefill)], vec!["decode"; usize::from(decode)]].concat()
+            }
+            _ => vec!["both"; usize::from(self.instances)],
+        }
+    }
 }
 
 /// A bar over instances that become ready.
@@ -81,11 +100,20 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     let listener = tokio::net::TcpListener::bind(address).await.with_context(|| {
         format!("listen on {address}\nhint: another program may use the port; --port names another")
     })?;
-    let count = usize::from(args.instances);
+    let roles = args.roles();
+    let count = roles.len();
     let bar = instances_bar(count);
-    let pool = start_pool(&ca, &dir.to_string_lossy(), &name, count, &flags, args.api_key.as_deref(), |n| {
-        bar.set_position(n as u64);
-    })
+    let pool = start_pool(
+        &ca,
+        &dir.to_string_lossy(),
+        &name,
+        &roles,
+        |_| flags.clone(),
+        args.api_key.as_deref(),
+        |n| {
+            bar.set_position(n as u64);
+        },
+    )
     .await?;
     bar.finish_and_clear();
 
@@ -93,9 +121,7 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     let state = wait_registered(&mut client, count).await?;
     wait_acquainted(&pool, &state.instances, args.api_key.as_ref()).await?;
     let watch = PoolWatch::start(client, state, args.engine.block_tokens, stop.clone());
-    let source = watch.clone();
-    let backends = Arc::new(move || source.backends());
-    let gateway = Gateway::new(backends, lagoon_http::metrics::install()?, args.api_key.clone())?;
+    let gateway = Gateway::new(Arc::new(watch.clone()), lagoon_http::metrics::install()?, args.api_key.clone())?;
     let operator = PoolClient::new(&[pool.gmanager], &ca.identity()?)?;
     let router = watch.router(operator, args.api_key.as_ref()).fallback_service(gateway.router());
     announce(&args, &name, listener.local_addr()?, &pool)?;

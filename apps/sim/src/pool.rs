@@ -37,6 +37,7 @@ pub struct PoolSpec {
     pub block_tokens: u32,
     pub window: Option<u32>,
     pub max_positions: u32,
+    pub prefix_cache: bool,
     pub link: LinkProfile,
     pub nodes: Vec<NodeSpec>,
 }
@@ -104,7 +105,9 @@ impl NodeSpec {
             fetch_tokens: self.fetch_tokens,
             link_bytes_per_s: 1e9,
             attention_flops: 1e12,
+            prefix_cache: pool.prefix_cache,
             target_step_ms: None,
+            transfer: None,
         }
     }
 }
@@ -114,7 +117,7 @@ impl PoolSpec {
     #[must_use]
     pub fn of(block_tokens: u32, nodes: Vec<NodeSpec>) -> Self {
         let link = LinkProfile { latency_us: 100, jitter_us: 50, bytes_per_us: 1_000 };
-        Self { block_tokens, window: None, max_positions: 100_000, link, nodes }
+        Self { block_tokens, window: None, max_positions: 100_000, prefix_cache: true, link, nodes }
     }
 
     /// Where the `index`-th instance runs.

@@ -464,6 +464,9 @@ impl<R: SimRunner> World<R> {
             (Some(DeviceFault::Guest), Report::GuestPartial { tag, .. } | Report::GuestKv { tag, .. }) => {
                 Report::GuestFailed { tag: *tag, error }
             }
+            (Some(DeviceFault::Guest), Report::Copied { copy, .. }) => {
+                Report::Copied { copy: *copy, error: Some(error) }
+            }
             _ => return report,
         };
         self.faulty.remove(&place);
@@ -524,6 +527,7 @@ impl<R: SimRunner> World<R> {
                 None
             }
             // Its process would stop by itself; the scenario decides when.
+            Effect::Transfer(_) => panic!("simulated instances share no memory"),
             Effect::Drained => None,
             Effect::Rejected { reason } => {
                 self.processes[place].as_mut()?.rejected = Some(reason);

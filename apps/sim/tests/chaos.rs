@@ -35,6 +35,7 @@ fn no_seed_fails() {
     }
     assert!(sweep.failures.is_empty(), "replay with `lagoon sim --seed N`\n{said}");
     assert!(sweep.total.recoveries > 0 && sweep.total.preemptions > 0, "nothing went wrong: {:?}", sweep.total);
+    assert!(sweep.total.prefix_hits > 0 && sweep.total.prefix_evicted > 0, "no prefix was shared: {:?}", sweep.total);
 }
 
 /// Seeds that found something once and are not among those that CI runs.

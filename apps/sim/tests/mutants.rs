@@ -3,6 +3,7 @@
 #![allow(clippy::print_stdout, reason = "tests tell what they found")]
 
 use lagoon_cluster::mutants::{Mutant, choose};
+use lagoon_kv::mutants as kv;
 use lagoon_sim::chaos::{Failure, Limits, Scenario, run, shrink};
 use std::time::Duration;
 
@@ -11,22 +12,27 @@ const SEEDS: u64 = 3_000;
 
 /// The first seed that finds a mistake, and how.
 fn hunt(mutant: Mutant) -> (u64, Failure) {
+    hunt_with(&format!("{mutant:?}"), |on| choose(on.then_some(mutant)))
+}
+
+/// As [`hunt`], of a mistake that `choose` makes.
+fn hunt_with(mutant: &str, choose: impl Fn(bool)) -> (u64, Failure) {
     for seed in 0..SEEDS {
         let scenario = Scenario::draw(seed, Limits::default());
-        choose(Some(mutant));
+        choose(true);
         let result = run(&scenario);
         if let Err(failure) = result {
             let shrunk = shrink(&scenario, &failure, Duration::from_secs(5));
-            choose(None);
+            choose(false);
             let ops: String = shrunk.ops.iter().map(|op| format!("  {op}\n")).collect();
             let (lines, of) = (shrunk.ops.len(), scenario.ops.len());
-            println!("{mutant:?}: seed {seed}: {failure}\nthe shortest history found, {lines} of {of} lines:\n{ops}");
+            println!("{mutant}: seed {seed}: {failure}\nthe shortest history found, {lines} of {of} lines:\n{ops}");
             assert_eq!(run(&scenario).err(), None, "seed {seed} fails without the mistake, too");
             return (seed, failure);
         }
     }
-    choose(None);
-    panic!("{mutant:?} was not found in {SEEDS} seeds");
+    choose(false);
+    panic!("{mutant} was not found in {SEEDS} seeds");
 }
 
 #[test]
@@ -61,4 +67,15 @@ fn a_dropped_seal_is_found() {
 fn a_switch_before_the_seal_is_found() {
     let (_, failure) = hunt(Mutant::SealUnawaited);
     assert_eq!(failure.checker, "table");
+}
+
+#[test]
+fn a_name_without_tokens_is_found() {
+    let (_, failure) = hunt(Mutant::TokensUnnamed);
+    assert!(["answer", "coverage"].contains(&failure.checker.as_str()), "{failure}");
+}
+
+#[test]
+fn a_name_that_outlives_what_it_names_is_found() {
+    hunt_with("StaleName", |on| kv::choose(on.then_some(kv::Mutant::StaleName)));
 }

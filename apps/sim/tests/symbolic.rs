@@ -10,7 +10,7 @@ use lagoon_wire::Class;
 fn request(rng: &mut Rng, tokens: usize, max_tokens: u32) -> GenerateRequest {
     let prompt = (0..tokens).map(|_| u32::try_from(rng.below(4000)).unwrap()).collect();
     let sampling = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
-    GenerateRequest { prompt, max_tokens, sampling, stop_ids: Vec::new(), return_logits: false }
+    GenerateRequest { prompt, answered: 0, max_tokens, sampling, stop_ids: Vec::new(), return_logits: false }
 }
 
 fn run(world: &mut World<Symbolic>, us: u64) {

@@ -19,7 +19,8 @@ mod timed;
 
 use anyhow::{Context, Result, ensure};
 use clap::{Parser, ValueEnum};
-use echo::{Echo, Pem};
+use echo::Echo;
+use lagoon_benches::quic::Pem;
 use lagoon_instance::Event;
 use lagoon_model::{Family, ModelConfig, RopeScaling};
 use lagoon_protocol::PartialsFrame;

@@ -1,10 +1,15 @@
 //! One process of the benchmark: an instance with its device thread and transport, in the same loop as
 //! `lagoon serve`. The gManager takes no part in a step; what it would say is fixed here.
+//!
+//! Why this is not `apps/lagoon/src/node.rs` itself: it looks between an event and its effects (`Clock::mark` around
+//! [`Side::step`]), stops at the end of a step and is asked for the next one, and answers in the gManager's place, with
+//! no clients, no leader and no drain. What both have in common is the order in which they take events, ten lines of
+//! [`Side::turn`]; hooks for the rest in the program's loop would serve nobody else.
 
-use crate::echo::Pem;
 use crate::timed::{Clock, Timed};
 use crate::{PolicyArg, Scenario, as_u32};
 use anyhow::{Context, Result, bail};
+use lagoon_benches::quic::Pem;
 use lagoon_instance::{Effect, Event, Instance, InstanceConfig, PeerKey, RemotePolicy, TICK_MS};
 use lagoon_model::Rope;
 use lagoon_protocol::{
@@ -16,7 +21,7 @@ use lagoon_transport::{
     Bound, Class, Event as NetEvent, Frame, Identity, Inbound, Inbox, Node, PeerId, TransportConfig,
 };
 use lagoon_types::limits::{BLOCK_TOKENS_DEFAULT, HEARTBEAT_MS};
-use lagoon_types::{DType, GenerateRequest, InstanceId, ModelHash, SamplingParams, SeqId, TokenEvent};
+use lagoon_types::{DType, GenerateRequest, InstanceId, KvSpace, ModelHash, SamplingParams, SeqId, TokenEvent};
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
@@ -83,7 +88,9 @@ fn instance_config(scenario: &Scenario, blocks: u32, quic: Option<SocketAddr>) -
         fetch_tokens: FETCH_TOKENS,
         link_bytes_per_s: 1e9,
         attention_flops: 5e10,
+        prefix_cache: false,
         target_step_ms: None,
+        transfer: None,
     }
 }
 
@@ -95,11 +102,12 @@ impl Side {
         let mut device = Timed::new(1, clock.clone());
         let model = Model { weights: device.weights(&config, DType::F16)?, rope: Rope::new(&config) };
         let sizes = ExecutorConfig {
-            slots: (blocks * BLOCK_TOKENS_DEFAULT) as usize,
+            kv: KvSpace::flat(blocks, BLOCK_TOKENS_DEFAULT),
             kv_dtype: DType::F16,
             step_rows: STEP_ROWS as usize,
             step_seqs: 64,
             fetch_tokens: FETCH_TOKENS as usize,
+            share_blocks: None,
         };
         let executor = Executor::new(device, &config, Some(model), sizes)?;
         let (report, reports) = mpsc::unbounded_channel();
@@ -150,6 +158,7 @@ impl Side {
         for seq in 0..scenario.batch {
             let request = GenerateRequest {
                 prompt: vec![1 + seq; scenario.context as usize],
+                answered: 0,
                 max_tokens: scenario.tokens_max(),
                 sampling: SamplingParams { temperature: 0.0, ..SamplingParams::default() },
                 stop_ids: Vec::new(),
@@ -251,7 +260,7 @@ impl Side {
             Effect::Emit { event: TokenEvent::Finished { .. }, .. } => {
                 self.failed = Some("it ended before enough steps were measured".to_owned());
             }
-            Effect::Emit { .. } | Effect::Drained => {}
+            Effect::Emit { .. } | Effect::Transfer(_) | Effect::Drained => {}
         }
         None
     }

@@ -1,11 +1,9 @@
-//! What others reach on this machine: a TCP stream, and quinn's own bulk stream with its default configuration.
+//! What others reach on this machine: a TCP stream, and quinn's own bulk stream.
 
 use anyhow::{Context, Result};
-use lagoon_transport::{ClusterCa, SERVER_NAME};
-use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
-use rustls::{RootCertStore, crypto::ring, server::WebPkiClientVerifier, version::TLS13};
-use rustls_pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
-use std::{net::SocketAddr, sync::Arc, time::Instant};
+use lagoon_benches::quic::{Pem, Tuning, loopback};
+use lagoon_transport::ClusterCa;
+use std::time::Instant;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
@@ -27,10 +25,6 @@ pub(crate) struct Peers {
     _endpoints: [quinn::Endpoint; 2],
     bytes: u64,
     target: Vec<u8>,
-}
-
-fn loopback() -> SocketAddr {
-    SocketAddr::from(([127, 0, 0, 1], 0))
 }
 
 /// Sends so many bytes as are asked for, again and again.
@@ -91,28 +85,12 @@ async fn start_tcp(far: &Runtime) -> Result<Stream> {
     Ok(Stream { recv: Box::new(recv), send: Box::new(send) })
 }
 
+/// With the transport's own configuration, so that what differs is what the transfer adds.
 async fn start_quinn(far: &Runtime) -> Result<(Stream, [quinn::Endpoint; 2])> {
-    let ca = ClusterCa::generate("bench")?;
-    let provider = Arc::new(ring::default_provider());
-    let mut roots = RootCertStore::empty();
-    roots.add(CertificateDer::from_pem_slice(ca.cert_pem().as_bytes())?)?;
-    let roots = Arc::new(roots);
-    let issued = ca.issue("quinn")?;
-    let chain = vec![CertificateDer::from_pem_slice(issued.cert_pem.as_bytes())?];
-    let key = PrivateKeyDer::from_pem_slice(issued.key_pem.as_bytes())?;
-    let verifier = WebPkiClientVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(&provider)).build()?;
-    let server = rustls::ServerConfig::builder_with_provider(Arc::clone(&provider))
-        .with_protocol_versions(&[&TLS13])?
-        .with_client_cert_verifier(verifier)
-        .with_single_cert(chain.clone(), key.clone_key())?;
-    let client = rustls::ClientConfig::builder_with_provider(provider)
-        .with_protocol_versions(&[&TLS13])?
-        .with_root_certificates(roots)
-        .with_client_auth_cert(chain, key)?;
-    let server = quinn::ServerConfig::with_crypto(Arc::new(QuicServerConfig::try_from(server)?));
+    let pem = Pem::issue(&ClusterCa::generate("bench")?, "quinn")?;
     let server = {
         let _far = far.enter();
-        quinn::Endpoint::server(server, loopback())?
+        pem.listen(Tuning::Lagoon)?
     };
     let (addr, accepting) = (server.local_addr()?, server.clone());
     far.spawn(async move {
@@ -120,9 +98,7 @@ async fn start_quinn(far: &Runtime) -> Result<(Stream, [quinn::Endpoint; 2])> {
         let (send, recv) = connection.accept_bi().await?;
         serve(recv, send).await
     });
-    let endpoint = quinn::Endpoint::client(loopback())?;
-    let client = quinn::ClientConfig::new(Arc::new(QuicClientConfig::try_from(client)?));
-    let connection = endpoint.connect_with(client, addr, SERVER_NAME)?.await?;
+    let (endpoint, connection) = pem.connect(addr, Tuning::Lagoon).await?;
     let (send, recv) = connection.open_bi().await?;
     Ok((Stream { recv: Box::new(recv), send: Box::new(send) }, [server, endpoint]))
 }

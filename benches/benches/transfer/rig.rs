@@ -3,8 +3,8 @@
 use anyhow::{Context, Result, bail};
 use lagoon_backend::SharedArena;
 use lagoon_transfer::{
-    Axis, Check, ConnId, Dim, Layout, LayoutParts, Part, Plane, PullId, Reader, ReaderConfig, ReaderOutput, Region,
-    Writer, WriterConfig, WriterOutput, check_block,
+    Axis, Check, Checker, ConnId, Dim, Layout, LayoutParts, Part, Plane, PullId, Reader, ReaderConfig, ReaderOutput,
+    Region, Writer, WriterConfig, WriterOutput, check_block,
 };
 use lagoon_transport::{
     Bound, ClusterCa, Node, TransportConfig,
@@ -13,6 +13,7 @@ use lagoon_transport::{
 use lagoon_types::{DType, InstanceId, ModelHash};
 use serde_json::{Value, json};
 use std::{
+    hint::black_box,
     net::SocketAddr,
     sync::{
         Arc,
@@ -116,22 +117,47 @@ impl Rig {
         u64::from(self.block_bytes) * u64::from(self.blocks)
     }
 
-    /// Seconds in which so many threads copy all of it between the same memories, in parts of 1 MiB.
-    pub(crate) fn memcpy(&self, threads: usize) -> f64 {
+    /// Seconds in which so many threads do something to all of it, in parts of `part` bytes: the writer's and the
+    /// reader's.
+    fn by_parts(&self, threads: usize, part: usize, each: impl Fn(&[u8], &mut [u8]) + Sync) -> f64 {
         let source = self.remote.window(0, self.remote.bytes()).expect("nobody writes");
-        let parts: Vec<(usize, &[u8])> = source.chunks(1 << 20).enumerate().map(|(n, part)| (n << 20, part)).collect();
-        let start = Instant::now();
+        let parts: Vec<(usize, &[u8])> = source.chunks(part).enumerate().map(|(n, bytes)| (n * part, bytes)).collect();
+        let (each, start) = (&each, Instant::now());
         std::thread::scope(|scope| {
             for share in parts.chunks(parts.len().div_ceil(threads)) {
                 scope.spawn(move || {
-                    for (at, part) in share {
-                        let filled =
-                            self.local.fill(*at as u64, part.len(), &mut |target| target.copy_from_slice(part));
+                    for (at, from) in share {
+                        let filled = self.local.fill(*at as u64, from.len(), &mut |target| each(from, target));
                         filled.expect("nobody reads");
                     }
                 });
             }
         });
+        start.elapsed().as_secs_f64()
+    }
+
+    /// Copies in parts of 1 MiB: the limit.
+    pub(crate) fn memcpy(&self, threads: usize) -> f64 {
+        self.by_parts(threads, 1 << 20, |from, to| to.copy_from_slice(from))
+    }
+
+    /// Copies and checks by blocks, without the protocol around it.
+    pub(crate) fn copy_and_check(&self, threads: usize) -> f64 {
+        self.by_parts(threads, usize::try_from(self.block_bytes).unwrap_or(usize::MAX), |from, to| {
+            let mut checker = Checker::default();
+            checker.0.copy(from, to);
+            black_box(checker.finish());
+        })
+    }
+
+    /// Checks as many blocks as there are, of bytes that are in the cache.
+    pub(crate) fn check_in_cache(&self) -> f64 {
+        let bytes = usize::try_from(self.block_bytes).unwrap_or(usize::MAX).min(256 << 10);
+        let content = vec![3; bytes];
+        let start = Instant::now();
+        for _ in 0..self.bytes() / bytes as u64 {
+            black_box(Check::of(black_box(&content)));
+        }
         start.elapsed().as_secs_f64()
     }
 

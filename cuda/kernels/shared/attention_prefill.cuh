@@ -15,12 +15,14 @@
 #pragma once
 #include "prefill_state.cuh"
 
-template <int D, int TERMS>
+// SMALL fits 99 KB of shared memory, which is what devices of capability 8.6 and 8.9 give a block: half the keys of a stage,
+// and half the rows where two terms of the queries are too large besides.
+template <int D, int TERMS, bool SMALL>
 struct PrefillShape {
     // 16-row products of a warp, packed rows of a block, keys of a stage, keys that are scored at a time.
-    static constexpr int MT = D > 128 ? 1 : 2;
-    static constexpr uint32_t ROWS = MT * 64, KEYS = D > 128 ? 32 : 64,
-                              PART = D >= 128 && TERMS == 2 ? 16 : 32;
+    static constexpr int MT = D > 128 || (SMALL && D == 128 && TERMS == 2) ? 1 : 2;
+    static constexpr uint32_t ROWS = MT * 64, KEYS = (D > 128 ? 32 : 64) / (SMALL ? 2 : 1),
+                              PART = (D >= 128 && TERMS == 2) || KEYS < 32 ? 16 : 32;
     static constexpr uint32_t ROW = 2 * D + 16;
     static constexpr uint32_t PLANE = KEYS * ROW;
     static constexpr uint32_t STAGE = 2 * PLANE + KEYS * 4;
@@ -30,9 +32,9 @@ struct PrefillShape {
 constexpr uint32_t PREFILL_THREADS = 128;
 
 // What the threads of a block share.
-template <typename T, int D, int TERMS>
+template <typename T, int D, int TERMS, bool SMALL>
 struct PrefillBlock {
-    using S = PrefillShape<D, TERMS>;
+    using S = PrefillShape<D, TERMS, SMALL>;
     PrefillTile tile;
     unsigned char* shared;
 
@@ -62,9 +64,9 @@ struct PrefillBlock {
 };
 
 // A warp's rows: 16 MT of them.
-template <typename T, int D, int TERMS>
+template <typename T, int D, int TERMS, bool SMALL>
 struct PrefillWarp {
-    using S = PrefillShape<D, TERMS>;
+    using S = PrefillShape<D, TERMS, SMALL>;
     static constexpr int MT = S::MT, NT = S::PART / 8, COLS = D / 8;
     PrefillState<D, MT, NT> state;
 
@@ -127,7 +129,7 @@ struct PrefillWarp {
     }
 
     // Attends to keys `part` to `part + PART - 1` of a stage.
-    DEVICE void attend(const PrefillBlock<T, D, TERMS>& block, const unsigned char* stage, uint32_t part) {
+    DEVICE void attend(const PrefillBlock<T, D, TERMS, SMALL>& block, const unsigned char* stage, uint32_t part) {
         const uint32_t* positions = reinterpret_cast<const uint32_t*>(stage + 2 * S::PLANE) + part;
         if (positions[0] > state.position_max) return;
         float s[MT][NT][4] = {}, kept[MT][2];
@@ -141,18 +143,18 @@ struct PrefillWarp {
 };
 
 // Grid: KV heads, items. `PREFILL_THREADS` threads.
-template <typename T, int D, int TERMS>
+template <typename T, int D, int TERMS, bool SMALL = false>
 DEVICE void attention_prefill(const AttentionParams& p) {
-    using S = PrefillShape<D, TERMS>;
+    using S = PrefillShape<D, TERMS, SMALL>;
     DYNAMIC_SHARED(shared);
     const AttnItem item = at<const AttnItem>(p.items)[blockIdx.y];
     if (item.rows == 0) return;
-    const PrefillBlock<T, D, TERMS> block = {{p, item, blockIdx.x, p.heads / p.kv_heads}, shared};
+    const PrefillBlock<T, D, TERMS, SMALL> block = {{p, item, blockIdx.x, p.heads / p.kv_heads}, shared};
     KeyCopy<T, D, PREFILL_THREADS> keys(p, item, blockIdx.x);
     block.copy(keys, 0, block.stage(0));
     copy_commit();
     block.load_queries();
-    PrefillWarp<T, D, TERMS> warp(block.tile);
+    PrefillWarp<T, D, TERMS, SMALL> warp(block.tile);
     for (uint32_t first = 0, i = 0; first < item.keys; first += S::KEYS, i ^= 1) {
         if (first + S::KEYS < item.keys) block.copy(keys, first + S::KEYS, block.stage(i ^ 1));
         copy_commit();

@@ -101,7 +101,7 @@ struct GemmParams {
 };
 
 struct GemmReduceParams {
-    Address partial, bias, out;
+    Address partial, scale, bias, out;
     uint32_t m, n, ldo, parts, add, bias_type;
 };
 
@@ -126,5 +126,5 @@ static_assert(sizeof(BiasParams) == 24 && sizeof(RopeParams) == 72 && sizeof(KvC
 static_assert(sizeof(MergeParams) == 56 && sizeof(KvRun) == 12 && sizeof(AttnItem) == 48, "as in Rust");
 static_assert(sizeof(MergeItem) == 16 && sizeof(AttentionParams) == 128, "as in Rust");
 static_assert(sizeof(AttentionMergeParams) == 48 && sizeof(GemvParams) == 64 && sizeof(SplitParams) == 48, "as in Rust");
-static_assert(sizeof(GemmParams) == 88 && sizeof(GemmReduceParams) == 48, "as in Rust");
+static_assert(sizeof(GemmParams) == 88 && sizeof(GemmReduceParams) == 56, "as in Rust");
 static_assert(sizeof(SampleRow) == 24 && sizeof(SampledRow) == 8 && sizeof(SampleParams) == 32, "as in Rust");

@@ -1,17 +1,19 @@
 //! Tensors, weights and KV stores on the device.
 //!
-//! Invariants: a weight's rows begin at multiples of 16 bytes, with zeros between (`kernels::weight_ld`). A KV store
-//! is one row of a [`VirtualKv`]: its slots are contiguous in every plane, memory is mapped when a slot is first used,
-//! and what was never written is zero.
+//! Invariants: a weight's rows begin at multiples of 16 bytes, with zeros between (`kernels::weight_ld`). A KV store's
+//! slots are addresses in a [`VirtualKv`], contiguous in every plane. A flat store is one row of it: memory is mapped when a
+//! slot is first used, and what was never written is zero. A store with rows ([`KvSpace`]) has memory behind the rBlocks
+//! that are held.
 
 use super::lane::Lane;
 use crate::driver::{Buffer, Context, CudaError, fill_zero};
 use crate::kernels::attention::KvView;
 use crate::kernels::weight_ld;
 use crate::virtual_kv::{VirtualKv, VirtualKvError};
-use lagoon_backend::{DeviceError, WeightSource};
-use lagoon_kv::vmm::{VmmConfig, VmmError, VmmLayout, VmmShape};
-use lagoon_types::{DType, KvShape};
+use lagoon_backend::{DeviceError, KvCounters, WeightSource};
+use lagoon_kv::vmm::{VmmConfig, VmmCounters, VmmError, VmmLayout, VmmShape};
+use lagoon_types::{DType, KvShape, KvSpace};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Bytes of a weight that are padded and staged at once.
@@ -117,12 +119,151 @@ pub struct CudaKv {
     memory: Arc<VirtualKv>,
     /// The only row; `None` where somebody else maps and unmaps.
     row: Option<usize>,
+    /// Of a store with rows.
+    rows: Option<Held>,
     /// Slots that have memory, and stripes that were zeroed for them.
     mapped: u32,
     zeroed: u32,
 }
 
+/// Which rBlocks of a store with rows have memory.
+#[derive(Debug)]
+struct Held {
+    block_tokens: u32,
+    /// rBlocks of the layout in one of the store's.
+    ratio: u32,
+    /// By rBlock of the store.
+    blocks: Vec<bool>,
+    /// What was expected last: it is not said twice.
+    expected: (Vec<u32>, Option<u32>),
+}
+
+impl Held {
+    /// The rBlocks of these slots.
+    fn blocks_of(&self, slots: &Range<u32>) -> Range<u32> {
+        slots.start / self.block_tokens..slots.end.div_ceil(self.block_tokens)
+    }
+
+    fn holds(&self, block: u32) -> bool {
+        self.blocks[block as usize]
+    }
+
+    /// rBlocks of the layout.
+    fn parts(&self, block: u32) -> Range<u32> {
+        block * self.ratio..(block + 1) * self.ratio
+    }
+}
+
+/// The layout of a store whose rBlocks are whole page groups: the fewest layers share one, because a kernel that reads a
+/// layer then touches the fewest pages; `None` where rBlocks of so many tokens are not whole page groups however many do.
+pub(super) fn layout_for(
+    context: &Context,
+    shape: KvShape,
+    block_tokens: u32,
+    layers_per_group: Option<u32>,
+) -> Option<VmmLayout> {
+    let layout = |layers_per_group| VmmLayout::new(vmm_shape(context, shape, layers_per_group)).ok();
+    let groups = (1..=shape.layers).filter(|group| shape.layers.is_multiple_of(*group));
+    let wanted = groups.filter(|group| layers_per_group.is_none_or(|wanted| wanted == *group));
+    wanted.filter_map(layout).find(|layout| block_tokens.is_multiple_of(layout.block_tokens()))
+}
+
+/// The least rBlock, in tokens, that is whole page groups when all layers share them.
+pub(super) fn least_block_tokens(context: &Context, shape: KvShape) -> Option<u32> {
+    VmmLayout::new(vmm_shape(context, shape, shape.layers)).ok().map(|layout| layout.block_tokens())
+}
+
+fn vmm_shape(context: &Context, shape: KvShape, layers_per_group: u32) -> VmmShape {
+    VmmShape {
+        layers: shape.layers,
+        kv_heads: shape.kv_heads,
+        head_dim: shape.head_dim,
+        element_bytes: word(shape.dtype.size()),
+        page_group_bytes: context.granularity() as u64,
+        layers_per_group,
+    }
+}
+
+/// Bytes of device addresses for one store: of the 47 bits that a process has, half.
+pub(super) const ADDRESS_BYTES_MAX: u64 = 1 << 46;
+/// Of a store's memory, the share that is kept free for what comes next: kept page groups are reclaimed below it.
+const FREE_SHARE: u32 = 64;
+
 impl CudaKv {
+    /// A store with rows.
+    pub(super) fn with_rows(
+        context: &Arc<Context>,
+        shape: KvShape,
+        space: &KvSpace,
+        layout: VmmLayout,
+    ) -> Result<Self, DeviceError> {
+        let addresses = space.addresses().expect("slots are numbered by u32");
+        let ratio = space.block_tokens / layout.block_tokens();
+        let stripes = space.blocks * ratio * layout.block_stripes();
+        let config = VmmConfig {
+            direct_blocks: addresses * ratio,
+            batch_max: 0,
+            context_max: 0,
+            guests_max: 0,
+            guest_blocks_max: 0,
+            stripes,
+            address_bytes_max: ADDRESS_BYTES_MAX,
+            grow: false,
+            eager_stripes: 0,
+            reclaim_below: stripes / FREE_SHARE,
+        };
+        let memory = Arc::new(VirtualKv::new(context, layout, config)?);
+        let mut kv = Self::over(shape, memory)?;
+        let blocks = vec![false; addresses as usize];
+        kv.rows = Some(Held { block_tokens: space.block_tokens, ratio, blocks, expected: (Vec::new(), None) });
+        Ok(kv)
+    }
+
+    /// See [`lagoon_backend::Device::kv_hold`].
+    pub(super) fn hold(&mut self, slots: &[Range<u32>]) -> Result<(), DeviceError> {
+        let Some(held) = &mut self.rows else { return Ok(()) };
+        let missing: Vec<u32> =
+            slots.iter().flat_map(|slots| held.blocks_of(slots)).filter(|block| !held.holds(*block)).collect();
+        if missing.is_empty() {
+            return Ok(());
+        }
+        self.memory.hold(missing.iter().flat_map(|block| held.parts(*block)))?;
+        missing.into_iter().for_each(|block| held.blocks[block as usize] = true);
+        Ok(())
+    }
+
+    /// See [`lagoon_backend::Device::kv_release`].
+    pub(super) fn release(&mut self, slots: Range<u32>) -> Result<(), DeviceError> {
+        let Some(held) = &mut self.rows else { return Ok(()) };
+        let blocks = held.blocks_of(&slots);
+        self.memory.release(blocks.start * held.ratio..blocks.end * held.ratio)?;
+        held.blocks[blocks.start as usize..blocks.end as usize].fill(false);
+        Ok(())
+    }
+
+    /// See [`lagoon_backend::Device::kv_expect`].
+    pub(super) fn expect(&mut self, next: &[u32], row: Option<u32>) {
+        let Some(held) = &mut self.rows else { return };
+        let end = word(held.blocks.len());
+        let wanted = |slot: &u32| Some(slot / held.block_tokens).filter(|block| *block < end && !held.holds(*block));
+        let expected = (next.iter().filter_map(wanted).collect::<Vec<_>>(), row.as_ref().and_then(wanted));
+        if expected == held.expected || (expected.0.is_empty() && expected.1.is_none()) {
+            return;
+        }
+        let ahead = expected.0.iter().flat_map(|block| held.parts(*block));
+        self.memory.expect(ahead, expected.1.iter().flat_map(|block| held.parts(*block)));
+        held.expected = expected;
+    }
+
+    /// Whether these slots have memory.
+    pub(super) fn has(&self, slots: Range<u32>) -> bool {
+        let ends = [slots.start, slots.end.max(slots.start + 1) - 1];
+        match &self.rows {
+            None => slots.end <= self.mapped,
+            Some(held) => slots.end as usize <= self.slots && ends.iter().all(|at| held.holds(at / held.block_tokens)),
+        }
+    }
+
     /// A store of `slots` tokens; `layers_per_group` layers share page groups.
     pub(super) fn new(
         context: &Arc<Context>,
@@ -130,30 +271,23 @@ impl CudaKv {
         slots: usize,
         layers_per_group: u32,
     ) -> Result<Self, DeviceError> {
-        let layout = VmmLayout::new(VmmShape {
-            layers: shape.layers,
-            kv_heads: shape.kv_heads,
-            head_dim: shape.head_dim,
-            element_bytes: word(shape.dtype.size()),
-            page_group_bytes: context.granularity() as u64,
-            layers_per_group,
-        })
-        .map_err(VirtualKvError::from)?;
+        let layout = VmmLayout::new(vmm_shape(context, shape, layers_per_group)).map_err(VirtualKvError::from)?;
         let tokens = word(slots.max(1));
         let config = VmmConfig {
+            direct_blocks: 0,
             batch_max: 1,
             context_max: tokens,
             guests_max: 0,
             guest_blocks_max: 0,
             stripes: layout.stripes_for(tokens),
-            address_bytes_max: 1 << 46,
+            address_bytes_max: ADDRESS_BYTES_MAX,
             grow: false,
             eager_stripes: 0,
             reclaim_below: 0,
         };
         let memory = Arc::new(VirtualKv::new(context, layout, config)?);
         let row = Some(memory.alloc_reqid()?);
-        Ok(Self { shape, slots, memory, row, mapped: 0, zeroed: 0 })
+        Ok(Self { shape, slots, memory, row, rows: None, mapped: 0, zeroed: 0 })
     }
 
     /// All slots of `memory`, whose rows somebody else maps and unmaps: a slot is used only while it has memory, and is
@@ -165,7 +299,7 @@ impl CudaKv {
             return Err(DeviceError::Unsupported(format!("a store of {shape:?} over memory laid out for {of:?}")));
         }
         let slots = memory.slots();
-        Ok(Self { shape, slots: slots as usize, memory, row: None, mapped: slots, zeroed: 0 })
+        Ok(Self { shape, slots: slots as usize, memory, row: None, rows: None, mapped: slots, zeroed: 0 })
     }
 
     /// Slots that have memory: those before this one.
@@ -209,13 +343,19 @@ impl CudaKv {
     }
 
     /// Says that the lane's work so far uses this memory.
-    pub(super) fn used_by(&self, lane: &Lane) -> Result<(), DeviceError> {
-        Ok(self.memory.used_by(&lane.stream)?)
+    pub(super) fn used_by(&self, lane: &mut Lane) -> Result<(), DeviceError> {
+        Ok(lane.uses(&self.memory)?)
     }
 
-    /// What mapping has cost.
-    #[must_use]
-    pub fn counters(&self) -> lagoon_kv::vmm::VmmCounters {
-        self.memory.counters()
+    /// What mapping has come to.
+    pub(super) fn counters(&self) -> KvCounters {
+        let (free, kept) = self.memory.free_and_kept_groups();
+        let groups = u64::from(self.memory.layout().tensors());
+        let VmmCounters { in_step, ahead, eager, reused, reclaimed, shared, refused, .. } = self.memory.counters();
+        let [in_step, ahead, eager, reused, reclaimed, shared] =
+            [in_step, ahead, eager, reused, reclaimed, shared].map(|stripes| stripes * groups);
+        let stripes = self.rows.as_ref().map_or(1, |held| held.ratio * self.memory.layout().block_stripes());
+        let groups_per_block = u64::from(stripes) * groups;
+        KvCounters { groups_per_block, free, kept, in_step, ahead, eager, reused, reclaimed, shared, refused }
     }
 }

@@ -4,34 +4,60 @@
 //! ([`Device::urgent`]). Each lane's work happens in the order of the calls. Between them only KV is shared: a lane
 //! waits for what the other has copied into the store ([`CudaDevice::kv_written`]); a step's own writes are read by
 //! guests only after the step has ended, which its caller has waited for.
+//!
+//! A step that its caller expects again ([`Device::begin_repeatable`]) is listed and replayed as a graph ([`graphs`]).
 
+mod graphs;
 mod lane;
+mod linear;
 mod memory;
 mod plans;
+mod tuner;
 
+pub use linear::LinearLayers;
 pub use memory::{CudaKv, CudaTensor, CudaWeight};
+pub use tuner::{Tried, TuneFor};
 
-use crate::driver::{Context, CudaError, Event, Priority};
-use crate::kernels::attention::{Buffers, Tuning};
-use crate::kernels::linear::{Launches, Product, workspace_bytes};
+use crate::driver::{Buffer, Context, Event, Pinned, Priority, copy_to_host};
+use crate::kernels::attention::{Buffers, SHARED_BYTES_LEAST, SHARED_BYTES_MAX, Tuning};
+use crate::kernels::linear::Product;
 use crate::kernels::pointwise::{self as p, per_row};
+use crate::kernels::sample::{self, SampleParams};
 use crate::kernels::{Launch, pointwise};
 use crate::virtual_kv::{VirtualKv, VirtualKvError};
 use bytemuck::Pod;
-use lagoon_backend::{AttnBatch, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
+use lagoon_backend::{
+    AttnBatch, Device, DeviceError, DeviceInfo, KvCounters, LaunchCounters, Mode, Partials, SampleRow, SampledRow,
+    WeightSource,
+};
 use lagoon_kv::vmm::{VmmConfig, VmmLayout};
-use lagoon_types::{AttentionGeometry, KvShape};
+use lagoon_types::{AttentionGeometry, KvShape, KvSpace};
 use lane::{Kernels, Lane};
-use memory::word;
+use linear::Linear;
+use memory::{ADDRESS_BYTES_MAX, layout_for, least_block_tokens, word};
 use plans::Plans;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Tokens of KV that are staged at once are as many as fit so many bytes.
 const KV_PIECE_BYTES: usize = 1 << 20;
 
+/// Largest read that is staged ahead; a larger one waits for its stream when it is taken.
+const STAGED_BYTES_MAX: usize = 8 << 20;
+
+/// A read that was begun.
+#[derive(Debug, Default)]
+struct Staged {
+    pinned: Option<Pinned>,
+    /// Tokens that were drawn, on the device.
+    drawn: Option<Buffer>,
+    /// 0: nothing was begun.
+    bytes: usize,
+}
+
 /// What may be chosen.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct CudaOptions {
     /// The device's number.
     pub ordinal: u32,
@@ -39,6 +65,12 @@ pub struct CudaOptions {
     pub layers_per_group: Option<u32>,
     /// How kernels are cut; untuned values where nothing is said.
     pub tuning: Option<Tuning>,
+    /// What multiplies in linear layers.
+    pub linear: LinearLayers,
+    /// Whether f32 weights may be multiplied in TF32 (factors of 10 bits) by cuBLASLt; own kernels never do.
+    pub tf32: bool,
+    /// Launch every step kernel by kernel.
+    pub no_graphs: bool,
 }
 
 /// The CUDA backend: one device, used by one thread.
@@ -50,9 +82,13 @@ pub struct CudaDevice {
     /// Own steps, and peers' queries.
     lanes: [Lane; 2],
     plans: [Plans; 2],
+    linear: Linear,
     /// Behind the last copy into a store, by lane; and whether the other lane has not waited for it yet.
     copied: [Event; 2],
     unseen: [bool; 2],
+    /// Marks and reads ahead of the two lanes of own steps.
+    marks: [Event; 2],
+    staged: [Staged; 2],
     /// The lane of the next calls.
     at: usize,
 }
@@ -66,12 +102,24 @@ impl CudaDevice {
     pub fn open(image: &[u8], options: CudaOptions) -> Result<Self, DeviceError> {
         let context = Context::open(options.ordinal)?;
         let kernels = Kernels::load(&context, image)?;
-        let tuning = options.tuning.unwrap_or_else(|| Tuning::untuned(context.attributes().multiprocessors));
+        let attributes = context.attributes();
+        let shared_bytes_max = attributes.shared_bytes_per_block.min(SHARED_BYTES_MAX);
+        if shared_bytes_max < SHARED_BYTES_LEAST {
+            return Err(DeviceError::Unsupported(format!(
+                "{} gives a block {shared_bytes_max} bytes of shared memory; the kernels need {SHARED_BYTES_LEAST}",
+                attributes.name,
+            )));
+        }
+        let mut tuning = options.tuning.unwrap_or_else(|| Tuning::untuned(attributes.multiprocessors));
+        tuning.shared_bytes_max = tuning.shared_bytes_max.min(shared_bytes_max);
+        let linear = Linear::open(&context, &options.linear, options.tf32);
         let lanes =
             [Lane::new(&context, kernels.clone(), Priority::Normal)?, Lane::new(&context, kernels, Priority::High)?];
         let copied = [Event::new(&context, false)?, Event::new(&context, false)?];
         let plans = [Plans::default(), Plans::default()];
-        Ok(Self { context, options, tuning, lanes, plans, copied, unseen: [false; 2], at: 0 })
+        let marks = [Event::new(&context, false)?, Event::new(&context, false)?];
+        let staged = [Staged::default(), Staged::default()];
+        Ok(Self { context, options, tuning, lanes, plans, linear, copied, unseen: [false; 2], marks, staged, at: 0 })
     }
 
     /// KV memory on this device whose rows the caller maps and unmaps: requests, shared prefixes, guests.
@@ -90,10 +138,63 @@ impl CudaDevice {
         CudaKv::over(shape, memory)
     }
 
+    /// Why a store with these rBlocks has no rows, so that sequences are contiguous only where the block pool finds them
+    /// consecutive blocks; `None` if it has.
+    #[must_use]
+    pub fn why_flat(&self, shape: KvShape, wish: &KvSpace) -> Option<String> {
+        let Some(layout) = layout_for(&self.context, shape, wish.block_tokens, self.options.layers_per_group) else {
+            let tokens = least_block_tokens(&self.context, shape);
+            let hint =
+                tokens.map_or(String::new(), |n| format!("; --block-tokens {n} or a multiple are, in the whole pool"));
+            return Some(format!("rBlocks of {} tokens are not whole page groups{hint}", wish.block_tokens));
+        };
+        let ratio = u64::from(wish.block_tokens / layout.block_tokens()) * u64::from(layout.block_stripes());
+        let bytes = |blocks: u32| u64::from(blocks).saturating_mul(ratio).saturating_mul(layout.stripe_bytes());
+        match wish.addresses().map(bytes) {
+            Some(bytes) if bytes <= ADDRESS_BYTES_MAX => None,
+            _ => Some(format!(
+                "{} sequences of {} tokens need more addresses than there are; fewer (--max-running) fit",
+                wish.rows,
+                u64::from(wish.row_blocks) * u64::from(wish.block_tokens)
+            )),
+        }
+    }
+
     /// What multiplies in linear layers, for people.
     #[must_use]
-    pub fn linear_layers(&self) -> &'static str {
-        "own kernels"
+    pub fn linear_layers(&self) -> String {
+        self.linear.name()
+    }
+
+    /// How attention is cut on this device.
+    #[must_use]
+    pub fn tuning(&self) -> &Tuning {
+        &self.tuning
+    }
+
+    /// Cuts attention in another way from now on.
+    ///
+    /// # Panics
+    /// If that needs more shared memory than the device has, or kernels that it has not.
+    pub fn set_tuning(&mut self, tuning: Tuning) {
+        let attributes = self.context.attributes();
+        assert!(tuning.shared_bytes_max <= attributes.shared_bytes_per_block, "tiles for another device");
+        assert!(!tuning.wgmma || attributes.compute_capability.0 == 9, "warpgroup products on another device");
+        self.tuning = tuning;
+        // Plans were made by the old one.
+        self.plans = [Plans::default(), Plans::default()];
+    }
+
+    /// How repeatable steps were launched, the graphs that are kept, and why none is made any more, if so.
+    #[must_use]
+    pub fn graphs(&self) -> (LaunchCounters, usize, Option<&str>) {
+        self.lanes[0].graphs()
+    }
+
+    /// Attributes of the device.
+    #[must_use]
+    pub fn attributes(&self) -> &crate::driver::Attributes {
+        self.context.attributes()
     }
 
     fn lane(&mut self) -> &mut Lane {
@@ -178,22 +279,37 @@ impl CudaDevice {
         };
         self.per_row(name, tokens, params)
     }
+}
 
-    /// One product, by this project's own kernels.
-    fn product(&mut self, product: &Product) -> Result<(), CudaError> {
-        let sms = self.tuning.sms;
-        let bytes = workspace_bytes(product.rows, product.n, product.k, product.dtype, sms);
-        let precision = self.tuning.precision;
-        let lane = self.lane();
-        let workspace = lane.scratch(usize::try_from(bytes).expect("scratch fits"))?;
-        match product.launches(workspace, precision, sms) {
-            Launches::Stream(launch) => lane.launch(&launch),
-            Launches::Tiles { split, gemm, reduce } => {
-                split.iter().try_for_each(|launch| lane.launch(launch))?;
-                lane.launch(&gemm)?;
-                reduce.iter().try_for_each(|launch| lane.launch(launch))
-            }
-        }
+/// Part of a tensor: from the first wanted element to the last, rows whole but for the two ends.
+#[derive(Debug)]
+struct Span {
+    first: usize,
+    end: usize,
+    stride: usize,
+    cols: Range<usize>,
+}
+
+impl Span {
+    fn of(tensor: &CudaTensor, rows: &Range<usize>, cols: &Range<usize>) -> Self {
+        let stride = tensor.cols;
+        let (first, end) = (rows.start * stride + cols.start, rows.end.saturating_sub(1) * stride + cols.end);
+        let end = if rows.is_empty() || cols.is_empty() { first } else { end };
+        Self { first, end, stride, cols: cols.clone() }
+    }
+
+    fn bytes(&self) -> usize {
+        (self.end - self.first) * 4
+    }
+
+    fn address(&self, tensor: &CudaTensor) -> u64 {
+        tensor.buffer.range(self.first * 4, self.bytes())
+    }
+
+    /// The wanted ones of consecutive elements, of which the first is number `at`.
+    fn take(&self, at: usize, bytes: &[u8], out: &mut Vec<f32>) {
+        let elements = (at..).zip(bytes.chunks_exact(4)).filter(|(at, _)| self.cols.contains(&(at % self.stride)));
+        out.extend(elements.map(|(_, b)| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
     }
 }
 
@@ -217,17 +333,59 @@ impl Device for CudaDevice {
         self.at = usize::from(urgent);
     }
 
+    fn begin_repeatable(&mut self) -> Result<(), DeviceError> {
+        if self.at == 0 && !self.options.no_graphs {
+            self.lane().begin_step()?;
+        }
+        Ok(())
+    }
+
     fn tensor(&mut self, rows: usize, cols: usize) -> Result<CudaTensor, DeviceError> {
+        self.lane().settle()?;
         Ok(CudaTensor::new(&self.context, &self.lanes[self.at], rows, cols)?)
     }
 
     fn weight(&mut self, source: WeightSource) -> Result<CudaWeight, DeviceError> {
+        self.lane().settle()?;
         Ok(CudaWeight::new(&self.context, &mut self.lanes[self.at], &source)?)
     }
 
     fn kv(&mut self, shape: KvShape, slots: usize) -> Result<CudaKv, DeviceError> {
         let group = self.options.layers_per_group.filter(|group| shape.layers.is_multiple_of(*group)).unwrap_or(1);
         CudaKv::new(&self.context, shape, slots, group)
+    }
+
+    fn kv_space(&self, shape: KvShape, wish: KvSpace) -> KvSpace {
+        match self.why_flat(shape, &wish) {
+            None => wish,
+            Some(_) => KvSpace::flat(wish.blocks, wish.block_tokens),
+        }
+    }
+
+    fn kv_in(&mut self, shape: KvShape, space: &KvSpace) -> Result<CudaKv, DeviceError> {
+        let group = self.options.layers_per_group;
+        match layout_for(&self.context, shape, space.block_tokens, group).filter(|_| space.rows > 0) {
+            Some(layout) => CudaKv::with_rows(&self.context, shape, space, layout),
+            None => self.kv(shape, space.slots()),
+        }
+    }
+
+    fn kv_hold(&mut self, kv: &mut CudaKv, slots: &[Range<u32>]) -> Result<(), DeviceError> {
+        kv.hold(slots)
+    }
+
+    fn kv_release(&mut self, kv: &mut CudaKv, slots: Range<u32>) -> Result<(), DeviceError> {
+        // What a step that was given up listed must not happen to memory that is somebody else's by then.
+        self.lanes.iter_mut().try_for_each(Lane::settle)?;
+        kv.release(slots)
+    }
+
+    fn kv_expect(&mut self, kv: &mut CudaKv, next: &[u32], row: Option<u32>) {
+        kv.expect(next, row);
+    }
+
+    fn kv_counters(&self, kv: &CudaKv) -> Option<KvCounters> {
+        Some(kv.counters())
     }
 
     fn write(&mut self, tensor: &mut CudaTensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
@@ -249,25 +407,125 @@ impl Device for CudaDevice {
             return Ok(());
         }
         out.reserve(rows.len() * cols.len());
-        // From the first wanted element to the last: rows are read whole but for the two ends.
-        let first = rows.start * tensor.cols + cols.start;
-        let last = (rows.end - 1) * tensor.cols + cols.end;
-        let from = tensor.buffer.range(first * 4, (last - first) * 4);
-        let (mut at, stride) = (first, tensor.cols);
-        Ok(self.lane().read(from, (last - first) * 4, |bytes| {
-            for float in bytes.chunks_exact(4) {
-                if cols.contains(&(at % stride)) {
-                    out.push(f32::from_le_bytes([float[0], float[1], float[2], float[3]]));
-                }
-                at += 1;
-            }
+        let span = Span::of(tensor, &rows, &cols);
+        let mut at = span.first;
+        Ok(self.lane().read(span.address(tensor), span.bytes(), |bytes| {
+            span.take(at, bytes, out);
+            at += bytes.len() / 4;
         })?)
+    }
+
+    fn mark(&mut self, lane: usize) -> Result<(), DeviceError> {
+        // What is listed has not begun.
+        self.lane().settle()?;
+        Ok(self.marks[lane].record(&self.lanes[self.at].stream)?)
+    }
+
+    fn reached(&mut self, lane: usize) -> Result<Option<Duration>, DeviceError> {
+        // Asked again at once: kernels take microseconds.
+        Ok((!self.marks[lane].happened()?).then_some(Duration::ZERO))
+    }
+
+    fn read_ahead(
+        &mut self,
+        lane: usize,
+        tensor: &CudaTensor,
+        rows: Range<usize>,
+        cols: Range<usize>,
+    ) -> Result<(), DeviceError> {
+        assert!(rows.end <= tensor.rows && cols.end <= tensor.cols, "a range beyond the tensor");
+        let span = Span::of(tensor, &rows, &cols);
+        let staged = &mut self.staged[lane];
+        staged.bytes = 0;
+        if (1..=STAGED_BYTES_MAX).contains(&span.bytes()) {
+            if staged.pinned.as_ref().is_none_or(|p| p.as_slice().len() < span.bytes()) {
+                staged.pinned = Some(Pinned::new(&self.context, "staged reads", span.bytes().next_power_of_two())?);
+            }
+            if let Some(pinned) = &mut staged.pinned {
+                self.lanes[self.at].settle()?;
+                copy_to_host(&self.lanes[self.at].stream, pinned, 0, span.address(tensor), span.bytes())?;
+                staged.bytes = span.bytes();
+            }
+        }
+        self.mark(lane)
+    }
+
+    fn read_staged(
+        &mut self,
+        lane: usize,
+        tensor: &CudaTensor,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        let span = Span::of(tensor, &rows, &cols);
+        match &self.staged[lane] {
+            Staged { pinned: Some(pinned), bytes, .. } if *bytes > 0 && *bytes == span.bytes() => {
+                out.reserve(rows.len() * cols.len());
+                span.take(span.first, &pinned.as_slice()[..*bytes], out);
+                Ok(())
+            }
+            _ => self.read(tensor, rows, cols, out),
+        }
+    }
+
+    fn launches(&self) -> Option<LaunchCounters> {
+        (!self.options.no_graphs).then(|| self.graphs().0)
+    }
+
+    fn samples(&self) -> bool {
+        true
+    }
+
+    fn sample_ahead(&mut self, lane: usize, logits: &CudaTensor, rows: &[SampleRow]) -> Result<(), DeviceError> {
+        assert!(rows.len() <= logits.rows, "a row for each draw");
+        let staged = &mut self.staged[lane];
+        staged.bytes = size_of_val(rows) / size_of::<SampleRow>() * size_of::<SampledRow>();
+        if rows.is_empty() {
+            return self.mark(lane);
+        }
+        let room = (logits.rows * size_of::<SampledRow>()).next_power_of_two();
+        if staged.drawn.as_ref().is_none_or(|b| b.bytes() < room) {
+            // The listed step has not named it; whatever did has happened before this frees it.
+            staged.drawn = Some(Buffer::new(&self.context, "sampled tokens", room)?);
+        }
+        if staged.pinned.as_ref().is_none_or(|p| p.as_slice().len() < staged.bytes) {
+            staged.pinned = Some(Pinned::new(&self.context, "staged reads", room)?);
+        }
+        let (Some(drawn), Some(pinned)) = (&staged.drawn, &mut staged.pinned) else { unreachable!("made above") };
+        let own = &mut self.lanes[self.at];
+        let at = own.upload(bytemuck::cast_slice(rows))?;
+        let params = SampleParams {
+            logits: logits.buffer.address(),
+            rows: at,
+            out: drawn.address(),
+            vocab: word(logits.cols),
+            stride: word(logits.cols),
+        };
+        own.launch(&sample::sample(word(rows.len()), params))?;
+        own.settle()?;
+        copy_to_host(&own.stream, pinned, 0, drawn.address(), staged.bytes)?;
+        self.mark(lane)
+    }
+
+    fn sampled(&mut self, lane: usize, out: &mut Vec<SampledRow>) -> Result<(), DeviceError> {
+        self.marks[lane].synchronize()?;
+        if let Staged { pinned: Some(pinned), bytes, .. } = &self.staged[lane] {
+            let rows = pinned.as_slice()[..*bytes].chunks_exact(size_of::<SampledRow>());
+            out.extend(rows.map(bytemuck::pod_read_unaligned::<SampledRow>));
+        }
+        Ok(())
     }
 
     fn kv_write(&mut self, kv: &mut CudaKv, layer: usize, slot0: u32, bytes: &[u8]) -> Result<(), DeviceError> {
         let token = kv.shape.layer_token_bytes();
         assert!(bytes.len().is_multiple_of(token), "whole tokens");
+        self.lane().settle()?;
         self.kv_ensure(kv, slot0 + word(bytes.len() / token))?;
+        assert!(
+            bytes.is_empty() || kv.has(slot0..slot0 + word(bytes.len() / token)),
+            "slots that are written are held"
+        );
         let mut slot = slot0;
         for piece in bytes.chunks((KV_PIECE_BYTES / token).max(1) * token) {
             let at = self.lane().upload(piece)?;
@@ -275,7 +533,7 @@ impl Device for CudaDevice {
             slot += word(piece.len() / token);
         }
         self.kv_written()?;
-        kv.used_by(&self.lanes[self.at])
+        kv.used_by(&mut self.lanes[self.at])
     }
 
     fn kv_read(
@@ -288,6 +546,7 @@ impl Device for CudaDevice {
     ) -> Result<(), DeviceError> {
         let token = kv.shape.layer_token_bytes();
         assert!((slot0 + tokens) as usize <= kv.slots, "tokens beyond the store");
+        self.lane().settle()?;
         self.kv_used()?;
         // Slots that were never used have no memory, and are zero.
         let there = kv.mapped().clamp(slot0, slot0 + tokens) - slot0;
@@ -305,7 +564,7 @@ impl Device for CudaDevice {
     }
 
     fn sync(&mut self) -> Result<(), DeviceError> {
-        Ok(self.lanes.iter().try_for_each(|lane| lane.stream.synchronize())?)
+        Ok(self.lanes.iter_mut().try_for_each(Lane::synchronize)?)
     }
 
     fn embed(&mut self, table: &CudaWeight, ids: &[u32], out: &mut CudaTensor) -> Result<(), DeviceError> {
@@ -387,10 +646,12 @@ impl Device for CudaDevice {
         let end = slots.iter().filter(|slot| **slot != u32::MAX).max().map_or(0, |slot| slot + 1);
         assert!(end as usize <= kv.slots, "slots beyond the store");
         self.kv_ensure(kv, end)?;
+        let writes_memory = |slot: &u32| *slot == u32::MAX || kv.has(*slot..*slot + 1);
+        assert!(layer > 0 || slots.iter().all(writes_memory), "slots that are written are held");
         let params = p::RopeParams {
             qkv: qkv.address(),
             rope: rope.address(),
-            slots: self.lane().upload(bytemuck::cast_slice(slots))?,
+            slots: self.lane().upload_again(bytemuck::cast_slice(slots))?,
             kv: kv.view(layer),
             heads: geometry.heads,
             kv_heads: geometry.kv_heads,
@@ -398,7 +659,7 @@ impl Device for CudaDevice {
             kv_type: u32::from(kv.shape.dtype.code()),
         };
         self.per_row("rope_append", slots.len(), params)?;
-        kv.used_by(&self.lanes[self.at])
+        kv.used_by(&mut self.lanes[self.at])
     }
 
     fn attention(
@@ -413,7 +674,7 @@ impl Device for CudaDevice {
         assert!((kv.shape.kv_heads, kv.shape.head_dim) == (g.kv_heads, g.head_dim), "store shape");
         assert!(q.cols >= g.q_dim() && out.out.cols == g.q_dim(), "query shapes");
         assert!(batch.rows() <= q.rows.min(out.out.rows).min(out.lse.rows), "query rows");
-        assert!(batch.runs.iter().all(|run| run.base + run.len <= kv.mapped()), "runs of slots that were written");
+        assert!(batch.runs.iter().all(|run| kv.has(run.base..run.base + run.len)), "runs of slots that were written");
         self.kv_used()?;
         let store = (kv.shape.dtype, kv.is_aligned());
         let (lane, plans) = (&mut self.lanes[self.at], &mut self.plans[self.at]);

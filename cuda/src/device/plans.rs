@@ -9,6 +9,8 @@ use std::sync::Arc;
 
 /// Plans that a lane keeps: the layers of a step repeat one, and steps' kinds alternate.
 const PLANS_KEPT: usize = 8;
+/// Plans of one listed step.
+const LISTED_KEPT: usize = 8;
 /// Bytes of a plan's buffer at least.
 const PLAN_BYTES_MIN: usize = 64 << 10;
 
@@ -24,12 +26,37 @@ pub(super) struct PlanOnDevice {
     store: (DType, bool),
     pub(super) plan: Plan,
     pub(super) count: Vec<u32>,
-    buffer: Buffer,
+    place: Place,
     /// Where the slopes lie, or 0.
     pub(super) slopes: u64,
 }
 
+/// Where a plan's arrays lie: in a buffer of its own, or with the uploads of a listed step.
+#[derive(Debug)]
+enum Place {
+    Own(Buffer),
+    Listed { step: u64, address: u64 },
+}
+
 impl PlanOnDevice {
+    fn new(batch: &AttnBatch<'_>, store: (DType, bool), plan: Plan, place: Place, slopes: u64) -> Self {
+        let mut count = Vec::new();
+        batch.fill_counts(&mut count);
+        Self {
+            geometry: batch.geometry,
+            scale: batch.scale,
+            window: batch.window,
+            alibi: batch.alibi,
+            seqs: batch.seqs.to_vec(),
+            runs: batch.runs.to_vec(),
+            store,
+            plan,
+            count,
+            place,
+            slopes,
+        }
+    }
+
     fn fits(&self, batch: &AttnBatch<'_>, store: (DType, bool)) -> bool {
         self.geometry == batch.geometry
             && self.scale.to_bits() == batch.scale.to_bits()
@@ -42,7 +69,10 @@ impl PlanOnDevice {
 
     /// Where the plan's arrays lie.
     pub(super) fn address(&self) -> u64 {
-        self.buffer.address()
+        match &self.place {
+            Place::Own(buffer) => buffer.address(),
+            Place::Listed { address, .. } => *address,
+        }
     }
 }
 
@@ -50,7 +80,13 @@ impl PlanOnDevice {
 #[derive(Debug, Default)]
 pub(super) struct Plans {
     kept: Vec<PlanOnDevice>,
+    listed: Vec<PlanOnDevice>,
     bytes: Vec<u8>,
+}
+
+/// `n` rounded up so that growing slowly seldom changes it, to an eighth more at most (or 4).
+fn rounded(n: usize) -> usize {
+    n.next_multiple_of((n.next_power_of_two() / 8).max(4))
 }
 
 impl Plans {
@@ -63,6 +99,11 @@ impl Plans {
         store: (DType, bool),
         tuning: &Tuning,
     ) -> Result<&PlanOnDevice, CudaError> {
+        if let Some(step) = lane.listed_step()
+            && let Some(at) = self.listed(lane, batch, store, tuning, step)?
+        {
+            return Ok(&self.listed[at]);
+        }
         if let Some(at) = self.kept.iter().position(|kept| kept.fits(batch, store)) {
             let kept = self.kept.remove(at);
             self.kept.push(kept);
@@ -70,34 +111,61 @@ impl Plans {
         }
         // The oldest gives its memory: the lane's order keeps the upload behind the kernels that still read it.
         let old = (self.kept.len() == PLANS_KEPT).then(|| self.kept.remove(0));
-        let (mut plan, buffer) = old.map_or((Plan::default(), None), |old| (old.plan, Some(old.buffer)));
+        let (mut plan, buffer) = old.map_or((Plan::default(), None), |old| match old.place {
+            Place::Own(buffer) => (old.plan, Some(buffer)),
+            Place::Listed { .. } => (old.plan, None),
+        });
         plan.make(batch, store.0, store.1, tuning);
-        self.bytes.clear();
-        plan.bytes(&mut self.bytes);
-        self.bytes.resize(self.bytes.len().next_multiple_of(16), 0);
-        let slopes_at = self.bytes.len();
-        let slopes = batch.alibi.iter().flat_map(|alibi| alibi.slopes(batch.geometry.heads));
-        self.bytes.extend(slopes.flat_map(f32::to_le_bytes));
+        let slopes_at = self.fill(&plan, batch, |bytes| bytes.next_multiple_of(16));
         let buffer = match buffer {
             Some(buffer) if buffer.bytes() >= self.bytes.len() => buffer,
             _ => Buffer::new(context, "an attention plan", self.bytes.len().next_power_of_two().max(PLAN_BYTES_MIN))?,
         };
         lane.copy(buffer.address(), &self.bytes)?;
-        let mut count = Vec::new();
-        batch.fill_counts(&mut count);
-        self.kept.push(PlanOnDevice {
-            geometry: batch.geometry,
-            scale: batch.scale,
-            window: batch.window,
-            alibi: batch.alibi,
-            seqs: batch.seqs.to_vec(),
-            runs: batch.runs.to_vec(),
-            store,
-            plan,
-            count,
-            slopes: if batch.alibi.is_some() { buffer.range(slopes_at, 0) } else { 0 },
-            buffer,
-        });
+        let slopes = if batch.alibi.is_some() { buffer.range(slopes_at, 0) } else { 0 };
+        self.kept.push(PlanOnDevice::new(batch, store, plan, Place::Own(buffer), slopes));
         Ok(&self.kept[self.kept.len() - 1])
+    }
+
+    /// The plan's bytes and, at the returned offset, the slopes. `round` says where they may begin.
+    fn fill(&mut self, plan: &Plan, batch: &AttnBatch<'_>, round: impl FnOnce(usize) -> usize) -> usize {
+        self.bytes.clear();
+        plan.bytes(&mut self.bytes);
+        self.bytes.resize(round(self.bytes.len()), 0);
+        let at = self.bytes.len();
+        let slopes = batch.alibi.iter().flat_map(|alibi| alibi.slopes(batch.geometry.heads));
+        self.bytes.extend(slopes.flat_map(f32::to_le_bytes));
+        at
+    }
+
+    /// The index of the plan for this call of a listed step. Its sizes are rounded up, so that they are those of the steps
+    /// before and after; what is added has nothing to do. `None` where the step has ended, because it uploads too much.
+    fn listed(
+        &mut self,
+        lane: &mut Lane,
+        batch: &AttnBatch<'_>,
+        store: (DType, bool),
+        tuning: &Tuning,
+        now: u64,
+    ) -> Result<Option<usize>, CudaError> {
+        let of_now = |kept: &PlanOnDevice| matches!(kept.place, Place::Listed { step, .. } if step == now);
+        if let Some(at) = self.listed.iter().position(|kept| of_now(kept) && kept.fits(batch, store)) {
+            return Ok(Some(at));
+        }
+        // Plans of earlier steps give their memory.
+        let old = self.listed.iter().position(|kept| !of_now(kept)).or((self.listed.len() == LISTED_KEPT).then_some(0));
+        let mut plan = old.map(|at| self.listed.swap_remove(at)).map_or_else(Plan::default, |old| old.plan);
+        plan.make(batch, store.0, store.1, tuning);
+        let [decode, _, _, merges] = plan.counts();
+        plan.pad(rounded(decode), rounded(merges));
+        plan.piece_rows = u32::try_from(rounded(plan.piece_rows as usize)).expect("rows fit");
+        let slopes_at = self.fill(&plan, batch, |bytes| rounded(bytes).next_multiple_of(16));
+        let address = lane.upload(&self.bytes)?;
+        if lane.listed_step() != Some(now) {
+            return Ok(None);
+        }
+        let slopes = if batch.alibi.is_some() { address + slopes_at as u64 } else { 0 };
+        self.listed.push(PlanOnDevice::new(batch, store, plan, Place::Listed { step: now, address }, slopes));
+        Ok(Some(self.listed.len() - 1))
     }
 }

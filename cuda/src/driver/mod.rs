@@ -8,6 +8,7 @@
 //! * Copies and launches are asynchronous. Whoever frees or unmaps memory waits first for the streams that use it.
 
 mod context;
+mod graph;
 mod library;
 mod memory;
 mod module;
@@ -15,6 +16,7 @@ mod stream;
 mod vmm;
 
 pub use context::{Attributes, Context};
+pub use graph::Graph;
 pub use library::{absent_because, missing_functions};
 pub use memory::{Buffer, Pinned, copy_to_device, copy_to_host, copy_within_device, fill_zero};
 pub use module::{Function, Launch, Module};
@@ -37,6 +39,9 @@ pub enum CudaError {
     /// The device or driver cannot do what was asked.
     #[error("the device cannot do this: {0}")]
     Unsupported(String),
+    /// A library beside the driver refused; the number is its own status.
+    #[error("{call} failed with status {status}")]
+    Library { call: &'static str, status: i32 },
     /// Anything else; after most of these the context is lost.
     #[error("{call} failed: {code:?}")]
     Driver { call: &'static str, code: CUresult },
@@ -47,7 +52,7 @@ impl From<CudaError> for DeviceError {
         match error {
             CudaError::OutOfMemory { what, bytes } => Self::OutOfMemory { what: what.to_owned(), bytes },
             CudaError::Absent(text) | CudaError::Unsupported(text) => Self::Unsupported(text),
-            CudaError::Driver { .. } => Self::Lost(error.to_string()),
+            CudaError::Library { .. } | CudaError::Driver { .. } => Self::Lost(error.to_string()),
         }
     }
 }
@@ -80,6 +85,13 @@ static RELEASE_ERRORS: AtomicU64 = AtomicU64::new(0);
 #[must_use]
 pub fn release_errors() -> u64 {
     RELEASE_ERRORS.load(Ordering::Relaxed)
+}
+
+/// As [`released`], for a library beside the driver.
+pub(crate) fn released_by(status: i32) {
+    if status != 0 {
+        RELEASE_ERRORS.fetch_add(1, Ordering::Relaxed);
+    }
 }
 
 /// Notes a refused release; drops cannot return it.

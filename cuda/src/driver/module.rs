@@ -99,6 +99,12 @@ pub struct Launch {
 }
 
 impl Function {
+    /// Tells kernels apart.
+    #[must_use]
+    pub fn id(&self) -> usize {
+        self.handle as usize
+    }
+
     /// Launches the kernel in `stream` with one parameter, copied now. An empty grid launches nothing.
     ///
     /// # Errors
@@ -108,16 +114,28 @@ impl Function {
     /// `P` is the type of the kernel's only parameter, and every address in `params` is valid for what the kernel
     /// does with it until the kernel has run.
     pub unsafe fn launch<P: NoUninit>(&self, stream: &Stream, how: Launch, params: &P) -> Result<(), CudaError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_bytes(stream, how, bytemuck::bytes_of(params)) }
+    }
+
+    /// As [`Function::launch`], with the parameter's bytes.
+    ///
+    /// # Errors
+    /// As [`Function::launch`].
+    ///
+    /// # Safety
+    /// As [`Function::launch`], of the value that these are the bytes of.
+    pub unsafe fn launch_bytes(&self, stream: &Stream, how: Launch, params: &[u8]) -> Result<(), CudaError> {
         assert!(how.shared_bytes <= self.shared_bytes_max, "more shared memory than the kernel was prepared for");
         if how.grid.contains(&0) {
             return Ok(());
         }
         self.module.context.make_current()?;
         // As one buffer with its size, which the driver checks against the kernel's.
-        let mut bytes = size_of::<P>();
+        let mut bytes = params.len();
         let mut extra: [*mut c_void; 5] = [
             PARAM_BUFFER_POINTER as *mut c_void,
-            std::ptr::from_ref(params).cast_mut().cast(),
+            params.as_ptr().cast_mut().cast(),
             PARAM_BUFFER_SIZE as *mut c_void,
             (&raw mut bytes).cast(),
             std::ptr::null_mut(),

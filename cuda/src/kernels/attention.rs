@@ -12,6 +12,7 @@
 //!   there. Bound by reading K and V once.
 //! * `attention_prefill_*`: many rows, packed likewise into tiles of [`prefill_tile`]; [`Precision`] says whether queries
 //!   and weights are split (twice the products) or rounded to the store's type, as other engines do.
+//!   `_small` ones are for devices whose blocks get 99 KB of shared memory ([`Tuning::shared_bytes_max`]).
 //! * `attention_wgmma_*`: the same, rounded, on compute capability 9.0 ([`Tuning::wgmma`]).
 //! * `attention_any_*`: whatever is left: f32 stores, odd head sizes, planes that are not aligned. Plain f32 arithmetic.
 
@@ -35,8 +36,10 @@ const ANY_THREADS: u32 = 128;
 /// The value of [`AttentionParams::window`] that stands for none: more than any distance of positions.
 pub const WINDOW_NONE: u32 = 1 << 31;
 
-/// Dynamic shared memory that every device from compute capability 8.0 has for one block (163 KB).
-pub(super) const SHARED_BYTES_MAX: u32 = 163 << 10;
+/// Dynamic shared memory of a block on compute capability 8.0 (163 KB), which later data-centre devices exceed.
+pub const SHARED_BYTES_MAX: u32 = 163 << 10;
+/// The same on 8.6, 8.9 and 12.0 (A10, L4, RTX 4090): the least that any device has which the kernels run on.
+pub const SHARED_BYTES_LEAST: u32 = 99 << 10;
 
 /// How queries and weights enter the tensor cores where there are many rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -165,13 +168,13 @@ pub struct DecodeClass {
 }
 
 impl DecodeClass {
-    /// This class with as many stages, and then warps, as heads of this size leave room for.
+    /// This class with as many stages, and then warps, as heads of this size leave room for in `shared_bytes_max`.
     #[must_use]
-    pub const fn fitted(mut self, head_dim: u32) -> Self {
-        while decode_shared_bytes(head_dim, self) > SHARED_BYTES_MAX && self.stages > 2 {
+    pub const fn fitted(mut self, head_dim: u32, shared_bytes_max: u32) -> Self {
+        while decode_shared_bytes(head_dim, self) > shared_bytes_max && self.stages > 2 {
             self.stages -= 1;
         }
-        while decode_shared_bytes(head_dim, self) > SHARED_BYTES_MAX && self.warps > 2 {
+        while decode_shared_bytes(head_dim, self) > shared_bytes_max && self.warps > 2 {
             self.warps /= 2;
         }
         self
@@ -183,6 +186,8 @@ impl DecodeClass {
 pub struct Tuning {
     /// Multiprocessors.
     pub sms: u32,
+    /// Bytes of shared memory that a block may have: between [`SHARED_BYTES_LEAST`] and [`SHARED_BYTES_MAX`].
+    pub shared_bytes_max: u32,
     /// For mean contexts to [`Tuning::class_keys`]`[0]`, to `[1]`, and beyond.
     pub classes: [DecodeClass; 3],
     pub class_keys: [u32; 2],
@@ -200,6 +205,7 @@ impl Tuning {
     pub const fn untuned(sms: u32) -> Self {
         Self {
             sms,
+            shared_bytes_max: SHARED_BYTES_MAX,
             classes: [
                 DecodeClass { warps: 4, stages: 2, blocks_per_sm: 3, piece_keys_min: 256 },
                 DecodeClass { warps: 4, stages: 3, blocks_per_sm: 2, piece_keys_min: 512 },
@@ -218,6 +224,8 @@ struct Family {
     decode: &'static str,
     /// For [`Precision::Exact`] and [`Precision::Fast`].
     prefill: [&'static str; 2],
+    /// The same in 99 KB of shared memory.
+    prefill_small: [&'static str; 2],
     /// With warpgroup products, where there is one: fast, on compute capability 9.0 only.
     wgmma: Option<&'static str>,
 }
@@ -236,6 +244,10 @@ macro_rules! family {
             prefill: [
                 concat!("attention_prefill_", $type, "_", $dim, "_exact"),
                 concat!("attention_prefill_", $type, "_", $dim, "_fast"),
+            ],
+            prefill_small: [
+                concat!("attention_prefill_", $type, "_", $dim, "_exact_small"),
+                concat!("attention_prefill_", $type, "_", $dim, "_fast_small"),
             ],
         })
     };
@@ -263,15 +275,39 @@ const fn any_kernel(dtype: DType) -> &'static str {
     }
 }
 
-/// Packed query rows of a tile of `attention_prefill_*`.
-#[must_use]
-pub const fn prefill_tile(head_dim: u32) -> u32 {
-    if head_dim > 128 { 64 } else { 128 }
+/// A shape of `attention_prefill_*`: packed query rows and keys of a tile, and its dynamic shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PrefillShape {
+    /// Of the `_small` kernels.
+    pub small: bool,
+    pub tile: u32,
+    keys: u32,
+    pub shared_bytes: u32,
 }
 
-/// Keys of a tile of `attention_prefill_*`.
-const fn prefill_keys(head_dim: u32) -> u32 {
-    if head_dim > 128 { 32 } else { 64 }
+/// The shape for heads of this size that fits so many bytes of shared memory; `None` where the decode kernel has to serve.
+#[must_use]
+pub const fn prefill_shape(head_dim: u32, precision: Precision, shared_bytes_max: u32) -> Option<PrefillShape> {
+    let exact = matches!(precision, Precision::Exact);
+    let wide = head_dim > 128;
+    let large = prefill_bytes(false, if wide { 64 } else { 128 }, if wide { 32 } else { 64 }, head_dim, exact);
+    if large.shared_bytes <= shared_bytes_max {
+        return Some(large);
+    }
+    // Two terms of queries of 256 elements do not fit with any keys.
+    if head_dim <= 64 || (wide && exact) || (head_dim == 96 && !exact) {
+        return None;
+    }
+    let tile = if wide || (head_dim == 128 && exact) { 64 } else { 128 };
+    let small = prefill_bytes(true, tile, if wide { 16 } else { 32 }, head_dim, exact);
+    if small.shared_bytes <= shared_bytes_max { Some(small) } else { None }
+}
+
+/// Shared memory of a shape: one or two terms of the queries, two stages of K and V with their positions.
+const fn prefill_bytes(small: bool, tile: u32, keys: u32, head_dim: u32, exact: bool) -> PrefillShape {
+    let row = shared_row_bytes(head_dim);
+    let shared_bytes = if exact { 2 } else { 1 } * tile * row + 2 * keys * (2 * row + 4);
+    PrefillShape { small, tile, keys, shared_bytes }
 }
 
 /// Bytes of a head's row in shared memory: 16 bytes of padding keep `ldmatrix` free of bank conflicts.
@@ -283,18 +319,6 @@ const fn shared_row_bytes(head_dim: u32) -> u32 {
 #[must_use]
 pub const fn decode_shared_bytes(head_dim: u32, class: DecodeClass) -> u32 {
     class.warps * class.stages * DECODE_KEYS * (2 * shared_row_bytes(head_dim) + 4)
-}
-
-/// Dynamic shared memory of `attention_prefill_*`: one or two terms of the queries, two stages of K and V with their
-/// positions.
-#[must_use]
-pub const fn prefill_shared_bytes(head_dim: u32, precision: Precision) -> u32 {
-    let terms = match precision {
-        Precision::Exact => 2,
-        Precision::Fast => 1,
-    };
-    let row = shared_row_bytes(head_dim);
-    terms * prefill_tile(head_dim) * row + 2 * prefill_keys(head_dim) * (2 * row + 4)
 }
 
 /// Dynamic shared memory of `attention_wgmma_*`: alignment, 128 queries and four stages of 64 keys, values and positions.
@@ -344,6 +368,7 @@ pub struct Plan {
     window: Option<u32>,
     geometry: Option<(lagoon_types::AttentionGeometry, DType)>,
     precision: Option<Precision>,
+    prefill_shape: Option<PrefillShape>,
     wgmma: bool,
     clipped: Vec<KvRun>,
 }
@@ -362,10 +387,16 @@ impl Plan {
         self.precision = Some(tuning.precision);
         self.wgmma = tuning.wgmma && tuning.precision == Precision::Fast;
         let tensor = aligned && family(dtype, g.head_dim).is_some();
+        self.wgmma &= family(dtype, g.head_dim).is_some_and(|family| family.wgmma.is_some());
+        self.prefill_shape = match self.wgmma {
+            true => Some(WGMMA_SHAPE),
+            false => prefill_shape(g.head_dim, tuning.precision, tuning.shared_bytes_max),
+        };
+        let prefill_tile = self.prefill_shape.map_or(0, |shape| shape.tile);
         let work = |seq: &AttnRows| match seq.rows * g.group() {
             _ if !tensor => Work::Any,
             packed if packed <= DECODE_TILE * DECODE_TILES_MAX => Work::Decode,
-            _ if g.group() <= prefill_tile(g.head_dim) => Work::Prefill,
+            _ if g.group() <= prefill_tile => Work::Prefill,
             _ => Work::Decode,
         };
         let class = self.choose_class(batch, tuning, &work);
@@ -378,7 +409,7 @@ impl Plan {
             let work = work(seq);
             let (tile, piece_min) = match work {
                 Work::Decode => (DECODE_TILE * DECODE_TILES_MAX / g.group().min(DECODE_TILE), class.piece_keys_min),
-                Work::Prefill => (prefill_tile(g.head_dim) / g.group(), 1024),
+                Work::Prefill => (prefill_tile / g.group(), 1024),
                 Work::Any => (ANY_ROWS, 512),
             };
             let piece = share.max(piece_min).next_multiple_of(DECODE_KEYS * class.warps);
@@ -409,7 +440,7 @@ impl Plan {
         }
         let mean = sum.div_ceil(count.max(1));
         let index = tuning.class_keys.iter().filter(|bound| mean > u64::from(**bound)).count();
-        *self.class.insert(tuning.classes[index].fitted(batch.geometry.head_dim))
+        *self.class.insert(tuning.classes[index].fitted(batch.geometry.head_dim, tuning.shared_bytes_max))
     }
 
     /// Adds the items of the rows `rows` of a sequence, cut into pieces of about `piece` keys.
@@ -523,10 +554,12 @@ impl Plan {
         };
         let fast = precision == Precision::Fast;
         let wgmma = names.and_then(|f| f.wgmma).filter(|_| self.wgmma);
-        let prefill = wgmma.or(names.map(|f| f.prefill[usize::from(fast)]));
+        let small = self.prefill_shape.is_some_and(|shape| shape.small);
+        let names_of = |f: Family| if small { f.prefill_small } else { f.prefill };
+        let prefill = wgmma.or(names.map(|f| names_of(f)[usize::from(fast)]));
         let (prefill_threads, prefill_bytes) = match wgmma {
             Some(_) => (WGMMA_THREADS, wgmma_shared_bytes(g.head_dim)),
-            None => (PREFILL_THREADS, prefill_shared_bytes(g.head_dim, precision)),
+            None => (PREFILL_THREADS, self.prefill_shape.map_or(0, |shape| shape.shared_bytes)),
         };
         [
             launch(
@@ -577,6 +610,8 @@ fn grid_y(items: usize) -> u32 {
 /// Threads of `attention_prefill_*` and of `attention_wgmma_*`.
 const PREFILL_THREADS: u32 = 128;
 const WGMMA_THREADS: u32 = 256;
+/// The tile of `attention_wgmma_*`; its shared memory is [`wgmma_shared_bytes`].
+const WGMMA_SHAPE: PrefillShape = PrefillShape { small: false, tile: 128, keys: 64, shared_bytes: 0 };
 
 /// Dynamic shared memory of `attention_any_*`: the query and the accumulator, the keys' weights, addresses and a reduction.
 const fn any_shared_bytes(head_dim: u32) -> u32 {

@@ -97,11 +97,13 @@ pub struct GemmParams {
     pub add: u32,
 }
 
-/// `gemm_reduce`: `out (=|+=) Σ partial (+ bias)`. Grid: blocks of columns, rows.
+/// `gemm_reduce`: `out (=|+=) scale · Σ partial (+ bias)`. Grid: blocks of columns, rows.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
 pub struct GemmReduceParams {
     pub partial: u64,
+    /// f32 `[m]`, or 0 for parts that are scaled already.
+    pub scale: u64,
     pub bias: u64,
     pub out: u64,
     pub m: u32,
@@ -113,7 +115,7 @@ pub struct GemmReduceParams {
 }
 
 const _: () = assert!(size_of::<GemvParams>() == 64 && size_of::<SplitParams>() == 48);
-const _: () = assert!(size_of::<GemmParams>() == 88 && size_of::<GemmReduceParams>() == 48);
+const _: () = assert!(size_of::<GemmParams>() == 88 && size_of::<GemmReduceParams>() == 56);
 
 /// One product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -137,9 +139,26 @@ pub struct Product {
 
 /// The launches of one product, in order.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[allow(clippy::large_enum_variant, reason = "on the stack of one call")]
 pub enum Launches {
     Stream(Launch<GemvParams>),
     Tiles { split: Option<Launch<SplitParams>>, gemm: Launch<GemmParams>, reduce: Option<Launch<GemmReduceParams>> },
+}
+
+/// Activations as terms; see [`Product::terms`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Terms {
+    pub split: Launch<SplitParams>,
+    /// 1 or 2.
+    pub terms: u32,
+    pub hi: u64,
+    /// The second, directly behind the first.
+    pub lo: u64,
+    pub scale: u64,
+    /// Elements from one row to the next.
+    pub ld: u32,
+    /// Where they end.
+    pub end: u64,
 }
 
 /// A tile of `gemm_*`.
@@ -164,7 +183,9 @@ struct Cut {
     k_part: u32,
 }
 
-fn is_streamed(rows: u32, dtype: DType) -> bool {
+/// Whether a product of so many rows is bound by reading the weight, and streams it.
+#[must_use]
+pub fn is_streamed(rows: u32, dtype: DType) -> bool {
     rows <= if dtype == DType::F32 { GEMV_F32_ROWS_MAX } else { GEMV_ROWS_MAX }
 }
 
@@ -244,12 +265,43 @@ impl Product {
             256,
             split,
         ));
-        Launches::Tiles { split, gemm, reduce: (cut.parts > 1).then(|| self.reduce(partial, cut.parts)) }
+        Launches::Tiles { split, gemm, reduce: (cut.parts > 1).then(|| self.reduce(partial, 0, cut.parts)) }
     }
 
-    fn reduce(&self, partial: u64, parts: u32) -> Launch<GemmReduceParams> {
+    /// The activations as terms of the weights' type, for a library's product: `terms` matrices `[rows][ld]` behind each
+    /// other at `workspace`, then a scale for each row. `None` for f32, which needs none.
+    #[must_use]
+    pub fn terms(&self, workspace: u64, precision: Precision) -> Option<Terms> {
+        let name = match self.dtype {
+            DType::F32 => return None,
+            DType::F16 => "split_f16",
+            DType::BF16 => "split_bf16",
+        };
+        let terms = if precision == Precision::Exact { 2 } else { 1 };
+        let (bytes, scales) = terms_bytes(self.rows, self.k);
+        let (lo, scale) = (workspace + bytes, workspace + 2 * bytes);
+        let ld = u32::try_from(weight_ld(self.k as usize, 2)).expect("columns fit");
+        let lo_or_none = if terms == 2 { lo } else { 0 };
+        let params = SplitParams {
+            x: self.x,
+            hi: workspace,
+            lo: lo_or_none,
+            scale,
+            k: self.k,
+            x_stride: self.x_stride,
+            ld,
+            pad: 0,
+        };
+        let split = Launch::flat(name, self.rows, 256, params);
+        Some(Terms { split, terms, hi: workspace, lo, scale, ld, end: scale + scales })
+    }
+
+    /// `out (=|+=) scale · Σ partial`, where `partial` is f32 `[parts][rows][n]`.
+    #[must_use]
+    pub fn reduce(&self, partial: u64, scale: u64, parts: u32) -> Launch<GemmReduceParams> {
         let params = GemmReduceParams {
             partial,
+            scale,
             bias: self.bias,
             out: self.out,
             m: self.rows,

@@ -1,7 +1,8 @@
 //! All kernels by name.
 
 use super::attention::{
-    DecodeClass, Precision, SHARED_BYTES_MAX, decode_shared_bytes, prefill_shared_bytes, wgmma_shared_bytes,
+    DecodeClass, Precision, SHARED_BYTES_LEAST, SHARED_BYTES_MAX, decode_shared_bytes, prefill_shape,
+    wgmma_shared_bytes,
 };
 use super::linear::GEMM_SHARED_BYTES_MAX;
 
@@ -21,20 +22,28 @@ pub const ALL: &[&str] = &[
     "attention_decode_f16_96",
     "attention_merge",
     "attention_prefill_bf16_128_exact",
+    "attention_prefill_bf16_128_exact_small",
     "attention_prefill_bf16_128_fast",
+    "attention_prefill_bf16_128_fast_small",
     "attention_prefill_bf16_256_exact",
     "attention_prefill_bf16_256_fast",
+    "attention_prefill_bf16_256_fast_small",
     "attention_prefill_bf16_64_exact",
     "attention_prefill_bf16_64_fast",
     "attention_prefill_bf16_96_exact",
+    "attention_prefill_bf16_96_exact_small",
     "attention_prefill_bf16_96_fast",
     "attention_prefill_f16_128_exact",
+    "attention_prefill_f16_128_exact_small",
     "attention_prefill_f16_128_fast",
+    "attention_prefill_f16_128_fast_small",
     "attention_prefill_f16_256_exact",
     "attention_prefill_f16_256_fast",
+    "attention_prefill_f16_256_fast_small",
     "attention_prefill_f16_64_exact",
     "attention_prefill_f16_64_fast",
     "attention_prefill_f16_96_exact",
+    "attention_prefill_f16_96_exact_small",
     "attention_prefill_f16_96_fast",
     "embed",
     "gather_rows",
@@ -86,8 +95,9 @@ pub fn dynamic_shared_bytes_max(name: &str) -> u32 {
     } else if name.starts_with("attention_decode_") {
         decode_shared_bytes(dim(name), widest).min(SHARED_BYTES_MAX)
     } else if name.starts_with("attention_prefill_") {
-        let precision = if name.ends_with("_exact") { Precision::Exact } else { Precision::Fast };
-        prefill_shared_bytes(dim(name), precision)
+        let precision = if name.contains("_exact") { Precision::Exact } else { Precision::Fast };
+        let limit = if name.ends_with("_small") { SHARED_BYTES_LEAST } else { SHARED_BYTES_MAX };
+        prefill_shape(dim(name), precision, limit).map_or(0, |shape| shape.shared_bytes)
     } else if name.starts_with("gemm_") && name != "gemm_reduce" && name != "gemm_f32" {
         GEMM_SHARED_BYTES_MAX
     } else {
@@ -104,5 +114,25 @@ mod tests {
         assert!(ALL.is_sorted() && SM90.is_sorted());
         assert!(SM90.iter().all(|name| dynamic_shared_bytes_max(name) <= 227 << 10));
         assert!(ALL.iter().all(|name| dynamic_shared_bytes_max(name) <= SHARED_BYTES_MAX));
+        let small = |name: &&&str| name.ends_with("_small");
+        assert_eq!(ALL.iter().filter(small).count(), 8);
+        assert!(ALL.iter().filter(small).all(|name| dynamic_shared_bytes_max(name) <= SHARED_BYTES_LEAST));
+    }
+
+    #[test]
+    fn every_device_has_a_prefill_kernel_that_is_there() {
+        for head_dim in [64, 96, 128, 256] {
+            for (precision, kind) in [(Precision::Exact, "exact"), (Precision::Fast, "fast")] {
+                for limit in [SHARED_BYTES_LEAST, SHARED_BYTES_MAX] {
+                    let Some(shape) = prefill_shape(head_dim, precision, limit) else {
+                        assert_eq!((head_dim, precision, limit), (256, Precision::Exact, SHARED_BYTES_LEAST));
+                        continue;
+                    };
+                    let small = if shape.small { "_small" } else { "" };
+                    let name = format!("attention_prefill_bf16_{head_dim}_{kind}{small}");
+                    assert!(ALL.contains(&name.as_str()) && shape.shared_bytes <= limit, "{name}: {shape:?}");
+                }
+            }
+        }
     }
 }

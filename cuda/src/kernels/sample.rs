@@ -7,30 +7,7 @@
 
 use super::Launch;
 use bytemuck::{Pod, Zeroable};
-
-/// How one row is sampled.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
-pub struct SampleRow {
-    /// Uniform in `[0, 1)`.
-    pub uniform: f64,
-    /// 0 takes the likeliest.
-    pub temperature: f32,
-    pub top_p: f32,
-    pub min_p: f32,
-    /// 0 for all.
-    pub top_k: u32,
-}
-
-/// What came of a row.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
-pub struct SampledRow {
-    /// The token; where `status` is not 0, the offending one.
-    pub token: u32,
-    /// 0: sampled; 1: a logit is NaN or infinitely likely; 2: no token is possible.
-    pub status: u32,
-}
+pub use lagoon_backend::{SampleRow, SampledRow};
 
 /// `sample`: one block a row.
 #[repr(C)]

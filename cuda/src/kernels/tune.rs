@@ -1,10 +1,11 @@
-//! Tuning of the decode kernel for a device: which shapes are tried, which are kept, and how they are remembered.
+//! Tuning for a device: which shapes of the decode kernel are tried, which are kept, whether prefill takes warpgroup products,
+//! and how that is remembered.
 //!
 //! Measuring is the caller's: [`tune`] asks for the seconds of one shape at one context. What it found is a [`Tuned`], which is
 //! a few lines of text to be cached beside the device's name, driver and head size; a text that is damaged, of another version
 //! or names a shape that no kernel has is an error, and the caller tunes again.
 
-use super::attention::{DecodeClass, Tuning};
+use super::attention::{DecodeClass, SHARED_BYTES_MAX, Tuning};
 use std::fmt;
 use std::str::FromStr;
 
@@ -19,13 +20,15 @@ const GAIN_MIN: f64 = 0.01;
 const CLASS_KEYS: [u32; 2] = [8 << 10, 32 << 10];
 
 /// The first word of the text, with the version of its form.
-const HEADER: &str = "lagoon-decode-classes-1";
+const HEADER: &str = "lagoon-attention-tuning-2";
 
 /// The shapes that a device was found fastest with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuned {
     pub head_dim: u32,
     pub classes: [DecodeClass; 3],
+    /// Warpgroup products agreed with the other kernels' results, and were faster.
+    pub wgmma: bool,
 }
 
 /// Why a remembered text is not one.
@@ -33,15 +36,15 @@ pub struct Tuned {
 #[error("no tuning of this version: {0}")]
 pub struct BadTuning(String);
 
-/// The shapes worth trying with heads of this size: those that fit shared memory, each once.
+/// The shapes worth trying with heads of this size: those that fit a block's shared memory, each once.
 #[must_use]
-pub fn candidates(head_dim: u32) -> Vec<DecodeClass> {
+pub fn candidates(head_dim: u32, shared_bytes_max: u32) -> Vec<DecodeClass> {
     let mut out = Vec::new();
     for (warps, stages) in [(2, 2), (2, 4), (4, 2), (4, 3), (4, 4), (8, 2), (8, 3)] {
         for blocks_per_sm in [1, 2, 3, 4] {
             for piece_keys_min in [256, 512, 1024] {
                 let class = DecodeClass { warps, stages, blocks_per_sm, piece_keys_min };
-                if class.fitted(head_dim) == class {
+                if class.fitted(head_dim, shared_bytes_max) == class {
                     out.push(class);
                 }
             }
@@ -51,17 +54,18 @@ pub fn candidates(head_dim: u32) -> Vec<DecodeClass> {
 }
 
 /// Measures every candidate at the context of each class and keeps the fastest, or the class of `untuned` where none is
-/// clearly faster. `seconds(class, keys)` is the time of one decode call over contexts of `keys` keys, or an error, which ends
-/// the tuning.
+/// clearly faster. `seconds(class, keys)` is the time of one decode call over `contexts[i]` keys, or an error, which ends the
+/// tuning; infinity stands for a shape that was not tried. Warpgroup products are not its matter.
 pub fn tune<E>(
     head_dim: u32,
     untuned: &Tuning,
+    contexts: [u32; 3],
     mut seconds: impl FnMut(DecodeClass, u32) -> Result<f64, E>,
 ) -> Result<Tuned, E> {
-    let mut classes = untuned.classes.map(|class| class.fitted(head_dim));
-    for (class, keys) in classes.iter_mut().zip(CONTEXTS) {
+    let mut classes = untuned.classes.map(|class| class.fitted(head_dim, untuned.shared_bytes_max));
+    for (class, keys) in classes.iter_mut().zip(contexts) {
         let mut best = seconds(*class, keys)? * (1.0 - GAIN_MIN);
-        for candidate in candidates(head_dim) {
+        for candidate in candidates(head_dim, untuned.shared_bytes_max) {
             let time = seconds(candidate, keys)?;
             // Times that are not numbers lose.
             if time < best {
@@ -69,20 +73,20 @@ pub fn tune<E>(
             }
         }
     }
-    Ok(Tuned { head_dim, classes })
+    Ok(Tuned { head_dim, classes, wgmma: false })
 }
 
 impl Tuned {
     /// `base` with these shapes.
     #[must_use]
     pub fn apply(&self, base: Tuning) -> Tuning {
-        Tuning { classes: self.classes, class_keys: CLASS_KEYS, ..base }
+        Tuning { classes: self.classes, class_keys: CLASS_KEYS, wgmma: self.wgmma, ..base }
     }
 }
 
 impl fmt::Display for Tuned {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{HEADER} {}", self.head_dim)?;
+        writeln!(f, "{HEADER} {} {}", self.head_dim, u32::from(self.wgmma))?;
         self.classes.iter().try_for_each(|class| {
             let DecodeClass { warps, stages, blocks_per_sm, piece_keys_min } = class;
             writeln!(f, "{warps} {stages} {blocks_per_sm} {piece_keys_min}")
@@ -97,16 +101,22 @@ impl FromStr for Tuned {
         let bad = |what: &str| BadTuning(what.to_owned());
         let mut lines = text.lines();
         let head = lines.next().and_then(|line| line.strip_prefix(HEADER)).ok_or_else(|| bad("its first line"))?;
-        let head_dim = head.trim().parse().map_err(|_| bad("the size of heads"))?;
+        let (head_dim, wgmma) = head.trim().split_once(' ').ok_or_else(|| bad("its first line"))?;
+        let head_dim = head_dim.parse().map_err(|_| bad("the size of heads"))?;
+        let wgmma = match wgmma {
+            "0" => false,
+            "1" => true,
+            _ => return Err(bad("whether warpgroups multiply")),
+        };
         let mut class = || {
             let numbers = lines.next().unwrap_or_default().split(' ').map(str::parse).collect::<Result<Vec<u32>, _>>();
             let [warps, stages, blocks_per_sm, piece_keys_min] = numbers.ok()?.try_into().ok()?;
             let class = DecodeClass { warps, stages, blocks_per_sm, piece_keys_min };
-            candidates(head_dim).contains(&class).then_some(class)
+            candidates(head_dim, SHARED_BYTES_MAX).contains(&class).then_some(class)
         };
         let classes = [class(), class(), class()];
         let [Some(a), Some(b), Some(c)] = classes else { return Err(bad("a shape")) };
-        Ok(Self { head_dim, classes: [a, b, c] })
+        Ok(Self { head_dim, classes: [a, b, c], wgmma })
     }
 }
 
@@ -123,20 +133,21 @@ mod tests {
             let gain = if keys == CONTEXTS[2] { 0.5 } else { 0.995 };
             Ok(if class == fast { gain } else { 1.0 } * f64::from(keys))
         };
-        let tuned = tune(128, &untuned, measure).unwrap();
+        let tuned = tune(128, &untuned, CONTEXTS, measure).unwrap();
         assert_eq!(tuned.classes[..2], untuned.classes[..2]);
         assert_eq!(tuned.classes[2], fast);
         assert_eq!(tuned.apply(untuned).classes, tuned.classes);
-        assert_eq!(tune(128, &untuned, |_, _| Err("lost")), Err("lost"));
+        assert_eq!(tune(128, &untuned, CONTEXTS, |_, _| Err("lost")), Err("lost"));
     }
 
     #[test]
     fn a_tuning_is_remembered_as_text() {
         for head_dim in [64, 96, 128, 256] {
-            let tuned = tune(head_dim, &Tuning::untuned(108), |class, _| Ok::<_, ()>(f64::from(class.warps))).unwrap();
+            let tuned = tune(head_dim, &Tuning::untuned(108), CONTEXTS, |class, _| Ok::<_, ()>(f64::from(class.warps)));
+            let tuned = Tuned { wgmma: head_dim == 128, ..tuned.unwrap() };
             let text = tuned.to_string();
             assert_eq!(text.parse(), Ok(tuned), "{text}");
-            for (from, to) in [("-1 ", "-2 "), ("\n2 ", "\n3 "), ("\n2 ", "\n-2 "), ("\n", "")] {
+            for (from, to) in [("-2 ", "-1 "), ("\n2 ", "\n3 "), ("\n2 ", "\n-2 "), ("\n", "")] {
                 assert!(text.contains(from), "{text:?} {from:?}");
                 assert!(text.replacen(from, to, 1).parse::<Tuned>().is_err(), "{from:?} -> {to:?}");
             }
@@ -146,9 +157,9 @@ mod tests {
     #[test]
     fn untuned_shapes_are_candidates() {
         for head_dim in [64, 96, 128, 256] {
-            let known = candidates(head_dim);
+            let known = candidates(head_dim, SHARED_BYTES_MAX);
             assert!(known.len() >= 8);
-            for class in Tuning::untuned(1).classes.map(|class| class.fitted(head_dim)) {
+            for class in Tuning::untuned(1).classes.map(|class| class.fitted(head_dim, SHARED_BYTES_MAX)) {
                 assert!(known.contains(&class), "{class:?}");
             }
         }

@@ -4,7 +4,7 @@
 use crate::support::device::{ShimDevice, TUNING, Tensor, number};
 use lagoon_backend::conformance::Data;
 use lagoon_backend::{AttnBatch, AttnRows, Partials};
-use lagoon_cuda::kernels::attention::{Buffers, KvView, Plan, Precision};
+use lagoon_cuda::kernels::attention::{Buffers, KvView, Plan, Precision, SHARED_BYTES_LEAST, SHARED_BYTES_MAX};
 use lagoon_types::run::visible;
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun};
 
@@ -19,6 +19,7 @@ struct Case {
     seqs: Vec<(u32, u32)>,
     run_max: u32,
     pad: Option<(usize, usize)>,
+    shared_bytes_max: u32,
 }
 
 impl Default for Case {
@@ -33,6 +34,7 @@ impl Default for Case {
             seqs: vec![(1, 100), (40, 30)],
             run_max: 50,
             pad: None,
+            shared_bytes_max: SHARED_BYTES_MAX,
         }
     }
 }
@@ -102,6 +104,7 @@ fn check(case: &Case) {
     let mut device = ShimDevice::open().expect("the shim");
     device.tuning.precision = case.precision;
     device.tuning.wgmma = case.wgmma;
+    device.tuning.shared_bytes_max = case.shared_bytes_max;
     let mut data = Data::new(21);
     let g = case.geometry;
     let (seqs, runs, slots) = layout(case, &mut data);
@@ -183,6 +186,24 @@ fn one_term_is_near() {
             let seqs = vec![(50, 40), (1, 60)];
             let precision = Precision::Fast;
             check(&Case { geometry: geometry(2, 1, head_dim), dtype, precision, seqs, ..Case::default() });
+        }
+    }
+}
+
+/// What devices take whose blocks get 99 KB: smaller tiles, or the decode kernel where none fits.
+#[test]
+fn little_shared_memory() {
+    for dtype in [DType::F16, DType::BF16] {
+        for (head_dim, precision) in [
+            (96, Precision::Exact),
+            (128, Precision::Exact),
+            (128, Precision::Fast),
+            (256, Precision::Exact),
+            (256, Precision::Fast),
+        ] {
+            let (geometry, seqs) = (geometry(3, 1, head_dim), vec![(70, 0), (33, 101), (1, 300)]);
+            let shared_bytes_max = SHARED_BYTES_LEAST;
+            check(&Case { geometry, dtype, precision, seqs, shared_bytes_max, ..Case::default() });
         }
     }
 }

@@ -6,7 +6,7 @@
 use super::shim::{ORDERS, Shim};
 use bytemuck::Pod;
 use lagoon_backend::{AttnBatch, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
-use lagoon_cuda::kernels::attention::{Buffers, DecodeClass, KvView, Plan, Precision, Tuning};
+use lagoon_cuda::kernels::attention::{Buffers, DecodeClass, KvView, Plan, Precision, SHARED_BYTES_MAX, Tuning};
 use lagoon_cuda::kernels::linear::{Launches, Product, workspace_bytes};
 use lagoon_cuda::kernels::{Launch, pointwise, weight_ld};
 use lagoon_types::{AttentionGeometry, DType, KvShape};
@@ -68,6 +68,7 @@ pub(crate) struct ShimDevice {
 /// Small pieces, and all shapes of the decode kernel's pipeline.
 pub(crate) const TUNING: Tuning = Tuning {
     sms: 8,
+    shared_bytes_max: SHARED_BYTES_MAX,
     classes: [
         DecodeClass { warps: 2, stages: 4, blocks_per_sm: 1, piece_keys_min: 48 },
         DecodeClass { warps: 4, stages: 2, blocks_per_sm: 2, piece_keys_min: 96 },

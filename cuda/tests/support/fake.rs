@@ -89,6 +89,7 @@ impl Fake {
         // SAFETY: the function has this type.
         unsafe { symbol::<unsafe extern "C" fn(u64, u64)>("lagoon_fake_memory")(memory, granularity) };
         fake.schedule(schedule);
+        fake.device(8, 0, 163 << 10);
         fake.before = fake.counts();
         Ok(fake)
     }
@@ -113,6 +114,14 @@ impl Fake {
         let set = symbol::<unsafe extern "C" fn(*const i8, u64, i32)>("lagoon_fake_fail_from");
         // SAFETY: the function has this type and copies the name.
         unsafe { set(name.as_ptr().cast(), nth, code) };
+    }
+
+    /// Compute capability, and bytes of shared memory that a block may ask for, of contexts opened from now on.
+    pub(crate) fn device(&self, major: i32, minor: i32, shared_bytes: i32) {
+        // SAFETY: the function has this type.
+        unsafe {
+            symbol::<unsafe extern "C" fn(i32, i32, i32)>("lagoon_fake_device")(major, minor, shared_bytes);
+        }
     }
 
     pub(crate) fn schedule(&self, seed: u64) {
@@ -148,18 +157,29 @@ fn load() -> Result<Library, String> {
     unsafe { Library::new(&path) }.map_err(|error| format!("the fake driver does not load: {error}"))
 }
 
-/// Builds the library, unless the same sources were built before. Its folder holds nothing else that loaders look for.
+/// Builds the fake driver.
 pub(crate) fn build() -> Result<PathBuf, String> {
+    compile("fake-driver", &["driver.cpp", "vmm.inc", "fake.h"], "libcuda.so")
+}
+
+/// Builds the fake of cuBLASLt, which works beside the fake driver only.
+pub(crate) fn build_blas() -> Result<PathBuf, String> {
+    compile("fake-blas", &["blas.cpp", "fake.h"], "libcublasLt.so")
+}
+
+/// Compiles the first of these sources, unless the same were compiled before. The library's folder holds nothing else that
+/// loaders look for.
+fn compile(kind: &str, files: &[&str], soname: &str) -> Result<PathBuf, String> {
     // From whichever crate's tests use this file.
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../cuda/fake");
     let mut hash = 0xcbf2_9ce4_8422_2325_u64;
-    for file in ["fake.h", "driver.cpp", "vmm.inc"] {
+    for file in files {
         for byte in std::fs::read(sources.join(file)).map_err(|error| format!("{file}: {error}"))? {
             hash = (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
         }
     }
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("fake-driver-{hash:016x}"));
-    let library = folder.join("libcuda.so");
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{kind}-{hash:016x}"));
+    let library = folder.join(soname);
     if library.exists() {
         return Ok(library);
     }
@@ -167,13 +187,14 @@ pub(crate) fn build() -> Result<PathBuf, String> {
     let fresh = folder.join(format!("{}.so", std::process::id()));
     let output = Command::new("g++")
         .args(["-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"])
-        .args(["-Wl,-soname,libcuda.so", "-o"])
+        .arg(format!("-Wl,-soname,{soname}"))
+        .arg("-o")
         .arg(&fresh)
-        .arg(sources.join("driver.cpp"))
+        .arg(sources.join(files[0]))
         .arg("-ldl")
         .output()
         .map_err(|error| format!("g++ does not run: {error}"))?;
-    assert!(output.status.success(), "the fake driver does not build:\n{}", String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{kind} does not build:\n{}", String::from_utf8_lossy(&output.stderr));
     std::fs::rename(&fresh, &library).map_err(|error| error.to_string())?;
     Ok(library)
 }

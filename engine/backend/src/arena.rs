@@ -2,13 +2,14 @@
 //!
 //! Invariants:
 //!
-//! * within the owner's process a byte is never written while somebody holds a reference to it: pages are locked, in
-//!   granules, for each access, and what finds a granule in use waits a moment and then fails;
+//! * within the owner's process a byte is never written while somebody holds a reference to it: granules are locked for
+//!   each access, by transports and by the device alike, and what finds a granule in use waits a moment and then fails;
 //! * the file can neither shrink nor grow nor be mapped for writing again: it is sealed, and others get a descriptor
 //!   that was opened for reading;
 //! * another process never gets a reference into the memory: it copies bytes out. What it copies is meaningful only if
 //!   the owner did not write meanwhile (KV of sealed rBlocks under a live export), which the content's check proves.
 
+use crate::Xxh3;
 use bytes::Bytes;
 use memmap2::{MmapOptions, MmapRaw};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, ftruncate, memfd_create};
@@ -131,6 +132,85 @@ impl SharedArena {
     }
 }
 
+/// Granules of an arena that are locked for a device's operation, until this goes.
+#[derive(Debug)]
+pub(crate) struct Locked {
+    arena: Arc<Inner>,
+    /// Ascending and disjoint where they are locked for writing.
+    granules: Vec<Range<usize>>,
+    write: bool,
+}
+
+impl Locked {
+    /// The arena's first byte. What of it may be read or written is what was locked.
+    pub(crate) fn base(&self) -> *mut u8 {
+        self.arena.map.as_mut_ptr()
+    }
+
+    /// Size of the arena.
+    pub(crate) fn bytes(&self) -> usize {
+        self.arena.bytes
+    }
+}
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        let write = self.write;
+        self.granules.iter().cloned().flatten().for_each(|g| unlock_one(&self.arena.granules[g], write));
+    }
+}
+
+impl SharedArena {
+    /// Locks all granules of some ranges of bytes: to read, or for whoever writes alone.
+    ///
+    /// # Errors
+    /// As [`SharedArena::window`].
+    pub(crate) fn lock(&self, ranges: impl Iterator<Item = Range<usize>>, write: bool) -> Result<Locked, ArenaError> {
+        let mut wanted: Vec<Range<usize>> = Vec::new();
+        for range in ranges {
+            self.0.bounded(range.start as u64, range.len())?;
+            let granules = self.0.granules_of(&range);
+            match wanted.last_mut() {
+                Some(last) if write && (last.start..=last.end).contains(&granules.start) => {
+                    last.end = last.end.max(granules.end);
+                }
+                _ => wanted.push(granules),
+            }
+        }
+        if write {
+            wanted = merged(wanted);
+        }
+        // What is locked so far is unlocked when this goes, also when a later granule is in use.
+        let mut locked = Locked { arena: Arc::clone(&self.0), granules: Vec::with_capacity(wanted.len()), write };
+        for granules in wanted {
+            locked.granules.push(granules.start..granules.start);
+            for granule in granules {
+                if !lock_one(&self.0.granules[granule], write) {
+                    let offset = (granule * self.0.granule_bytes) as u64;
+                    return Err(ArenaError::Busy { offset, end: offset + self.0.granule_bytes as u64 });
+                }
+                if let Some(last) = locked.granules.last_mut() {
+                    last.end += 1;
+                }
+            }
+        }
+        Ok(locked)
+    }
+}
+
+/// The same granules, each once, ascending.
+fn merged(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {
+    ranges.sort_unstable_by_key(|range| range.start);
+    let mut out: Vec<Range<usize>> = Vec::with_capacity(ranges.len());
+    for range in ranges {
+        match out.last_mut() {
+            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+            _ => out.push(range),
+        }
+    }
+    out
+}
+
 /// A range that may be read as long as this lives.
 struct Window {
     arena: Arc<Inner>,
@@ -237,7 +317,8 @@ impl fmt::Debug for ArenaView {
 }
 
 impl ArenaView {
-    /// Maps a descriptor that its owner handed out. `bytes` is what the owner said of its size.
+    /// Maps a descriptor that its owner handed out, all of its pages now: a page that is found missing during a copy
+    /// costs more than copying it. `bytes` is what the owner said of its size.
     ///
     /// # Errors
     /// When it is not a sealed memfd of that size: a file that can shrink would kill whoever reads it.
@@ -252,7 +333,7 @@ impl ArenaView {
             return Err(bad(&format!("the memory has {found} bytes, its owner said {bytes}")));
         }
         let len = usize::try_from(bytes).map_err(|_too_large| bad("the memory does not fit the address space"))?;
-        let map = MmapOptions::new().len(len).map_raw_read_only(file)?;
+        let map = MmapOptions::new().len(len).populate().map_raw_read_only(file)?;
         Ok(Self { map, bytes: len })
     }
 
@@ -261,11 +342,11 @@ impl ArenaView {
         self.bytes
     }
 
-    /// Copies bytes out.
+    /// Copies bytes out. `hash` gets them too, as they are in `target`.
     ///
     /// # Errors
     /// When the range is outside.
-    pub fn copy(&self, offset: u64, target: &mut [u8]) -> Result<(), ArenaError> {
+    pub fn copy(&self, offset: u64, target: &mut [u8], hash: Option<&mut Xxh3>) -> Result<(), ArenaError> {
         let end = offset.saturating_add(target.len() as u64);
         if end > self.bytes as u64 {
             return Err(ArenaError::Outside { offset, end, bytes: self.bytes as u64 });
@@ -274,8 +355,15 @@ impl ArenaView {
         // SAFETY: source: the range lies in the map, which lives as long as `self`; its file cannot shrink, so that
         // every page exists. Target: a slice of our own, which overlaps no map. The owner's process may write the
         // source meanwhile, if it broke its promise that an exported block is sealed; then some bytes are old and some
-        // new. No reference into the map is made, any bit pattern is a byte, and the content's check refuses it.
-        unsafe { std::ptr::copy_nonoverlapping(self.map.as_ptr().add(start), target.as_mut_ptr(), target.len()) };
+        // new. No reference into the map is made, any bit pattern is a byte, every byte is read once, so that what is
+        // hashed is what was copied, and the content's check refuses it.
+        unsafe {
+            let source = self.map.as_ptr().add(start);
+            match hash {
+                Some(hash) => hash.advance(source, target.as_mut_ptr(), target.len()),
+                None => std::ptr::copy_nonoverlapping(source, target.as_mut_ptr(), target.len()),
+            }
+        }
         Ok(())
     }
 }
@@ -292,12 +380,12 @@ mod tests {
         let file = arena.read_only_file().unwrap();
         let view = ArenaView::map(&file, 10_000).unwrap();
         let mut out = [0; 102];
-        view.copy(4_999, &mut out).unwrap();
+        view.copy(4_999, &mut out, None).unwrap();
         assert_eq!((out[0], out[1], out[100], out[101]), (0, 7, 7, 0));
         assert!(MmapOptions::new().map_raw(&file).is_err(), "the descriptor is for reading");
         assert!(ftruncate(arena.0.file.as_fd(), 1).is_err(), "the file cannot shrink");
         assert!(MmapOptions::new().map_raw(&arena.0.file).is_err(), "no second writable map");
-        assert!(view.copy(9_999, &mut out).is_err());
+        assert!(view.copy(9_999, &mut out, None).is_err());
     }
 
     #[test]
@@ -327,6 +415,25 @@ mod tests {
         let panic = std::panic::AssertUnwindSafe(|| arena.fill(0, 9, &mut |_| panic!("on purpose")));
         assert!(std::panic::catch_unwind(panic).is_err());
         arena.fill(0, 9, &mut |target| target.fill(3)).unwrap();
+    }
+
+    #[test]
+    fn a_device_and_a_transport_exclude_each_other() {
+        let arena = SharedArena::new(8 * 64, 64).unwrap();
+        let ranges = [300..310, 10..20, 15..70, 64..65];
+        let writing = arena.lock(ranges.iter().cloned(), true).unwrap();
+        assert_eq!(writing.granules, [0..2, 4..5], "each granule once");
+        assert!(arena.window(120, 1).is_err() && arena.window(256, 1).is_err());
+        assert!(arena.lock(std::iter::once(128..257), false).is_err(), "one of its granules is written");
+        arena.fill(128, 128, &mut |target| target.fill(1)).unwrap();
+        drop(writing);
+        let reading = arena.lock([0..100, 64..128].into_iter(), false).unwrap();
+        let window = arena.window(0, 128).unwrap();
+        assert!(arena.fill(0, 1, &mut |_| ()).is_err() && arena.lock(std::iter::once(127..129), true).is_err());
+        arena.fill(128, 1, &mut |_| ()).unwrap();
+        drop((reading, window));
+        arena.fill(0, 512, &mut |target| target.fill(2)).unwrap();
+        assert!(arena.lock(std::iter::once(500..513), false).is_err(), "outside");
     }
 
     #[test]

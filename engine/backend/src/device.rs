@@ -9,10 +9,12 @@
 //! `assert!` on them (a panic is our bug). Errors are only what a caller cannot foresee: memory that runs out, a lost
 //! device. Nothing is allocated on the host or device per call where it can be kept.
 
+use bytemuck::{Pod, Zeroable};
 use bytes::Bytes;
-use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
+use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape, KvSpace};
 use std::fmt;
 use std::ops::Range;
+use std::time::Duration;
 
 /// What a caller of a device cannot foresee.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -55,6 +57,41 @@ impl WeightSource {
     pub fn rows(&self) -> usize {
         self.parts.iter().map(|(rows, _)| rows).sum()
     }
+}
+
+/// What mapping memory behind a KV store has come to (vAttention, §6), in page groups of all layers together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct KvCounters {
+    /// Page groups of an rBlock; of a flat store, of a stripe.
+    pub groups_per_block: u64,
+    /// Free: mapped nowhere. Kept: mapped, and nobody's.
+    pub free: u64,
+    pub kept: u64,
+    /// Mapped while a step waited; one iteration ahead; for the next sequence before it came.
+    pub in_step: u64,
+    pub ahead: u64,
+    pub eager: u64,
+    /// Found mapped where they were wanted.
+    pub reused: u64,
+    /// Kept, and unmapped for want of free ones.
+    pub reclaimed: u64,
+    /// Mapped once more for a shared prefix.
+    pub shared: u64,
+    /// Times that there was no memory.
+    pub refused: u64,
+}
+
+/// How steps that come again and again ([`Device::begin_repeatable`]) were launched since the device was opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct LaunchCounters {
+    /// Launched kernel by kernel.
+    pub eager: u64,
+    /// Captured, and then launched as a graph.
+    pub captured: u64,
+    /// Launched as a graph that was there.
+    pub replayed: u64,
+    /// Graphs that had to go for others.
+    pub evicted: u64,
 }
 
 /// Whether a matrix product replaces its output or is added to it (residual connections).
@@ -122,6 +159,34 @@ impl AttnBatch<'_> {
     }
 }
 
+/// How a row of logits becomes a token. Laid out as the devices' kernels read it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Pod, Zeroable)]
+pub struct SampleRow {
+    /// Uniform in `[0, 1)`.
+    pub uniform: f64,
+    /// 0 takes the likeliest.
+    pub temperature: f32,
+    pub top_p: f32,
+    pub min_p: f32,
+    /// 0 for all.
+    pub top_k: u32,
+}
+
+/// What came of a row of logits.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct SampledRow {
+    /// The token; where `status` is not 0, the offending one.
+    pub token: u32,
+    /// 0: sampled; 1: a logit is NaN or infinitely likely; 2: no token is possible.
+    pub status: u32,
+}
+
+/// A KV store, and the memory that each of its layers is in.
+#[cfg(target_os = "linux")]
+pub type SharedKv<K> = (K, Vec<crate::SharedArena>);
+
 /// A backend: memory and operations. One thread owns it.
 ///
 /// In the signatures `rows` is the number of leading rows that an operation works on; tensors may have more.
@@ -140,6 +205,18 @@ pub trait Device: Send + 'static {
     /// [`Device::kv_write`] wrote is seen by both.
     fn urgent(&mut self, _urgent: bool) {}
 
+    /// The calls from now to the next that waits are a step of a kind that comes again and again, with other data in tensors of
+    /// the same sizes: a device that can keeps how it was launched, and launches the like of it as one. Nothing of the step
+    /// need have begun before the call that waits. A step that is given up half-way may never happen.
+    fn begin_repeatable(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    /// How such steps were launched; `None` where they are not kept.
+    fn launches(&self) -> Option<LaunchCounters> {
+        None
+    }
+
     /// A tensor of `rows * cols` elements, zeroed.
     fn tensor(&mut self, rows: usize, cols: usize) -> Result<Self::Tensor, DeviceError>;
 
@@ -148,6 +225,53 @@ pub trait Device: Send + 'static {
 
     /// A KV store with `slots` token slots, zeroed.
     fn kv(&mut self, shape: KvShape, slots: usize) -> Result<Self::Kv, DeviceError>;
+
+    /// How a store for `wish.blocks` rBlocks is to be addressed on this device: with the wished rows where it maps memory
+    /// behind addresses, else one slot for each piece of memory, as by default.
+    fn kv_space(&self, _shape: KvShape, wish: KvSpace) -> KvSpace {
+        KvSpace::flat(wish.blocks, wish.block_tokens)
+    }
+
+    /// A KV store with these rBlocks. What was never written holds nothing meaningful.
+    fn kv_in(&mut self, shape: KvShape, space: &KvSpace) -> Result<Self::Kv, DeviceError> {
+        self.kv(shape, space.slots())
+    }
+
+    /// Makes memory lie behind the rBlocks of these slots, all or nothing; before they are written. Those that have some
+    /// keep it. A store of [`Device::kv`] needs no such call.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`], with nothing changed.
+    fn kv_hold(&mut self, _kv: &mut Self::Kv, _slots: &[Range<u32>]) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    /// Nobody uses the rBlocks of these slots any more (whole ones): their memory may lie behind others.
+    fn kv_release(&mut self, _kv: &mut Self::Kv, _slots: Range<u32>) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    /// The slots that the next step may write first, and where the sequence that begins next lies: a device may map memory
+    /// there meanwhile.
+    fn kv_expect(&mut self, _kv: &mut Self::Kv, _next: &[u32], _row: Option<u32>) {}
+
+    /// What mapping has come to, on a device that maps.
+    fn kv_counters(&self, _kv: &Self::Kv) -> Option<KvCounters> {
+        None
+    }
+
+    /// As [`Device::kv`], in memory that transports and other processes read, and that transports fill, while the device
+    /// works on other slots: an arena for each layer, slots in order, in the canonical layout. Accesses exclude each other
+    /// in granules of `granule_slots` slots (not 0). `None` where the backend has no such memory.
+    #[cfg(target_os = "linux")]
+    fn kv_shared(
+        &mut self,
+        _shape: KvShape,
+        _slots: usize,
+        _granule_slots: usize,
+    ) -> Result<Option<SharedKv<Self::Kv>>, DeviceError> {
+        Ok(None)
+    }
 
     /// Partials for up to `rows` rows.
     fn partials(&mut self, rows: usize, geometry: AttentionGeometry) -> Result<Partials<Self::Tensor>, DeviceError> {
@@ -169,6 +293,63 @@ pub trait Device: Send + 'static {
         cols: Range<usize>,
         out: &mut Vec<f32>,
     ) -> Result<(), DeviceError>;
+
+    /// Marks the calls so far that are not urgent, for [`Device::reached`]. Each of the two `lane`s has one mark.
+    fn mark(&mut self, _lane: usize) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    /// `None` once everything before the lane's mark has happened; until then, when to ask again. A device on which
+    /// nothing is queued, or that cannot tell, says `None`, and its reads wait.
+    fn reached(&mut self, _lane: usize) -> Result<Option<Duration>, DeviceError> {
+        Ok(None)
+    }
+
+    /// Marks, and begins to bring here what [`Device::read_staged`] of the same lane and range will be asked for, so that
+    /// calls made meanwhile do not delay it.
+    fn read_ahead(
+        &mut self,
+        lane: usize,
+        _tensor: &Self::Tensor,
+        _rows: Range<usize>,
+        _cols: Range<usize>,
+    ) -> Result<(), DeviceError> {
+        self.mark(lane)
+    }
+
+    /// As [`Device::read`], after [`Device::read_ahead`] of the same and once its mark is reached.
+    fn read_staged(
+        &mut self,
+        _lane: usize,
+        tensor: &Self::Tensor,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        self.read(tensor, rows, cols, out)
+    }
+
+    /// Whether [`Device::sample_ahead`] works here; where it does not, logits are read and sampled on the host.
+    fn samples(&self) -> bool {
+        false
+    }
+
+    /// Draws a token from each leading row of `logits` (one for each of `rows`) by the rules of `lagoon_runner::sampling`,
+    /// and marks: eight bytes of a row come to the host instead of its logits.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] where [`Device::samples`] says no.
+    fn sample_ahead(&mut self, _lane: usize, _logits: &Self::Tensor, _rows: &[SampleRow]) -> Result<(), DeviceError> {
+        Err(DeviceError::Unsupported("sampling".to_owned()))
+    }
+
+    /// Appends what [`Device::sample_ahead`] of the same lane drew, in the order of its rows. Waits.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] where [`Device::samples`] says no.
+    fn sampled(&mut self, _lane: usize, _out: &mut Vec<SampledRow>) -> Result<(), DeviceError> {
+        Err(DeviceError::Unsupported("sampling".to_owned()))
+    }
 
     /// Writes `tokens` tokens of `layer` in the canonical layout (see [`KvShape`]) to consecutive slots.
     fn kv_write(&mut self, kv: &mut Self::Kv, layer: usize, slot0: u32, bytes: &[u8]) -> Result<(), DeviceError>;

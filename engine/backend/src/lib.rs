@@ -1,5 +1,6 @@
-//! The backend contract ([`Device`]), the host CPU backend that is oracle and default ([`cpu`]), and the conformance
-//! suite ([`conformance`]) by which every backend proves itself.
+//! The backend contract ([`Device`]), the host CPU backend that is oracle and default ([`cpu`]), the conformance suite
+//! ([`conformance`]) by which every backend proves itself, and memory that processes share and check while they copy it
+//! ([`arena`], [`xxh3`]).
 
 #[cfg(target_os = "linux")]
 pub mod arena;
@@ -7,9 +8,14 @@ pub mod conformance;
 pub mod cpu;
 pub mod device;
 pub mod paced;
+pub mod xxh3;
 
 #[cfg(target_os = "linux")]
 pub use arena::{ArenaError, ArenaView, SharedArena};
 pub use cpu::CpuDevice;
-pub use device::{AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
+pub use device::{
+    AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, KvCounters, LaunchCounters, Mode, Partials, SampleRow,
+    SampledRow, WeightSource,
+};
 pub use paced::{Lateness, PaceProfile, Paced};
+pub use xxh3::Xxh3;

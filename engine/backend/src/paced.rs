@@ -1,7 +1,9 @@
 //! A device that takes as long as another one would: real arithmetic, then waiting until the modelled time has passed.
 //!
 //! For benchmarks of a whole pool on one machine: instances that share a processor would disturb each other's times,
-//! while paced ones mostly sleep. As on a GPU, operations queue their modelled time and only reads wait for it. The
+//! while paced ones mostly sleep. As on a GPU, operations queue their modelled time and only reads wait for it, and
+//! urgent work goes before what is queued: that ends later by as much (a stream of a higher priority waits for the
+//! kernels' blocks that run, some microseconds, which is not modelled). The
 //! model is a roofline: a matrix product takes the longer of its weight bytes over the memory bandwidth and its
 //! operations over the peak rate; attention likewise with the KV bytes that it reads, once a sequence. Scales say how
 //! much larger than the real model the modelled one is. Where the real arithmetic takes longer than the model says, the
@@ -9,8 +11,11 @@
 
 #![allow(clippy::cast_precision_loss, reason = "times are estimates")]
 
-use crate::device::{AttnBatch, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
-use lagoon_types::{AttentionGeometry, KvShape};
+use crate::device::{
+    AttnBatch, Device, DeviceError, DeviceInfo, KvCounters, LaunchCounters, Mode, Partials, SampleRow, SampledRow,
+    WeightSource,
+};
+use lagoon_types::{AttentionGeometry, KvShape, KvSpace};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -90,6 +95,12 @@ pub struct Paced<D> {
     inner: D,
     profile: PaceProfile,
     busy_until: Instant,
+    /// When the urgent work that was queued is done.
+    urgent_until: Instant,
+    urgent: bool,
+    marks: [Instant; 2],
+    /// Nobody has asked for the mark since it was set.
+    fresh: [bool; 2],
     /// Something was queued since the last wait.
     queued: bool,
     lateness: Arc<Lateness>,
@@ -116,7 +127,18 @@ impl<D: Device> Paced<D> {
     #[must_use]
     pub fn new(inner: D, profile: PaceProfile) -> Self {
         assert_eq!(profile.check(), Ok(()));
-        Self { inner, profile, busy_until: Instant::now(), queued: false, lateness: Arc::default() }
+        let now = Instant::now();
+        Self {
+            inner,
+            profile,
+            busy_until: now,
+            urgent_until: now,
+            urgent: false,
+            marks: [now; 2],
+            fresh: [false; 2],
+            queued: false,
+            lateness: Arc::default(),
+        }
     }
 
     /// Its counters, to be read while the device works.
@@ -129,6 +151,12 @@ impl<D: Device> Paced<D> {
     fn queue(&mut self, seconds: f64) {
         let cost = Duration::from_secs_f64(seconds + self.profile.launch_us * 1e-6);
         let now = Instant::now();
+        if self.urgent {
+            self.urgent_until = self.urgent_until.max(now) + cost;
+            for due in self.marks.iter_mut().filter(|due| **due > now) {
+                *due += cost;
+            }
+        }
         self.busy_until = self.busy_until.max(now) + cost;
         self.queued = true;
         add(&self.lateness.modelled_us, cost);
@@ -140,9 +168,10 @@ impl<D: Device> Paced<D> {
             return;
         }
         let now = Instant::now();
-        match self.busy_until.checked_duration_since(now) {
+        let until = if self.urgent { self.urgent_until } else { self.busy_until };
+        match until.checked_duration_since(now) {
             Some(left) => std::thread::sleep(left),
-            None => add(&self.lateness.late_us, now - self.busy_until),
+            None => add(&self.lateness.late_us, now - until),
         }
     }
 }
@@ -173,6 +202,18 @@ impl<D: Device> Device for Paced<D> {
 
     fn kv(&mut self, shape: KvShape, slots: usize) -> Result<Self::Kv, DeviceError> {
         Ok(PacedKv { inner: self.inner.kv(shape, slots)?, token_bytes: shape.layer_token_bytes() })
+    }
+
+    #[cfg(target_os = "linux")]
+    fn kv_shared(
+        &mut self,
+        shape: KvShape,
+        slots: usize,
+        granule_slots: usize,
+    ) -> Result<Option<crate::device::SharedKv<Self::Kv>>, DeviceError> {
+        let shared = self.inner.kv_shared(shape, slots, granule_slots)?;
+        let token_bytes = shape.layer_token_bytes();
+        Ok(shared.map(|(inner, arenas)| (PacedKv { inner, token_bytes }, arenas)))
     }
 
     fn write(&mut self, tensor: &mut Self::Tensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
@@ -211,8 +252,81 @@ impl<D: Device> Device for Paced<D> {
         Ok(())
     }
 
+    fn kv_space(&self, shape: KvShape, wish: KvSpace) -> KvSpace {
+        self.inner.kv_space(shape, wish)
+    }
+
+    fn kv_in(&mut self, shape: KvShape, space: &KvSpace) -> Result<Self::Kv, DeviceError> {
+        Ok(PacedKv { inner: self.inner.kv_in(shape, space)?, token_bytes: shape.layer_token_bytes() })
+    }
+
+    fn kv_hold(&mut self, kv: &mut Self::Kv, slots: &[Range<u32>]) -> Result<(), DeviceError> {
+        self.inner.kv_hold(&mut kv.inner, slots)
+    }
+
+    fn kv_release(&mut self, kv: &mut Self::Kv, slots: Range<u32>) -> Result<(), DeviceError> {
+        self.inner.kv_release(&mut kv.inner, slots)
+    }
+
+    fn kv_expect(&mut self, kv: &mut Self::Kv, next: &[u32], row: Option<u32>) {
+        self.inner.kv_expect(&mut kv.inner, next, row);
+    }
+
+    fn kv_counters(&self, kv: &Self::Kv) -> Option<KvCounters> {
+        self.inner.kv_counters(&kv.inner)
+    }
+
     fn urgent(&mut self, urgent: bool) {
+        self.urgent = urgent;
         self.inner.urgent(urgent);
+    }
+
+    fn begin_repeatable(&mut self) -> Result<(), DeviceError> {
+        self.inner.begin_repeatable()
+    }
+
+    fn launches(&self) -> Option<LaunchCounters> {
+        self.inner.launches()
+    }
+
+    fn mark(&mut self, lane: usize) -> Result<(), DeviceError> {
+        (self.marks[lane], self.fresh[lane]) = (self.busy_until, true);
+        Ok(())
+    }
+
+    fn reached(&mut self, lane: usize) -> Result<Option<Duration>, DeviceError> {
+        let (now, fresh) = (Instant::now(), std::mem::take(&mut self.fresh[lane]));
+        let left = self.marks[lane].checked_duration_since(now).filter(|left| !left.is_zero());
+        if left.is_none() && fresh {
+            // What was asked for at once was over already: the arithmetic took longer than the model says.
+            add(&self.lateness.late_us, now - self.marks[lane]);
+        }
+        Ok(left)
+    }
+
+    fn read_staged(
+        &mut self,
+        _lane: usize,
+        tensor: &Self::Tensor,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        self.inner.read(tensor, rows, cols, out)
+    }
+
+    fn samples(&self) -> bool {
+        self.inner.samples()
+    }
+
+    fn sample_ahead(&mut self, lane: usize, logits: &Self::Tensor, rows: &[SampleRow]) -> Result<(), DeviceError> {
+        self.queue(0.0);
+        self.inner.sample_ahead(lane, logits, rows)?;
+        self.mark(lane)
+    }
+
+    fn sampled(&mut self, lane: usize, out: &mut Vec<SampledRow>) -> Result<(), DeviceError> {
+        self.inner.sampled(lane, out)
     }
 
     fn sync(&mut self) -> Result<(), DeviceError> {
@@ -359,6 +473,25 @@ mod tests {
         device.read(&y, 0..1, 0..8, &mut Vec::new()).unwrap();
         assert!(Instant::now() >= device.busy_until);
         assert_eq!(device.lateness().micros().1, 200 * 256);
+    }
+
+    #[test]
+    fn urgent_work_goes_before_what_is_queued_and_delays_it() {
+        let mut device = Paced::new(CpuDevice::new(), PaceProfile { weight_scale: 1e12, ..profile() });
+        let bytes = Bytes::from(vec![0u8; 8 * 8 * 4]);
+        let weight = device.weight(WeightSource { dtype: DType::F32, cols: 8, parts: vec![(8, bytes)] }).unwrap();
+        let (x, mut y) = (device.tensor(1, 8).unwrap(), device.tensor(1, 8).unwrap());
+        // Three days of it.
+        device.matmul(&x, &weight, 1, Mode::Set, &mut y).unwrap();
+        device.read_ahead(1, &y, 0..1, 0..8).unwrap();
+        let before = device.marks[1];
+        device.urgent(true);
+        device.queue(1e-3);
+        device.read(&x, 0..1, 0..8, &mut Vec::new()).unwrap();
+        device.urgent(false);
+        assert_eq!(device.marks[1] - before, Duration::from_millis(1));
+        assert!(device.reached(1).unwrap().is_some_and(|left| left > Duration::from_secs(60_000)));
+        assert_eq!(device.reached(0).unwrap(), None);
     }
 
     #[test]

@@ -41,6 +41,8 @@ impl Instance {
                 Output::ToPeer { instance, quic_addr, body } => self.send_control(instance, &quic_addr, body),
                 Output::Borrowed { borrow: _, seq, leases } => self.on_borrowed(seq, &leases),
                 Output::BorrowFailed { borrow: _, seq, reason } => self.on_borrow_failed(seq, &reason),
+                Output::LeaseLost { seq, creditor, lease } if self.lose_handed(seq, creditor, lease) => {}
+                Output::EntriesLost { seq, creditor, lease, .. } if self.lose_handed(seq, creditor, lease) => {}
                 Output::LeaseLost { seq, creditor, lease } => {
                     self.end_move_to(creditor, lease, "the target's lease was lost", false);
                     self.lose(seq, creditor, Some(lease), "a creditor no longer has the sequence's blocks");
@@ -66,6 +68,9 @@ impl Instance {
         self.admit_placed();
         while let Some(head) = self.sched.next_waiting() {
             let Some(seq) = self.seqs.get(&head.seq) else { return };
+            if self.gives_way(seq.since_ms) {
+                return;
+            }
             match seq.hold {
                 Hold::Borrowing(_) => return,
                 Hold::RetryAt(at) if at > self.now_ms && seq.blocks.shortfall(seq.len() + 1) > self.room() => {
@@ -84,15 +89,16 @@ impl Instance {
     /// Waiting sequences that have all their memory join the batch, wherever they stand in the queue: they would
     /// otherwise hold memory that the head waits for.
     fn admit_placed(&mut self) {
-        let placed =
-            |s: &SeqId| Self::is_ready(&self.seqs, *s) && self.seqs.get(s).is_some_and(|s| s.blocks.blocks() > 0);
+        let placed = |s: &SeqId| self.seqs.get(s).is_some_and(|s| s.is_placed() && s.blocks.blocks() > 0);
         let placed: Vec<SeqId> = self.sched.waiting().map(|w| w.seq).filter(placed).collect();
         for seq in placed {
             if self.sched.running_len() >= self.config.sched.running {
                 return;
             }
             let lane = self.lane_of(seq);
-            self.sched.admit(seq, lane);
+            let known = self.seqs.get(&seq).map_or(0, |s| s.blocks.written());
+            self.sched.admit(seq, lane, known);
+            self.note_admitted(seq);
             self.division.changed();
         }
     }
@@ -109,37 +115,60 @@ impl Instance {
         self.rm.available().saturating_sub(self.growth_reserve())
     }
 
+    /// Whether what came at `since_ms` waits until the pool's elder has its memory.
+    fn gives_way(&self, since_ms: u64) -> bool {
+        let elder = self.membership.elder(self.now_ms);
+        elder.is_some_and(|(debtor, since)| Some(debtor) != self.id && since < since_ms)
+    }
+
+    /// Since when the head of the queue waits for memory that this instance has by itself, if it does.
+    pub(crate) fn waiting_since_ms(&self) -> Option<u64> {
+        let head = self.seqs.get(&self.sched.next_waiting()?.seq)?;
+        let needed = head.blocks.shortfall(head.len() + 1);
+        (needed <= self.config.blocks_total).then_some(head.since_ms)
+    }
+
     /// Finds memory for a whole waiting sequence. True if it has it now; false if it negotiates or must retry.
     fn place(&mut self, id: SeqId) -> bool {
         let Some(seq) = self.seqs.get(&id) else { return false };
-        // One token more than is known: the next one must have a place.
-        let needed = seq.blocks.shortfall(seq.len() + 1);
+        let since_ms = seq.since_ms;
+        // One token more than is known: the next one must have a place. What is computed for others ends before it, and
+        // lies here as a whole.
+        let job = self.prefills.is_job(id);
+        let needed = seq.blocks.shortfall(seq.len() + u32::from(!job));
+        let end = seq.blocks.blocks() + needed;
         // Under a window a sequence may grow longer than the pool; once it is preempted, no memory is enough for it. It
         // must not hold up what waits behind it for longer than an instance may need to come back.
         let capacity = self.pool_blocks_total.max(u64::from(self.config.blocks_total));
         if u64::from(needed) > capacity && seq.misses >= OUTGROWN_MISSES {
-            let room = capacity * u64::from(self.config.block_tokens);
-            let message = format!("the sequence has {} tokens and the whole pool has room for {room}", seq.len());
-            self.fail(id, RequestError::Unavailable(message));
+            self.fail_outgrown(id, capacity);
             return false;
         }
         let local = needed.min(self.room());
+        if local < needed && job {
+            self.retry_later(id);
+            return false;
+        }
         let market = self.market();
         if local < needed && market != Market::Open {
             self.wait_for_gmanager(id, market, needed);
             return false;
         }
+        // What is here of it is not computed again, unless its oldest blocks are to be elsewhere.
+        let (known, after, sources) = if local == needed { self.adopt_prefix(id) } else { (0, None, Vec::new()) };
         // The newest blocks stay here; the table is built oldest first, so they wait aside while it borrows.
-        let Some(blocks) = self.rm.allocate(id, local, None) else {
+        let Some(blocks) = self.rm.allocate(id, end - local + known..end, after) else {
+            self.release_memory(id);
             self.retry_later(id);
             return false;
         };
-        let borrow = (local < needed).then(|| self.rm.borrow(id, needed - local, self.now_ms));
+        let borrow = (local < needed).then(|| self.rm.borrow_to_admit(id, needed - local, since_ms, self.now_ms));
         let Some(seq) = self.seqs.get_mut(&id) else { return false };
         match borrow {
             None => {
                 (seq.hold, seq.misses) = (Hold::None, 0);
                 seq.blocks.push_local(&blocks);
+                self.copy_prefix(id, &sources, &blocks);
                 true
             }
             Some(borrow) => {
@@ -193,6 +222,7 @@ impl Instance {
 
     fn on_borrowed(&mut self, id: SeqId, leases: &[BorrowedLease]) {
         let (block_tokens, kv) = (self.config.block_tokens, self.config.kv);
+        self.borrowed_blocks += leases.iter().map(|lease| u64::from(lease.blocks)).sum::<u64>();
         let Some(seq) = self.seqs.get_mut(&id) else {
             for &BorrowedLease { creditor, lease, epoch, blocks, .. } in leases {
                 let all = RemoteEntries { creditor, lease, epoch, first: 0, entries: blocks };
@@ -254,15 +284,24 @@ impl Instance {
         }
         self.release_memory(id);
         let Some(seq) = self.seqs.get(&id) else { return };
-        if let BorrowFailure::PoolTooSmall { pool_blocks_total } = reason {
-            // It fitted when it was accepted: instances have left since.
-            let (needed, limit) = (seq.len() + 1, pool_blocks_total * u64::from(self.config.block_tokens));
-            let message = format!("the request needs room for {needed} tokens and the pool has shrunk to {limit}");
-            self.fail(id, RequestError::Unavailable(message));
+        if let BorrowFailure::PoolTooSmall { pool_blocks_total } = reason
+            && seq.misses >= OUTGROWN_MISSES
+        {
+            // It fitted when it was accepted: instances have left since, for longer than one needs to come back.
+            self.fail_outgrown(id, *pool_blocks_total);
         } else {
             // What is lent stays lent: the planner takes it back where there is another place for it.
             self.retry_later(id);
         }
+    }
+
+    /// Ends a request that a pool of `capacity` blocks cannot hold: the pool has shrunk since it was accepted, or the
+    /// sequence outgrew it under a window and was preempted.
+    fn fail_outgrown(&mut self, id: SeqId, capacity: u64) {
+        let Some(seq) = self.seqs.get(&id) else { return };
+        let (needed, limit) = (seq.len() + 1, capacity * u64::from(self.config.block_tokens));
+        let message = format!("the request needs room for {needed} tokens and the pool now has room for {limit}");
+        self.fail(id, RequestError::Unavailable(message));
     }
 
     /// Gives every idle running sequence that has filled its blocks another one.
@@ -328,7 +367,8 @@ impl Instance {
         if seq.blocks.holes() > 0 {
             return self.restore_here(id);
         }
-        let blocks = self.rm.allocate(id, seq.blocks.shortfall(seq.len()), seq.blocks.last_local());
+        let (first, short) = (seq.blocks.blocks(), seq.blocks.shortfall(seq.len()));
+        let blocks = self.rm.allocate(id, first..first + short, seq.blocks.last_local());
         let Some(blocks) = blocks else { return false };
         seq.blocks.push_local(&blocks);
         seq.hold = Hold::None;
@@ -403,6 +443,9 @@ impl Instance {
 
     /// Takes a sequence that is in no step out of the batch; it will be computed again.
     pub(crate) fn preempt(&mut self, id: SeqId) {
+        if self.ends_pushed(id) {
+            return;
+        }
         if let Some(seq) = self.seqs.get(&id) {
             let lost = seq.blocks.holes() > 0 || !seq.blocks.lost().is_empty();
             let counter = if lost { &mut self.recomputed_tokens } else { &mut self.preempted_tokens };
@@ -413,6 +456,7 @@ impl Instance {
         if let Some(seq) = self.seqs.get_mut(&id) {
             seq.admit_by_ms = self.now_ms + ADMISSION_DEADLINE_MS;
         }
+        self.send_preempted_away(id);
     }
 
     /// Gives back everything that a sequence holds or negotiates for.
@@ -426,7 +470,10 @@ impl Instance {
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         let freed = seq.blocks.clear();
         seq.leases.clear();
-        self.give_back(id, &freed);
+        (seq.named, seq.copying) = (0, None);
+        if !self.withhold(id, &freed.local) {
+            self.give_back(id, &freed);
+        }
     }
 
     /// Ends what a sequence negotiates or waits for.
@@ -448,7 +495,7 @@ impl Instance {
     }
 
     fn free_behind_window(&mut self, id: SeqId) {
-        if self.is_frozen(id) {
+        if self.is_frozen(id) || self.prefills.is_job(id) {
             return;
         }
         let (Some(window), Some(seq)) = (self.config.window, self.seqs.get_mut(&id)) else { return };

@@ -3,7 +3,63 @@
 use crate::cost::RemotePolicy;
 use lagoon_protocol::{Calibration, MemoryTier, PoolShape, Role};
 use lagoon_sched::SchedulerConfig;
+use lagoon_transfer::{Axis, Dim, Layout, LayoutError, LayoutParts, Part, Plane};
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvShape, ModelHash};
+
+/// How others read this instance's KV, and how it reads theirs.
+#[derive(Clone, Debug)]
+pub struct TransferConfig {
+    /// Where its KV lies.
+    pub layout: Layout,
+    /// As `TransferConnect::host`.
+    pub host: String,
+    /// A decode worker allocates memory before a prompt is computed and reads its KV meanwhile, rather than afterwards.
+    pub push: bool,
+}
+
+impl TransferConfig {
+    /// Of a store with one region a layer, each `[slot][k | v][kv_heads][head_dim]`: blocks of `block_tokens` slots.
+    ///
+    /// # Errors
+    /// For sizes that no layout has.
+    pub fn new(
+        model: ModelHash,
+        kv: KvShape,
+        (blocks, block_tokens): (u32, u32),
+        host: String,
+    ) -> Result<Self, LayoutError> {
+        let (heads, dim) = (u64::from(kv.kv_heads), u64::from(kv.head_dim));
+        let token = 2 * heads * dim;
+        let axis = |dim, size, stride| Axis { dim, size, stride };
+        let axes = vec![
+            axis(Dim::Block, blocks, u64::from(block_tokens) * token),
+            axis(Dim::Token, block_tokens, token),
+            axis(Dim::Kv, 2, heads * dim),
+            axis(Dim::Head, kv.kv_heads, dim),
+            axis(Dim::Elem, kv.head_dim, 1),
+        ];
+        let plane = |layer| Plane {
+            region: layer,
+            base: 0,
+            axes: axes.clone(),
+            dtype: kv.dtype,
+            first_layer: layer,
+            part: Part::Both,
+        };
+        let region_bytes = u64::from(blocks) * u64::from(block_tokens) * kv.layer_token_bytes() as u64;
+        let layout = Layout::new(LayoutParts {
+            model,
+            block_tokens,
+            blocks,
+            layers: 0..kv.layers,
+            heads: 0..kv.kv_heads,
+            head_dim: kv.head_dim,
+            region_bytes: vec![region_bytes; kv.layers as usize],
+            planes: (0..kv.layers).map(plane).collect(),
+        })?;
+        Ok(Self { layout, host, push: false })
+    }
+}
 
 /// See the module's documentation.
 #[derive(Clone, Debug)]
@@ -51,6 +107,10 @@ pub struct InstanceConfig {
     pub link_bytes_per_s: f64,
     /// Attention operations per second that the cost model assumes of this instance if it has no calibration.
     pub attention_flops: f64,
+    /// `None` where its KV store cannot be shared.
+    pub transfer: Option<TransferConfig>,
+    /// Free blocks keep what they hold, and prompts that begin alike are not computed again.
+    pub prefix_cache: bool,
     /// Latency that its own decode steps shall have, in milliseconds: peers' micro attention must not break it.
     pub target_step_ms: Option<u32>,
 }

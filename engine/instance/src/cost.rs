@@ -5,7 +5,8 @@
 //! * queries of a layer leave when the layer has them: a round trip and the rows on the wire are waited for. The
 //!   creditor's compute is taken as free (it overlaps with the debtor's);
 //! * KV of a layer is asked for one layer ahead: what the copy takes longer than this instance works on a layer is
-//!   waited for, and then the debtor attends to it itself.
+//!   waited for, and then the debtor attends to it itself. The copies out of the one store and into the other take both
+//!   devices' time, in every chunk anew.
 //!
 //! Round trip and bulk rate are those measured to this creditor, the rest this instance's own calibration; what was not
 //! measured yet is assumed as configured.
@@ -49,6 +50,8 @@ pub struct OwnCost {
     pub attention_rate: f64,
     /// Seconds that one row of a chunk takes in one layer, beside attention; 0 if it was not measured.
     pub row_layer_s: f64,
+    /// Seconds in which a byte of KV is copied out of a store or into it; 0 if it was not measured.
+    pub copy_byte_s: f64,
 }
 
 impl OwnCost {
@@ -62,12 +65,16 @@ impl OwnCost {
     ) -> Self {
         let positive = |x: f64| x.is_finite() && x > 0.0;
         let Some(c) = calibration.filter(|c| positive(c.attention_us_per_ktoken)) else {
-            return Self { attention_rate: assumed_rate, row_layer_s: 0.0 };
+            return Self { attention_rate: assumed_rate, row_layer_s: 0.0, copy_byte_s: 0.0 };
         };
         let layers = f64::from(kv.layers.max(1));
         let operations = 1_024.0 * layers * row_key_operations(geometry);
         let row_us = if positive(c.prefill_us_per_token) { c.prefill_us_per_token } else { 0.0 };
-        Self { attention_rate: operations * 1e6 / c.attention_us_per_ktoken, row_layer_s: row_us / layers / 1e6 }
+        Self {
+            attention_rate: operations * 1e6 / c.attention_us_per_ktoken,
+            row_layer_s: row_us / layers / 1e6,
+            copy_byte_s: if positive(c.copy_bytes_per_s) { 1.0 / c.copy_bytes_per_s } else { 0.0 },
+        }
     }
 }
 
@@ -121,7 +128,8 @@ impl CostModel {
         let copy = self.link.rtt_s + self.fetch_bytes(keys) / self.link.bytes_per_s;
         let ahead = f64::from(rows) * self.own.row_layer_s;
         let operations = f64::from(rows) * f64::from(keys) * row_key_operations(&self.geometry);
-        (copy - ahead).max(0.0) + operations / self.own.attention_rate
+        let stores = 2.0 * self.fetch_bytes(keys) * self.own.copy_byte_s;
+        (copy - ahead).max(0.0) + stores + operations / self.own.attention_rate
     }
 
     /// Whether fetching `keys` tokens is cheaper than shipping `rows` queries.
@@ -162,7 +170,7 @@ mod tests {
 
     #[test]
     fn the_crossover_is_where_the_bytes_are_equal() {
-        let own = OwnCost { attention_rate: f64::INFINITY, row_layer_s: 0.0 };
+        let own = OwnCost { attention_rate: f64::INFINITY, row_layer_s: 0.0, copy_byte_s: 0.0 };
         // A round trip that nothing hides is paid either way.
         for rtt_us in [0, 300] {
             let m = CostModel { own, link: LinkCost::measured(rtt_us, 0, 1e9), ..model() };
@@ -195,11 +203,14 @@ mod tests {
     #[test]
     fn a_long_round_trip_is_hidden_by_fetching_a_layer_ahead() {
         // 512 rows work for 1 ms on a layer; 30 ms there and back cannot be hidden, 0.9 ms can.
-        let own = OwnCost { attention_rate: 1e14, row_layer_s: 2e-6 };
+        let own = OwnCost { attention_rate: 1e14, row_layer_s: 2e-6, copy_byte_s: 0.0 };
         let near = CostModel { own, link: LinkCost { bytes_per_s: 1e9, rtt_s: 0.0009 }, ..model() };
         assert!(near.fetch_s(512, 16) < 1e-4 && near.ship_s(512) > 0.009);
         let far = CostModel { link: LinkCost { rtt_s: 0.03, ..near.link }, ..near };
         assert!(far.fetch_s(512, 16) > 0.029);
+        // Devices that copy at 1 GB/s: 16 keys of 4 KiB, twice, in a layer.
+        let copies = CostModel { own: OwnCost { copy_byte_s: 1e-9, ..own }, ..near };
+        assert!((copies.fetch_s(512, 16) - near.fetch_s(512, 16) - 2.0 * 65_536e-9).abs() < 1e-9);
         // A single row hides next to nothing, and a slow link makes its KV dearer still.
         let slow = CostModel { link: LinkCost { bytes_per_s: 1e7, rtt_s: 0.0009 }, ..near };
         assert!(!slow.prefers_fetch(1, 32));

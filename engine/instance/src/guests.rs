@@ -346,6 +346,7 @@ impl Instance {
             let pieces = group.iter().map(|p| (p.slot0, p.tokens)).collect();
             self.guests.queue_write(kv.len());
             let write = GuestWrite { tag: None, layer, pieces, kv };
+            self.release_freed();
             self.effects.push(Effect::Runner(Command::GuestWrite(write)));
         }
         self.serve_waiting();

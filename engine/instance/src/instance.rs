@@ -8,15 +8,20 @@ use crate::lanes::Lanes;
 use crate::membership::Membership;
 use crate::moves::Moves;
 use crate::peers::Peers;
+use crate::prefill::Prefills;
+use crate::prefix::Prefixes;
 use crate::sequence::Sequence;
 use crate::steps::InFlight;
 use crate::threshold::Threshold;
+use lagoon_backend::{KvCounters, LaunchCounters};
 use lagoon_cluster::{ConfigError, LeaseEnded, RManager, RManagerConfig};
 use lagoon_protocol::{BulkFrame, ControlBody, PartialsFrame, RefuseCode, Role, StepTicket};
-use lagoon_runner::Report;
+use lagoon_runner::{Command, Report};
 use lagoon_sched::Scheduler;
 use lagoon_types::limits::{ADMISSION_DEADLINE_MS, LEASE_TTL_MS, QUEUE_DEFAULT, STEP_DEADLINE_MS};
-use lagoon_types::{FinishReason, GenerateRequest, InstanceId, Lane, LeaseId, RequestError, SeqId, StepId, TokenEvent};
+use lagoon_types::{
+    FinishReason, GenerateRequest, InstanceId, KvSpace, Lane, LeaseId, RequestError, SeqId, StepId, TokenEvent,
+};
 use std::collections::BTreeMap;
 
 /// See the crate's documentation.
@@ -30,6 +35,9 @@ pub struct Instance {
     pub(crate) registered: bool,
     /// rBlocks of the whole pool, this instance's included, as the gManager last said.
     pub(crate) pool_blocks_total: u64,
+    /// What the device last said of mapping memory.
+    pub(crate) memory: Option<KvCounters>,
+    pub(crate) launches: Option<LaunchCounters>,
     pub(crate) sched: Scheduler,
     pub(crate) rm: RManager,
     pub(crate) seqs: BTreeMap<SeqId, Sequence>,
@@ -37,6 +45,8 @@ pub struct Instance {
     pub(crate) guests: Guests,
     pub(crate) threshold: Option<Threshold>,
     pub(crate) moves: Moves,
+    pub(crate) prefills: Prefills,
+    pub(crate) prefixes: Prefixes,
     pub(crate) lanes: [Option<InFlight>; 2],
     pub(crate) division: Lanes,
     /// Time that a step may go without progress.
@@ -52,6 +62,8 @@ pub struct Instance {
     pub(crate) recoveries: u64,
     pub(crate) recomputed_tokens: u64,
     pub(crate) preempted_tokens: u64,
+    /// Blocks that were lent to its sequences, moves left out.
+    pub(crate) borrowed_blocks: u64,
     pub(crate) offloads: u64,
     /// Measured time of one row of a prompt, in microseconds; 0 before.
     pub(crate) prefill_us: f64,
@@ -83,11 +95,15 @@ impl Instance {
             id: None,
             registered: false,
             pool_blocks_total: u64::from(config.blocks_total),
+            memory: None,
+            launches: None,
             seqs: BTreeMap::new(),
             peers: Peers::default(),
             guests: Guests::default(),
             threshold: Threshold::of(&config),
             moves: Moves::new(config.kv.layers, config.block_tokens),
+            prefills: Prefills::new(&config),
+            prefixes: Prefixes::new(&config),
             lanes: [None, None],
             division: Lanes::default(),
             step_deadline_ms: STEP_DEADLINE_MS,
@@ -100,6 +116,7 @@ impl Instance {
             recoveries: 0,
             recomputed_tokens: 0,
             preempted_tokens: 0,
+            borrowed_blocks: 0,
             offloads: 0,
             prefill_us: 0.0,
             away_since_ms: None,
@@ -134,10 +151,34 @@ impl Instance {
             Event::Bulk { peer, frame } => self.on_bulk(peer, frame),
             Event::Rtt { peer, rtt_us } => self.on_rtt(peer, rtt_us),
             Event::Runner(report) => self.on_report(report),
+            Event::Transfer(event) => self.on_transfer(event),
             Event::Tick => self.on_tick(),
         }
         self.pump();
+        self.release_freed();
         std::mem::take(&mut self.effects)
+    }
+
+    /// Has the device map memory behind the addresses of this space, instead of one slot being one piece of memory. To be
+    /// called before the first event.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if the space is not one for the configured blocks.
+    pub fn address_kv(&mut self, space: KvSpace) -> Result<(), ConfigError> {
+        self.rm.address(space)
+    }
+
+    /// Tells the device which addresses nobody uses any more. Called before every command that may use them anew.
+    pub(crate) fn release_freed(&mut self) {
+        let mut freed = self.rm.take_freed();
+        if freed.is_empty() {
+            return;
+        }
+        freed.sort_unstable();
+        let tokens = self.config.block_tokens;
+        let runs = freed.chunk_by(|a, b| a.0 + 1 == b.0);
+        let slots = runs.map(|run| run[0].0 * tokens..(run[run.len() - 1].0 + 1) * tokens).collect();
+        self.effects.push(Effect::Runner(Command::Release { slots }));
     }
 
     /// Starts whatever can start.
@@ -150,8 +191,11 @@ impl Instance {
         self.grow();
         self.resume_parked();
         self.admit();
+        self.dispatch();
+        self.pump_pulls();
         self.divide();
         self.rm.set_growth_reserve(self.growth_reserve());
+        self.rm.set_waiting(self.waiting_since_ms(), self.membership.elder(self.now_ms));
         if !self.waits_for_copy() {
             for lane in Lane::ALL {
                 self.start_lane(lane);
@@ -169,6 +213,15 @@ impl Instance {
         }
     }
 
+    /// Tells a client of its request. What is computed for others has none: whoever asked is told if it failed.
+    pub(crate) fn emit(&mut self, seq: SeqId, event: TokenEvent) {
+        if !self.prefills.is_job(seq) {
+            self.effects.push(Effect::Emit { seq, event });
+        } else if let TokenEvent::Failed(error) = event {
+            self.job_failed(seq, error.to_string());
+        }
+    }
+
     /// Longest sequence that could be held if the whole pool were free, in tokens.
     #[must_use]
     pub fn pool_tokens(&self) -> u64 {
@@ -176,8 +229,13 @@ impl Instance {
     }
 
     fn accept(&mut self, seq: SeqId, mut request: GenerateRequest) -> Result<(), RequestError> {
-        if self.config.role == Role::Kv {
-            return Err(RequestError::Invalid("this node lends memory only (--role kv)".to_owned()));
+        let unfit = match self.config.role {
+            Role::Kv => Some("this node lends memory only (--role kv)"),
+            Role::Prefill => Some("this instance computes prompts for decode workers only (--role prefill)"),
+            Role::Instance | Role::Decode => None,
+        };
+        if let Some(why) = unfit {
+            return Err(RequestError::Invalid(why.to_owned()));
         }
         if self.membership.drained {
             return Err(RequestError::Unavailable("this instance was drained and stops".to_owned()));
@@ -193,7 +251,14 @@ impl Instance {
                 self.config.vocab
             )));
         }
-        let prompt_tokens = request.prompt.len() as u64;
+        if request.answered as usize >= request.prompt.len() || request.answered >= request.max_tokens {
+            let GenerateRequest { answered, max_tokens, .. } = request;
+            return Err(RequestError::Invalid(format!(
+                "an answer of {max_tokens} tokens cannot go on after {answered}, or has no prompt"
+            )));
+        }
+        let known_tokens = request.prompt.len() as u64;
+        let prompt_tokens = known_tokens - u64::from(request.answered);
         let too_long = |needed_tokens, limit_tokens, limit_name| RequestError::TooLong {
             prompt_tokens,
             needed_tokens,
@@ -206,8 +271,8 @@ impl Instance {
             return Err(too_long(needed, positions, "the model's context"));
         }
         // Under a window only the window is held, but a prompt is planned whole: the bound is the same.
-        if prompt_tokens + 1 > pool {
-            return Err(too_long(prompt_tokens + 1, pool, "the KV capacity of the whole pool"));
+        if known_tokens + 1 > pool {
+            return Err(too_long(known_tokens + 1, pool, "the KV capacity of the whole pool"));
         }
         // What the pool cannot hold is not generated: the answer ends for its length. A window that fits is always held.
         let held = self.config.window.map(|w| u64::from(w) + 2 * u64::from(self.config.block_tokens));
@@ -216,15 +281,24 @@ impl Instance {
             request.max_tokens = request.max_tokens.min(room);
         }
         let tokens = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
-        self.sched
-            .enqueue(seq, tokens, self.now_ms)
-            .map_err(|full| RequestError::QueueFull { queued: full.limit, limit: full.limit })?;
-        let admit_by = self.now_ms + ADMISSION_DEADLINE_MS;
-        self.seqs.insert(seq, Sequence::new(seq, request, self.config.block_tokens, admit_by));
+        let full = |limit| RequestError::QueueFull { queued: limit, limit };
+        if !self.sends_away() {
+            self.sched.enqueue(seq, tokens, self.now_ms).map_err(|queue| full(queue.limit))?;
+        } else if self.waiting() >= self.config.sched.queue {
+            return Err(full(self.config.sched.queue));
+        } else {
+            self.send_away(seq);
+        }
+        self.seqs.insert(seq, Sequence::new(seq, request, self.config.block_tokens, self.now_ms));
         Ok(())
     }
 
-    fn on_cancel(&mut self, seq: SeqId) {
+    /// Requests that wait to be admitted, or for their prompts.
+    pub(crate) fn waiting(&self) -> usize {
+        self.sched.waiting().len() + self.prefills.away.len()
+    }
+
+    pub(crate) fn on_cancel(&mut self, seq: SeqId) {
         let Some(entry) = self.seqs.get_mut(&seq) else { return };
         if self.sched.in_step(seq) {
             entry.cancelled = true;
@@ -238,14 +312,15 @@ impl Instance {
         if let Some(entry) = self.seqs.get(&seq) {
             let event =
                 TokenEvent::Finished { reason, prompt_tokens: entry.prompt_len, completion_tokens: entry.generated() };
-            self.effects.push(Effect::Emit { seq, event });
+            self.note_decoded(seq);
+            self.emit(seq, event);
         }
         self.remove(seq);
     }
 
     /// Ends a sequence badly.
     pub(crate) fn fail(&mut self, seq: SeqId, error: RequestError) {
-        self.effects.push(Effect::Emit { seq, event: TokenEvent::Failed(error) });
+        self.emit(seq, TokenEvent::Failed(error));
         self.remove(seq);
     }
 
@@ -254,6 +329,7 @@ impl Instance {
         if self.defer_end(seq) {
             return;
         }
+        self.give_up_away(seq);
         self.release_memory(seq);
         self.sched.remove(seq);
         self.seqs.remove(&seq);
@@ -273,6 +349,7 @@ impl Instance {
             ControlBody::Freeze(freeze) => self.on_freeze(&freeze),
             ControlBody::Thaw(thaw) => self.on_thaw(thaw.cycle),
             ControlBody::MoveKvCache(order) => self.on_move_order(&order),
+            ControlBody::Workers(workers) => self.on_workers(&workers),
             _ => {}
         }
     }
@@ -301,6 +378,7 @@ impl Instance {
             let freed = tokens(release.first)..tokens(release.entries);
             self.guests.forget_lease(known.instance, LeaseId(release.lease), &freed);
         }
+        let Some(body) = self.on_prefill_control(known.instance, body) else { return };
         if let Some(body) = self.rm.on_peer_control(known.instance, body, self.now_ms) {
             self.effects.push(Effect::Control { peer, body });
         }
@@ -350,11 +428,15 @@ impl Instance {
         match report {
             Report::Queries { step, layer, frames } => self.on_queries(step, layer, frames),
             Report::Written { step, layer, kv } => self.on_written(step, layer, kv),
+            Report::Layer { step, layer } => self.on_layer(step, layer),
             Report::Done { step, lane, samples } => {
                 self.note_step_done(step, lane);
                 self.on_done(step, lane, samples);
             }
             Report::Failed { step, lane, error } => self.on_step_failed(step, lane, &error),
+            Report::Copied { copy, error } => self.on_copied(copy, error.as_ref()),
+            Report::Memory(counters) => self.memory = Some(counters),
+            Report::Launches(counters) => self.launches = Some(counters),
             Report::GuestPartial { tag, out, lse, count } => self.on_guest_partial(tag, out, lse, count),
             Report::GuestWritten { bytes, tag } => {
                 self.on_guest_written(bytes);
@@ -387,6 +469,10 @@ impl Instance {
         self.break_up();
         self.expire_steps();
         self.expire_waiting();
+        self.expire_jobs();
+        self.expire_away();
+        self.tick_workers();
+        self.tick_reader();
         self.tick_membership();
     }
 

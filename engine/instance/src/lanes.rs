@@ -2,11 +2,11 @@
 //!
 //! Rows with KV elsewhere may form a batch of their own, so that a slow creditor delays nobody else; but two batches read
 //! the weights twice. So where local attention covers what creditors take (v2 Fig. 6a), or nearly, all rows are one
-//! batch, in the remote lane. Which of the two generates more is predicted from this instance's calibration (v2 Eq. 5)
-//! and the measured time from a step's queries to its last partial:
-//! * one batch: `n` tokens in `W(n) + max(A, R)`;
-//! * two: the remote lane's `n_r` in `P = 2 W(n_r) + max(2 A_r, R)`, as the lanes take turns on the device, and the
-//!   local lane's `n_l` in `W(n_l) + A_l` of the time that this leaves.
+//! batch, in the remote lane. In which of the two more of the device's time is of use is predicted from this instance's
+//! calibration (v2 Eq. 5) and the measured time from a step's queries to its last partial:
+//! * one batch: the work `W(n) + A` in `W(n) + max(A, R)`;
+//! * two: the remote lane's share of that work in `P = 2 W(n_r) + max(2 A_r, R)`, as the lanes take turns on the device,
+//!   and the local lane's in `W(n_l) + A_l` of the time that this leaves.
 //!
 //! Invariants:
 //! * without a calibration, with a latency target, or while a remote sequence computes a prompt, there are two;
@@ -50,15 +50,19 @@ struct Batch {
     tokens: f64,
 }
 
-/// Tokens per microsecond of one batch and of two.
+/// The useful share of the device's time, in one batch and in two: a token is worth its attention and its share of the
+/// weights of one batch. (Counted in tokens alone, rows of short contexts would always be worth a lane of their own: they
+/// would advance faster at the cost of long ones, and the weights be read twice for it.)
 fn predict(rates: &Rates<'_>, local: Batch, remote: Batch, remote_us: f64) -> (f64, f64) {
     let attention_us = |b: Batch| b.tokens * rates.attention_us;
     let (all, a_l, a_r) = (local.rows + remote.rows, attention_us(local), attention_us(remote));
-    let one = f64::from(all) / (rates.other_us(all) + (a_l + a_r).max(remote_us));
+    let w = rates.other_us(all);
+    let work = |rows: u32, a: f64| w * f64::from(rows) / f64::from(all) + a;
+    let one = (w + a_l + a_r) / (w + (a_l + a_r).max(remote_us));
     let (w_l, w_r) = (rates.other_us(local.rows), rates.other_us(remote.rows));
     let period_us = 2.0 * w_r + (2.0 * a_r).max(remote_us);
     let left = 1.0 - (w_r + a_r) / period_us;
-    let two = f64::from(remote.rows) / period_us + f64::from(local.rows) * left / (w_l + a_l);
+    let two = work(remote.rows, a_r) / period_us + work(local.rows, a_l) * left / (w_l + a_l);
     (one, two)
 }
 
@@ -190,9 +194,9 @@ mod tests {
         let calibration = calibration();
         let rates = Rates::new(&calibration, true).unwrap();
         let (local, remote) = (Batch { rows: 20, tokens: 10_000.0 }, Batch { rows: 2, tokens: 5_000.0 });
-        // Covered: 22 tokens in 25 ms; apart, the weights are read twice.
+        // Covered: the device does nothing in vain; apart, the weights are read twice.
         let (one, two) = predict(&rates, local, remote, 5_000.0);
-        assert!((one - 22.0 / 25_000.0).abs() < 1e-12 && one > two * 1.2, "{one} {two}");
+        assert!((one - 1.0).abs() < 1e-12 && one > two * 1.2, "{one} {two}");
         // A creditor that takes a second: the local rows must not wait.
         let (one, two) = predict(&rates, local, remote, 1e6);
         assert!(two > one * 10.0, "{one} {two}");
@@ -204,6 +208,16 @@ mod tests {
             })
             .collect();
         assert_eq!(better.windows(2).filter(|w| w[0] != w[1]).count(), 1, "{better:?}");
+    }
+
+    #[test]
+    fn short_contexts_do_not_overtake_a_long_one_at_the_price_of_the_weights() {
+        let calibration = calibration();
+        let rates = Rates::new(&calibration, true).unwrap();
+        // In a lane of their own the short ones would generate more tokens a second, and the whole take longer.
+        let (local, remote) = (Batch { rows: 3, tokens: 4_400.0 }, Batch { rows: 1, tokens: 26_000.0 });
+        let (one, two) = predict(&rates, local, remote, 2_000.0);
+        assert!(one > two * 1.2, "{one} {two}");
     }
 
     #[test]

@@ -24,18 +24,22 @@ mod membership;
 mod moves;
 mod parking;
 mod peers;
+mod prefill;
+mod prefix;
 mod recovery;
 mod sequence;
 mod status;
 mod steps;
 mod threshold;
 
-pub use config::InstanceConfig;
+pub use config::{InstanceConfig, TransferConfig};
 pub use cost::{CostModel, LinkCost, OwnCost, RemotePolicy};
-pub use event::{Effect, Event, PeerKey};
+pub use event::{Effect, Event, PeerKey, TransferEffect, TransferEvent};
 pub use freeze::FrozenDebt;
 pub use instance::Instance;
 pub use moves::{MovePace, MoveStatus, MovedBlocks};
+pub use prefill::{LastTimes, PrefillStatus, PrefillTimes};
+pub use prefix::PrefixStatus;
 pub use status::{InstanceStatus, SequencePlacement};
 
 /// The shell sends [`Event::Tick`] at least this often.

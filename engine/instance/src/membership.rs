@@ -5,16 +5,16 @@
 //! * A draining instance lends nothing more and finishes what it has. If it shall stop, it says so when nothing is left
 //!   and nothing came for a while.
 
-use crate::event::Effect;
+use crate::event::{Effect, TransferEffect};
 use crate::instance::Instance;
 use crate::sequence::Sequence;
 use lagoon_cluster::PlacementReport;
 use lagoon_kv::Placement;
 use lagoon_protocol::{
-    ControlBody, Deregister, DrainOrder, Fenced, HeartbeatAck, Link, Load, PlacementEntry, Register, Registered, Role,
+    ControlBody, Deregister, DrainOrder, Fenced, HeartbeatAck, Link, Load, PlacementEntry, Register, Registered,
     VERSION_MAX, VERSION_MIN,
 };
-use lagoon_types::limits::{DRAIN_QUIET_MS, HEARTBEAT_LINKS_MAX, HEARTBEAT_MS, LOAD_QUEUE_MAX};
+use lagoon_types::limits::{DRAIN_QUIET_MS, ELDER_HOLD_MS, HEARTBEAT_LINKS_MAX, HEARTBEAT_MS, LOAD_QUEUE_MAX};
 use lagoon_types::{InstanceId, Lane, StepId};
 
 /// A drain under way.
@@ -39,6 +39,8 @@ pub(crate) struct Membership {
     pub(crate) drained: bool,
     /// Times that it was fenced.
     pub(crate) fences: u64,
+    /// The pool's elder if this instance keeps memory for it: its debtor, since when it waits, until when that holds.
+    elder: Option<(InstanceId, u64, u64)>,
     steps: StepTimes,
 }
 
@@ -60,12 +62,18 @@ impl Membership {
             drain: None,
             drained: false,
             fences: 0,
+            elder: None,
             steps: StepTimes::default(),
         }
     }
 
     pub(crate) fn is_draining(&self) -> bool {
         self.drain.is_some()
+    }
+
+    /// The request that goes before all younger ones here: where it waits, and since when.
+    pub(crate) fn elder(&self, now_ms: u64) -> Option<(InstanceId, u64)> {
+        self.elder.filter(|(_, _, until_ms)| now_ms < *until_ms).map(|(debtor, since_ms, _)| (debtor, since_ms))
     }
 }
 
@@ -115,6 +123,8 @@ impl Instance {
         self.membership.term = registered.term;
         // Whatever another gManager, or this one, knew: it starts anew with a registration.
         self.membership.report.restart();
+        // Its list of workers may be another one of the same name.
+        self.prefills.version = 0;
         self.greet();
         self.heartbeat();
     }
@@ -127,6 +137,9 @@ impl Instance {
             self.on_own_fence();
         } else {
             self.pool_blocks_total = ack.pool_blocks_total;
+            let since = |waits_ms: u32| self.now_ms.saturating_sub(u64::from(waits_ms));
+            let elder = ack.elder.map(|e| (InstanceId(e.debtor), since(e.waits_ms), self.now_ms + ELDER_HOLD_MS));
+            self.membership.elder = elder;
             if ack.term == self.membership.term {
                 self.membership.report.on_ack(ack);
             } else {
@@ -147,6 +160,8 @@ impl Instance {
         self.registered = false;
         let ended = self.rm.forget_all(self.membership.incarnation, self.now_ms);
         self.forget_ended(&ended);
+        self.drop_all_jobs();
+        self.restart_reader();
         // Peers free what they lent to the old incarnation when they hear of the new one.
         self.greet_again();
         self.on_gmanager_up();
@@ -154,8 +169,12 @@ impl Instance {
 
     /// Another instance was declared dead.
     pub(crate) fn on_peer_fenced(&mut self, m: &Fenced) {
-        let ended = self.rm.on_peer_fenced(InstanceId(m.instance), m.incarnation, self.now_ms);
+        let (reader, incarnation) = (InstanceId(m.instance), m.incarnation);
+        let ended = self.rm.on_peer_fenced(reader, incarnation, self.now_ms);
         self.forget_ended(&ended);
+        if self.config.transfer.is_some() {
+            self.effects.push(Effect::Transfer(TransferEffect::Fence { reader, incarnation }));
+        }
     }
 
     pub(crate) fn on_drain_order(&mut self, m: DrainOrder) {
@@ -202,15 +221,19 @@ impl Instance {
         self.membership.heartbeat_at_ms = self.now_ms + HEARTBEAT_MS;
         let links = self.peers.iter().filter(|k| k.rtt_us > 0);
         let links = links.map(|k| Link { peer: k.instance.0, rtt_us: k.rtt_us, bytes_per_s: k.bytes_per_s });
-        let (running, waiting) = (as_u32(self.sched.running_len()), as_u32(self.sched.waiting().len()));
+        let (running, waiting) = (as_u32(self.sched.running_len()), as_u32(self.waiting()));
         let mut heartbeat = self.rm.heartbeat(running, waiting, links.take(HEARTBEAT_LINKS_MAX).collect());
         heartbeat.draining = self.membership.is_draining();
         heartbeat.frozen = self.frozen.map_or(0, |f| f.cycle);
-        heartbeat.load = (self.config.role == Role::Instance).then(|| self.load());
+        heartbeat.load = self.config.role.runs().then(|| self.load());
         heartbeat.moves = Some(self.move_status().counts());
+        heartbeat.prefill = self.config.transfer.is_some().then(|| Box::new(self.prefill_status().counts()));
         let guests = self.rm.guest_rows();
         let me = heartbeat.instance;
-        let own = self.seqs.values().map(|s| own_row(me, s));
+        heartbeat.workers = self.prefills.version;
+        let prefills = &self.prefills;
+        let own = self.seqs.values().filter(|s| !prefills.is_job(s.id));
+        let own = own.map(|s| own_row(me, s, as_u32(prefills.landing(s.id))));
         self.membership.report.fill(&mut heartbeat, own.chain(guests));
         self.effects.push(Effect::ToGManager(ControlBody::Heartbeat(heartbeat)));
     }
@@ -231,7 +254,16 @@ impl Instance {
             queue_blocks: queue.map(|w| (w.tokens + 1).div_ceil(block_tokens)).collect(),
             batch_max: as_u32(self.config.sched.running),
             step_us: u32::try_from(self.membership.steps.mean_us).unwrap_or(u32::MAX),
+            head_waits_ms: self.head_waits_ms(),
         }
+    }
+
+    /// How long ago the head of the queue came, if it needs more than this instance has.
+    fn head_waits_ms(&self) -> u32 {
+        let head = self.sched.waiting().next().and_then(|w| self.seqs.get(&w.seq));
+        let alone = |s: &Sequence| s.blocks.shortfall(s.len() + 1) <= self.config.blocks_total;
+        let waits_ms = head.filter(|s| !alone(s)).map_or(0, |s| (self.now_ms - s.since_ms).max(1));
+        u32::try_from(waits_ms).unwrap_or(u32::MAX)
     }
 
     /// A lane has started a step, if it has.
@@ -258,14 +290,14 @@ impl Instance {
 }
 
 /// A sequence's rBlocks here. Those that are written in every layer could move.
-fn own_row(me: u32, seq: &Sequence) -> PlacementEntry {
+fn own_row(me: u32, seq: &Sequence, landing: u32) -> PlacementEntry {
     let full = (seq.blocks.written() / seq.blocks.block_tokens()) as usize;
     let local =
         |placements: &[Placement]| as_u32(placements.iter().filter(|p| matches!(p, Placement::Local(_))).count());
     PlacementEntry {
         debtor: me,
         seq: seq.id.0,
-        blocks: seq.blocks.local_blocks() + as_u32(seq.aside.len()),
+        blocks: seq.blocks.local_blocks() + as_u32(seq.aside.len()) + landing,
         blocks_sealed: local(seq.blocks.placements().get(..full).unwrap_or(&[])),
     }
 }

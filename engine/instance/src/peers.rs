@@ -173,6 +173,7 @@ impl Instance {
                 self.effects.push(Effect::Control { peer, body });
             }
         }
+        self.on_worker_up(instance);
     }
 
     fn check_hello(&self, hello: &Hello) -> Result<(), String> {
@@ -217,6 +218,8 @@ impl Instance {
         self.peers.meters.remove(&known.instance);
         self.guests.forget(known.instance);
         self.rm.on_peer_down(known.instance, self.now_ms);
+        self.drop_jobs_of(known.instance);
+        self.lose_worker(known.instance);
         self.lose_creditor(known.instance, "the connection to a creditor was lost");
     }
 

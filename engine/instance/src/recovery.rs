@@ -121,9 +121,11 @@ impl Instance {
         }
         let late = seq.restore_by_ms.is_some_and(|at| at <= self.now_ms);
         let (holes, local) = (seq.blocks.holes(), self.rm.available());
+        let mut hole_blocks = seq.blocks.hole_blocks();
         match self.market() {
             Market::Open => {
-                let Some(aside) = self.rm.allocate(id, local, None) else { return };
+                let newest = hole_blocks.split_off((holes - local) as usize);
+                let Some(aside) = self.rm.allocate(id, newest.into_iter(), None) else { return };
                 let borrow = self.rm.borrow(id, holes - local, self.now_ms);
                 if let Some(seq) = self.seqs.get_mut(&id) {
                     (seq.hold, seq.aside) = (Hold::Borrowing(borrow), aside);
@@ -141,7 +143,7 @@ impl Instance {
         if matches!(seq.hold, Hold::Borrowing(_) | Hold::Parking | Hold::Parked) || holes > self.rm.available() {
             return false;
         }
-        let Some(blocks) = self.rm.allocate(id, holes, None) else { return false };
+        let Some(blocks) = self.rm.allocate(id, seq.blocks.hole_blocks().into_iter(), None) else { return false };
         if let Some(seq) = self.seqs.get_mut(&id) {
             seq.blocks.fill_local(&blocks);
             (seq.hold, seq.misses, seq.restore_by_ms) = (Hold::None, 0, None);

@@ -2,8 +2,9 @@
 
 use lagoon_cluster::BorrowId;
 use lagoon_kv::hash::ContentHash;
-use lagoon_kv::{LeaseHasher, RemoteEntries, SeqBlocks};
-use lagoon_types::limits::{RECOVERIES_MAX, RECOVERIES_WINDOW_MS};
+use lagoon_kv::{BlockIdentity, LeaseHasher, RemoteEntries, SeqBlocks};
+use lagoon_runner::CopyId;
+use lagoon_types::limits::{ADMISSION_DEADLINE_MS, RECOVERIES_MAX, RECOVERIES_WINDOW_MS};
 use lagoon_types::{FinishReason, GenerateRequest, InstanceId, LeaseId, PhysBlock, SamplingParams, SeqId};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -49,6 +50,8 @@ pub(crate) enum Hold {
 #[derive(Debug)]
 pub(crate) struct Sequence {
     pub(crate) id: SeqId,
+    /// When it came.
+    pub(crate) since_ms: u64,
     /// Prompt, then what was generated.
     pub(crate) tokens: Vec<u32>,
     pub(crate) prompt_len: u32,
@@ -58,6 +61,14 @@ pub(crate) struct Sequence {
     pub(crate) return_logits: bool,
     pub(crate) blocks: SeqBlocks,
     pub(crate) leases: BTreeMap<(InstanceId, LeaseId), HeldLease>,
+    /// Blocks of it are being copied; it takes part in no step before.
+    pub(crate) copying: Option<CopyId>,
+    /// A copy failed: it has none made any more.
+    pub(crate) copies_nothing: bool,
+    /// What its first blocks hold, as far as that was asked.
+    pub(crate) names: Vec<BlockIdentity>,
+    /// Blocks of the table that were looked at for names, from the first on.
+    pub(crate) named: u32,
     /// Own blocks for the newest tokens (or holes), until the older ones are borrowed and the table can be built in order.
     pub(crate) aside: Vec<PhysBlock>,
     pub(crate) hold: Hold,
@@ -75,13 +86,16 @@ pub(crate) struct Sequence {
     pub(crate) cancelled: bool,
     /// When it must have been admitted.
     pub(crate) admit_by_ms: u64,
+    /// When the KV of its prompt had been read from whoever computed it.
+    pub(crate) pulled_ms: Option<u64>,
 }
 
 impl Sequence {
-    pub(crate) fn new(id: SeqId, request: GenerateRequest, block_tokens: u32, admit_by_ms: u64) -> Self {
+    pub(crate) fn new(id: SeqId, request: GenerateRequest, block_tokens: u32, since_ms: u64) -> Self {
         Self {
             id,
-            prompt_len: u32::try_from(request.prompt.len()).unwrap_or(u32::MAX),
+            since_ms,
+            prompt_len: u32::try_from(request.prompt.len()).unwrap_or(u32::MAX).saturating_sub(request.answered),
             tokens: request.prompt,
             max_tokens: request.max_tokens,
             sampling: Arc::new(request.sampling),
@@ -89,6 +103,10 @@ impl Sequence {
             return_logits: request.return_logits,
             blocks: SeqBlocks::new(block_tokens),
             leases: BTreeMap::new(),
+            copying: None,
+            copies_nothing: false,
+            names: Vec::new(),
+            named: 0,
             aside: Vec::new(),
             hold: Hold::None,
             misses: 0,
@@ -97,7 +115,8 @@ impl Sequence {
             restore_by_ms: None,
             park_after_ms: 0,
             cancelled: false,
-            admit_by_ms,
+            admit_by_ms: since_ms + ADMISSION_DEADLINE_MS,
+            pulled_ms: None,
         }
     }
 
@@ -110,8 +129,13 @@ impl Sequence {
         self.len() - self.prompt_len
     }
 
-    /// Has places for every known token and nothing else to wait for.
+    /// May take part in a step.
     pub(crate) fn is_ready(&self) -> bool {
+        self.is_placed() && self.copying.is_none()
+    }
+
+    /// Has places for every known token and negotiates for nothing.
+    pub(crate) fn is_placed(&self) -> bool {
         self.hold == Hold::None && self.blocks.holes() == 0 && self.blocks.capacity_tokens() >= self.len()
     }
 
@@ -155,6 +179,7 @@ mod tests {
     fn sequence() -> Sequence {
         let request = GenerateRequest {
             prompt: vec![1, 2, 3],
+            answered: 0,
             max_tokens: 4,
             sampling: SamplingParams::default(),
             stop_ids: Vec::new(),
@@ -175,5 +200,21 @@ mod tests {
         let times: Vec<bool> = (1..=RECOVERIES_MAX as u64).map(|i| seq.note_recovery(now + i * 100)).collect();
         assert_eq!(times.iter().position(|over| *over), Some(RECOVERIES_MAX - 1));
         assert!(!seq.note_recovery(now + RECOVERIES_WINDOW_MS + 60 * 1000));
+    }
+
+    #[test]
+    fn an_answer_that_was_begun_elsewhere_goes_on_at_its_place() {
+        let request = GenerateRequest {
+            prompt: vec![1, 2, 3, 8, 9],
+            answered: 2,
+            max_tokens: 4,
+            sampling: SamplingParams::default(),
+            stop_ids: Vec::new(),
+            return_logits: false,
+        };
+        let mut seq = Sequence::new(SeqId(1), request, 4, 0);
+        assert_eq!((seq.prompt_len, seq.generated(), seq.len()), (3, 2, 5));
+        assert_eq!(seq.push(7, 100), None);
+        assert_eq!((seq.push(7, 100), seq.generated()), (Some(FinishReason::Length), 4));
     }
 }

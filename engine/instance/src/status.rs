@@ -2,9 +2,12 @@
 
 use crate::instance::Instance;
 use crate::moves::MoveStatus;
+use crate::prefill::{LastTimes, PrefillStatus};
+use crate::prefix::PrefixStatus;
 use crate::sequence::Hold;
+use lagoon_backend::{KvCounters, LaunchCounters};
 use lagoon_cluster::RManager;
-use lagoon_kv::{KvAccount, Placement};
+use lagoon_kv::{BlockIdentity, KvAccount, Placement};
 use lagoon_types::{InstanceId, SeqId};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -29,6 +32,8 @@ pub struct InstanceStatus {
     pub blocks_free: u32,
     pub blocks_lent: u32,
     pub blocks_borrowed: u32,
+    /// rBlocks that were lent to its requests since the start, without those that moved there.
+    pub blocks_borrowed_total: u64,
     pub running: usize,
     pub waiting: usize,
     /// Frames of peers that wait or are on the device.
@@ -48,6 +53,14 @@ pub struct InstanceStatus {
     /// Peers' steps that were refused because own steps were far over their latency target.
     pub steps_shed: u64,
     pub moves: MoveStatus,
+    /// On a device that maps memory behind addresses: what that has come to, in page groups.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory: Option<KvCounters>,
+    /// On a device that keeps how steps were launched: what that has come to, in steps.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub launches: Option<LaunchCounters>,
+    pub prefill: PrefillStatus,
+    pub prefix: PrefixStatus,
     pub sequences: Vec<SequencePlacement>,
 }
 
@@ -100,12 +113,44 @@ impl Instance {
             self.seqs.values().map(|s| &s.blocks),
             self.rm.lent_hashers().chain(borrowed),
         );
-        account.metadata_bytes += hashes as u64;
+        let names: usize = self.seqs.values().map(|s| s.names.capacity() * size_of::<BlockIdentity>()).sum();
+        account.metadata_bytes += (hashes + names) as u64;
         account
     }
 
     pub(crate) fn move_status(&self) -> MoveStatus {
         MoveStatus { recalls_met: self.rm.recalls_met(), ..self.moves.status() }
+    }
+
+    pub(crate) fn prefill_status(&self) -> PrefillStatus {
+        let stats = self.prefills.reader.as_ref().map(lagoon_transfer::Reader::stats).unwrap_or_default();
+        PrefillStatus {
+            workers: self.readable_workers(),
+            away: self.prefills.away.len(),
+            pulling: self.prefills.reader.as_ref().map_or(0, lagoon_transfer::Reader::pulling),
+            blocks_settling: self.prefills.settling(),
+            blocks_handed_over: self.rm.handed_over(),
+            blocks_held_back: self.rm.held_back(),
+            jobs: self.jobs(),
+            queued_tokens: self.queued_tokens(),
+            reads: stats.reads,
+            transactions: stats.transactions,
+            bytes: stats.bytes,
+            damaged_blocks: stats.damaged_blocks,
+            pulls_failed: stats.pulls_failed,
+            last: LastTimes::default(),
+            ..self.prefills.status.clone()
+        }
+    }
+
+    /// The time in which anything was read so far, in microseconds: only the shell sees reads begin and end.
+    pub fn set_reading_us(&mut self, reading_us: u64) {
+        self.prefills.status.reading_us = reading_us;
+    }
+
+    /// Where the time of requests went whose prompts were computed elsewhere, since this was last asked.
+    pub fn take_prefill_times(&mut self) -> LastTimes {
+        std::mem::take(&mut self.prefills.status.last)
     }
 
     /// See [`InstanceStatus`].
@@ -121,7 +166,10 @@ impl Instance {
                 seq: s.id,
                 tokens: s.len(),
                 local_blocks: s.blocks.local_blocks(),
-                reserved_blocks: u32::try_from(s.aside.len() + self.moves.reserved_here(s.id)).unwrap_or(u32::MAX),
+                reserved_blocks: u32::try_from(
+                    s.aside.len() + self.moves.reserved_here(s.id) + self.prefills.landing(s.id),
+                )
+                .unwrap_or(u32::MAX),
                 lost_blocks: s.blocks.holes(),
                 lost_tokens: s.blocks.lost().iter().map(|lost| lost.end - lost.start).sum(),
                 remote_blocks,
@@ -138,8 +186,9 @@ impl Instance {
             blocks_free: counts.free,
             blocks_lent: counts.lent,
             blocks_borrowed: self.rm.borrowed(),
+            blocks_borrowed_total: self.borrowed_blocks,
             running: self.sched.running_len(),
-            waiting: self.sched.waiting().len(),
+            waiting: self.waiting(),
             guest_frames: self.guests.load(),
             preemptions: self.preemptions,
             preempted_tokens: self.preempted_tokens,
@@ -149,6 +198,10 @@ impl Instance {
             recomputed_tokens: self.recomputed_tokens,
             steps_shed: self.threshold.as_ref().map_or(0, crate::threshold::Threshold::shed),
             moves: self.move_status(),
+            memory: self.memory,
+            launches: self.launches,
+            prefill: self.prefill_status(),
+            prefix: self.prefix_status(),
             sequences: self.seqs.values().map(placement).collect(),
         }
     }

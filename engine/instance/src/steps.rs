@@ -5,6 +5,7 @@ use crate::event::Effect;
 use crate::instance::Instance;
 use crate::threshold::Threshold;
 use bytes::Bytes;
+use lagoon_backend::DeviceError;
 use lagoon_kv::Segment;
 use lagoon_protocol::{BulkFrame, PartialsFrame, RefuseCode, StepTicket, TicketSeq};
 use lagoon_runner::{
@@ -84,7 +85,8 @@ impl Instance {
         }
         self.next_step += 1;
         let step = StepId(self.next_step);
-        let (work, tickets, writes) = self.build(step, lane, &plan);
+        let (mut work, tickets, writes) = self.build(step, lane, &plan);
+        work.watched = self.watch(&plan.chunks);
         let mut creditors = Vec::with_capacity(tickets.len());
         for (creditor, seqs) in tickets {
             if let Some(peer) = self.peers.key(creditor) {
@@ -108,6 +110,7 @@ impl Instance {
             started_ms: self.now_ms,
             guests_us: self.threshold.as_ref().map_or(0.0, Threshold::guests_us),
         });
+        self.release_freed();
         self.effects.push(Effect::Runner(Command::Step(Box::new(work))));
         self.request_fetches(step, 0);
     }
@@ -115,13 +118,14 @@ impl Instance {
     /// Turns a plan into work, the tickets of its creditors and the owners of its writes.
     fn build(&self, step: StepId, lane: Lane, plan: &StepPlan) -> Built {
         let mut builder = Builder::new(step, lane, self.config.wire);
+        builder.work.next_row = self.rm.pool().next_row().map(|block| block.0 * self.config.block_tokens);
         for chunk in &plan.chunks {
             let seq = &self.seqs[&chunk.seq];
             let end = chunk.start + chunk.len;
             let span = chunk.start as usize..end as usize;
             let sample = chunk.last.then(|| SampleSpec {
                 params: seq.sampling.clone(),
-                index: u64::from(seq.generated()),
+                index: self.sampled_before(chunk.seq).unwrap_or_else(|| u64::from(seq.generated())),
                 return_logits: seq.return_logits,
             });
             let window_start = visible(chunk.start, self.config.window).start;
@@ -184,6 +188,13 @@ impl Instance {
             }
         }
         self.request_fetches(step, layer + 1);
+    }
+
+    /// A step has filled another layer of what it computes.
+    pub(crate) fn on_layer(&mut self, step: StepId, layer: u32) {
+        let flight = self.lanes.iter().flatten().find(|f| f.step == step);
+        let seqs: Vec<SeqId> = flight.iter().flat_map(|f| &f.chunks).map(|chunk| chunk.seq).collect();
+        seqs.into_iter().for_each(|seq| self.on_layers(seq, layer + 1));
     }
 
     /// The runner has a layer's KV for creditors. A range that was sent before (by a step that was aborted) is not
@@ -304,13 +315,20 @@ impl Instance {
             let advance = seq.blocks.write(chunk.start, chunk.len);
             self.rm.mark_written(&advance);
             self.sched.complete(chunk, chunk.last);
+            self.name_blocks(chunk.seq);
+            let Some(seq) = self.seqs.get_mut(&chunk.seq) else { continue };
             let sample = if chunk.last { samples.next() } else { None };
             if seq.cancelled {
                 self.remove(chunk.seq);
                 continue;
             }
+            assert!(sample.as_ref().is_none_or(|s| s.seq == chunk.seq), "samples come in the order of the plan");
+            if self.prefills.is_job(chunk.seq) {
+                self.on_chunk(chunk.seq);
+                sample.into_iter().for_each(|sample| self.prefilled(chunk.seq, &sample));
+                continue;
+            }
             let Some(sample) = sample else { continue };
-            assert_eq!(sample.seq, chunk.seq, "samples come in the order of the plan");
             let end = seq.push(sample.token, self.config.max_positions);
             let event = TokenEvent::Token { id: sample.token, logprobs: sample.logprobs, logits: sample.logits };
             self.effects.push(Effect::Emit { seq: chunk.seq, event });
@@ -325,16 +343,33 @@ impl Instance {
         let Some(flight) = self.lanes[lane.index()].take_if(|f| f.step == step) else { return };
         self.cancel_tickets(&flight);
         self.leave(&flight);
+        match error {
+            PassError::Device(DeviceError::OutOfMemory { .. }) => self.on_device_full(&flight),
+            // Nobody knows what such a device did to its memory.
+            PassError::Device(_) => self.rm.drop_kept(),
+            _ => {}
+        }
         for chunk in &flight.chunks {
             match error {
                 _ if !self.seqs.contains_key(&chunk.seq) => {}
                 PassError::Part { creditor, .. } => self.lose(chunk.seq, *creditor, None, &error.to_string()),
+                PassError::Device(DeviceError::OutOfMemory { .. }) => {}
                 PassError::Device(_) => self.fail(chunk.seq, RequestError::Unavailable(error.to_string())),
                 PassError::Coverage { .. } | PassError::Sampling(_) => {
                     self.fail(chunk.seq, RequestError::Internal(error.to_string()));
                 }
             }
         }
+    }
+
+    /// The device found no memory for a step although blocks were free: the youngest of its sequences yields and is
+    /// computed again, the others try again.
+    fn on_device_full(&mut self, flight: &InFlight) {
+        let known = |chunk: &&Chunk| self.seqs.contains_key(&chunk.seq) && self.sched.is_running(chunk.seq);
+        let Some(youngest) = flight.chunks.iter().rev().find(known).map(|chunk| chunk.seq) else { return };
+        self.preempt(youngest);
+        self.preemptions += 1;
+        self.retry_later(youngest);
     }
 
     fn cancel_tickets(&mut self, flight: &InFlight) {
@@ -374,6 +409,7 @@ impl Instance {
             if self.seqs.get(&chunk.seq).is_some_and(|s| s.cancelled) {
                 self.remove(chunk.seq);
             }
+            self.on_chunk_left(chunk.seq);
         }
     }
 
@@ -429,8 +465,17 @@ fn as_u32(n: usize) -> u32 {
 impl Builder {
     fn new(step: StepId, lane: Lane, dtype: lagoon_types::DType) -> Self {
         let remote = RemoteWork { dtype, ..RemoteWork::default() };
-        let work =
-            StepWork { step, lane, tokens: Vec::new(), slots: Vec::new(), seqs: Vec::new(), runs: Vec::new(), remote };
+        let work = StepWork {
+            step,
+            lane,
+            tokens: Vec::new(),
+            slots: Vec::new(),
+            seqs: Vec::new(),
+            runs: Vec::new(),
+            remote,
+            next_row: None,
+            watched: false,
+        };
         Self { work, tickets: BTreeMap::new(), ships: BTreeMap::new(), writes: Vec::new(), row0: 0 }
     }
 

@@ -97,6 +97,15 @@ impl LeaseHasher {
         Self { block_tokens, layer_token_bytes, written: vec![0; layers], filling: BTreeMap::new() }
     }
 
+    /// So many tokens were written in every layer before, by somebody else: they have no hashes here.
+    ///
+    /// # Panics
+    /// If something was written already.
+    pub fn skip(&mut self, tokens: u32) {
+        assert!(self.written.iter().all(|written| *written == 0), "what is written is written");
+        self.written.fill(tokens);
+    }
+
     /// Number of layers.
     #[must_use]
     pub fn layers(&self) -> usize {

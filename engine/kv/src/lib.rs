@@ -5,7 +5,7 @@
 //! * [`SeqBlocks`] says where each logical rBlock of one sequence lies: here, on a creditor, or nowhere any more
 //!   (behind the window).
 //! * [`LeaseHasher`] computes the hash of sealed remote blocks while their KV streams by, on both sides alike.
-//! * [`BlockIdentity`] names what a block holds by the tokens that lead to it.
+//! * [`BlockIdentity`] names what a block holds by the tokens that lead to it; a free block of the pool may keep that.
 //! * [`vmm`] is the accounting of virtual memory on devices that map pages: which page group lies where.
 //!
 //! What must not be here: knowledge of instances beyond their ids, of messages, or of when anything happens.
@@ -13,11 +13,15 @@
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "tests"))]
 
 pub mod account;
+mod cache;
+#[cfg(test)]
+mod cache_tests;
 mod extents;
 pub mod hash;
 pub mod identity;
 #[cfg(test)]
 mod model_tests;
+pub mod mutants;
 pub mod pool;
 pub mod ranges;
 pub mod seq;

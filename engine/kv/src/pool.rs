@@ -7,12 +7,26 @@
 //!
 //! Allocation prefers contiguous ascending blocks: first right behind a given block, then the shortest free extent
 //! that holds the rest, else the longest there is. A planned prefill in a quiet pool therefore is one run.
+//!
+//! **Rows.** Where memory is mapped behind addresses ([`KvSpace`]), a block's number is its address, and there are more
+//! addresses than blocks: `free` counts memory. A sequence has a row from its first block here to its last, and its logical
+//! block `i` lies at the row's `i`th address, so that it is one run by construction. Rows go to the next sequence in
+//! the reverse order in which they became free, because the last one's memory is still mapped.
+//!
+//! **What is kept.** A sealed block with a name ([`BlockPool::name`]) keeps what it holds when it is given back, and is free
+//! all the same: whoever asks for memory gets it when nothing else is free (`cache.rs` says which first), and a sequence
+//! whose tokens begin alike gets it with what it holds ([`BlockPool::adopt`]). A block has one owner at any time, kept
+//! blocks have none. Where there are rows, what is kept is kept in the place of its row, so a row that somebody has keeps
+//! nothing, and a sequence adopts from one row, which becomes its own.
 
+use crate::BlockIdentity;
+use crate::cache::Cache;
 use crate::extents::Extents;
-use lagoon_types::{LeaseId, PhysBlock, SeqId};
+use lagoon_types::{KvSpace, LeaseId, PhysBlock, SeqId};
+use std::collections::BTreeMap;
 
 /// Who has a physical block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Owner {
     Free,
     /// A sequence that runs on this instance.
@@ -36,6 +50,7 @@ pub enum BlockState {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolCounts {
     pub total: u32,
+    /// Those that are kept are among them.
     pub free: u32,
     pub own: u32,
     pub lent: u32,
@@ -49,19 +64,53 @@ pub struct PoolCounts {
 pub struct BlockPool {
     owners: Vec<Owner>,
     states: Vec<BlockState>,
+    /// Free addresses behind the rows, without those of what is kept.
     extents: Extents,
+    cache: Cache,
     counts: PoolCounts,
+    space: KvSpace,
+    rows: Rows,
+    /// Blocks that became free since this was asked last, where memory is mapped behind addresses.
+    freed: Vec<PhysBlock>,
+}
+
+/// The rows of sequences.
+#[derive(Clone, Debug)]
+struct Rows {
+    /// The next one last.
+    idle: Vec<u32>,
+    /// Each owner's row, and how many of its addresses it holds: at least one. A sequence's, or a lease's to which it was
+    /// handed over.
+    of: BTreeMap<Owner, (u32, u32)>,
 }
 
 impl BlockPool {
     /// A pool of `total` free blocks, `PhysBlock(0)..PhysBlock(total)`.
     #[must_use]
     pub fn new(total: u32) -> Self {
+        Self::over(KvSpace::flat(total, 1))
+    }
+
+    /// A pool of free blocks with these addresses.
+    ///
+    /// # Panics
+    /// If there are more addresses than slots can be numbered, or fewer loose ones than blocks.
+    #[must_use]
+    pub fn over(space: KvSpace) -> Self {
+        let addresses = space.addresses().expect("slots are numbered by u32");
+        let total = space.blocks;
+        assert!(space.loose_blocks >= total, "what finds no row has an address");
+        let mut extents = Extents::new(addresses);
+        extents.take_at(0, addresses - space.loose_blocks);
         Self {
-            owners: vec![Owner::Free; total as usize],
-            states: vec![BlockState::Reserved; total as usize],
-            extents: Extents::new(total),
+            owners: vec![Owner::Free; addresses as usize],
+            states: vec![BlockState::Reserved; addresses as usize],
+            extents,
+            cache: Cache::default(),
             counts: PoolCounts { total, free: total, ..PoolCounts::default() },
+            space,
+            rows: Rows { idle: (0..space.rows).rev().collect(), of: BTreeMap::new() },
+            freed: Vec::new(),
         }
     }
 
@@ -85,6 +134,45 @@ impl BlockPool {
         self.states[block.0 as usize]
     }
 
+    /// Blocks for a sequence, all or nothing, for its logical blocks `logical`: at their places in its row, if it has one
+    /// and they are free, else as [`BlockPool::allocate`] finds them.
+    pub fn allocate_for(
+        &mut self,
+        seq: SeqId,
+        logical: impl ExactSizeIterator<Item = u32>,
+        after: Option<PhysBlock>,
+    ) -> Option<Vec<PhysBlock>> {
+        let (owner, n) = (Owner::Own(seq), logical.len());
+        if self.space.rows == 0 || n == 0 || n > self.counts.free as usize {
+            return self.allocate(owner, u32::try_from(n).unwrap_or(u32::MAX), after);
+        }
+        let own = self.rows.of.get(&owner).map(|(row, _)| *row);
+        let row = own.or_else(|| self.idle_row());
+        let space = self.space;
+        let at = |index: u32| row.filter(|_| index < space.row_blocks).map(|row| row * space.row_blocks + index);
+        let mut blocks: Vec<Option<PhysBlock>> = logical.map(|index| at(index).map(PhysBlock)).collect();
+        if let Some(row) = row.filter(|_| own.is_none() && blocks.iter().any(Option::is_some)) {
+            self.drop_row(row);
+        }
+        self.make_room(u32::try_from(n).unwrap_or(u32::MAX));
+        let mut taken = 0;
+        for block in &mut blocks {
+            *block = block.filter(|block| self.owner(*block) == Owner::Free);
+            if let Some(block) = *block {
+                self.give(block, owner);
+                taken += 1;
+            }
+        }
+        if let Some(row) = row.filter(|_| taken > 0) {
+            self.rows.of.entry(owner).or_insert_with(|| (row, 0)).1 += taken;
+            self.rows.idle.retain(|idle| *idle != row);
+        }
+        self.count(owner, taken);
+        let rest = blocks.iter().filter(|block| block.is_none()).count();
+        let mut rest = self.allocate(owner, u32::try_from(rest).ok()?, after).expect("counted before").into_iter();
+        blocks.into_iter().map(|block| block.or_else(|| rest.next())).collect()
+    }
+
     /// Gives `n` blocks to `owner`, all or nothing. `after` is the owner's last block so far: blocks right behind it
     /// come first.
     ///
@@ -95,6 +183,7 @@ impl BlockPool {
         if n > self.counts.free {
             return None;
         }
+        self.make_room(n);
         let mut blocks = Vec::with_capacity(n as usize);
         let mut take = |extents: &mut Extents, start: u32, want: u32| -> u32 {
             let got = extents.take_at(start, want);
@@ -109,36 +198,213 @@ impl BlockPool {
             let (start, len) = self.extents.best(left).expect("free blocks are in extents");
             left -= take(&mut self.extents, start, len);
         }
-        for block in &blocks {
-            let slot = &mut self.owners[block.0 as usize];
-            assert_eq!(*slot, Owner::Free, "{block} was given away twice");
-            *slot = owner;
-            self.states[block.0 as usize] = BlockState::Reserved;
+        blocks.iter().for_each(|block| self.give(*block, owner));
+        self.count(owner, n);
+        Some(blocks)
+    }
+
+    /// Names what a sealed block holds, after `depth` blocks that precede it: it keeps that when it is given back.
+    ///
+    /// # Panics
+    /// If the block is free or not sealed.
+    pub fn name(&mut self, block: PhysBlock, identity: BlockIdentity, depth: u32) {
+        assert_eq!(self.state(block), BlockState::Sealed, "{block} is named before it is sealed");
+        self.cache.name(block, identity, depth);
+    }
+
+    /// Gives a sequence that has nothing here the blocks that are kept of the longest prefix of `names`, sealed, for its
+    /// first logical blocks. In rows: of one row, which becomes the sequence's.
+    pub fn adopt(&mut self, seq: SeqId, names: &[BlockIdentity]) -> Vec<PhysBlock> {
+        let owner = Owner::Own(seq);
+        let blocks = if self.space.rows == 0 { self.cache.prefix(names) } else { self.prefix_of_row(names) };
+        let n = u32::try_from(blocks.len()).expect("at most the pool's blocks");
+        for &block in &blocks {
+            self.cache.take(block);
+            self.give(block, owner);
         }
+        self.count(owner, n);
+        blocks.iter().for_each(|block| self.mark(*block, BlockState::Sealed));
+        if let Some(first) = blocks.first().filter(|_| self.space.rows > 0) {
+            let row = first.0 / self.space.row_blocks;
+            self.drop_row(row);
+            self.rows.idle.retain(|idle| *idle != row);
+            let old = self.rows.of.insert(owner, (row, n));
+            assert_eq!(old, None, "{seq} has a row already");
+        }
+        blocks
+    }
+
+    /// Blocks that hold `names`, one each as far as there are any, and that somebody has: to be copied from before any of
+    /// them is given to somebody else.
+    #[must_use]
+    pub fn held(&self, names: &[BlockIdentity]) -> Vec<PhysBlock> {
+        names.iter().map_while(|name| self.cache.held(name)).collect()
+    }
+
+    /// The longest prefix of `names` that one row keeps.
+    fn prefix_of_row(&self, names: &[BlockIdentity]) -> Vec<PhysBlock> {
+        let row_blocks = self.space.row_blocks;
+        let names = &names[..names.len().min(row_blocks as usize)];
+        let Some(first) = names.first() else { return Vec::new() };
+        let starts = self.cache.copies(first).filter(|block| self.is_in_row(*block) && block.0 % row_blocks == 0);
+        let cache = &self.cache;
+        let kept = |start: PhysBlock| {
+            let places = (start.0..).map(PhysBlock).zip(names);
+            places.take_while(move |(block, name)| cache.keeps(*block, name)).map(|(block, _)| block)
+        };
+        let best = starts.max_by_key(|start| kept(*start).count());
+        best.map(|start| kept(start).collect()).unwrap_or_default()
+    }
+
+    /// Free blocks that keep what they hold.
+    #[must_use]
+    pub fn kept(&self) -> u32 {
+        self.cache.kept()
+    }
+
+    /// Blocks that kept what they held until their memory was wanted, since the start.
+    #[must_use]
+    pub fn dropped(&self) -> u64 {
+        self.cache.dropped()
+    }
+
+    /// What is kept is of no use any more.
+    pub fn drop_all(&mut self) {
+        while let Some(block) = self.cache.oldest() {
+            self.drop_kept(block);
+        }
+    }
+
+    /// Has `n` blocks of memory be free and keep nothing; there are as many free ones.
+    fn make_room(&mut self, n: u32) {
+        while self.counts.free - self.cache.kept() < n {
+            let oldest = self.cache.oldest().expect("free blocks that are not kept were counted");
+            self.drop_kept(oldest);
+        }
+    }
+
+    fn drop_kept(&mut self, block: PhysBlock) {
+        self.cache.drop_kept(block);
+        if !self.is_in_row(block) {
+            self.extents.give(block.0);
+        }
+        if self.space.rows > 0 {
+            self.freed.push(block);
+        }
+    }
+
+    /// A row gets an owner: nothing is kept in it.
+    fn drop_row(&mut self, row: u32) {
+        let kept: Vec<PhysBlock> = self.cache.kept_in(self.row_places(row)).collect();
+        kept.into_iter().for_each(|block| self.drop_kept(block));
+    }
+
+    fn row_places(&self, row: u32) -> std::ops::Range<u32> {
+        row * self.space.row_blocks..(row + 1) * self.space.row_blocks
+    }
+
+    /// The row of the next sequence that adopts none: the last that became free and keeps nothing, else the one with what
+    /// is dropped next.
+    fn idle_row(&self) -> Option<u32> {
+        self.empty_row().or_else(|| Some(self.cache.oldest()?.0 / self.space.row_blocks))
+    }
+
+    fn empty_row(&self) -> Option<u32> {
+        let keeps = |row: u32| self.cache.kept_in(self.row_places(row)).next().is_some();
+        self.rows.idle.iter().rev().copied().find(|row| !keeps(*row))
+    }
+
+    fn give(&mut self, block: PhysBlock, owner: Owner) {
+        let slot = &mut self.owners[block.0 as usize];
+        assert_eq!(*slot, Owner::Free, "{block} was given away twice");
+        *slot = owner;
+        self.states[block.0 as usize] = BlockState::Reserved;
+    }
+
+    fn count(&mut self, owner: Owner, n: u32) {
         self.counts.free -= n;
         *self.count_of(owner) += n;
         self.counts.reserved += n;
         self.assert_sum();
-        Some(blocks)
     }
 
-    /// Takes blocks back from `owner`.
+    /// Blocks that became free since this was asked last, where memory is mapped behind addresses: nobody needs that
+    /// memory any more.
+    pub fn take_freed(&mut self) -> Vec<PhysBlock> {
+        std::mem::take(&mut self.freed)
+    }
+
+    /// The first block of the row that the next sequence gets, if one keeps nothing.
+    #[must_use]
+    pub fn next_row(&self) -> Option<PhysBlock> {
+        self.empty_row().map(|row| PhysBlock(row * self.space.row_blocks))
+    }
+
+    /// Takes blocks back from `owner`. Those with a name keep what they hold.
     ///
     /// # Panics
     /// If one of them is not `owner`'s (a double free, or somebody else's block).
     pub fn free(&mut self, owner: Owner, blocks: &[PhysBlock]) {
         assert_ne!(owner, Owner::Free, "a free block cannot be freed");
+        // In rows, blocks are kept where their row has no owner any more.
+        let in_row = blocks.iter().filter(|block| self.is_in_row(**block)).count();
+        let leaves = self.rows.of.get(&owner).is_some_and(|(_, held)| *held as usize == in_row);
+        self.cache.tick();
         for &block in blocks {
             let at = block.0 as usize;
             assert_eq!(self.owners[at], owner, "{block} is not its owner's to free");
             *self.state_count(self.states[at]) -= 1;
             self.owners[at] = Owner::Free;
             self.states[at] = BlockState::Reserved;
-            self.extents.give(block.0);
+            let keeps = (self.space.rows == 0 || leaves && self.is_in_row(block)) && self.cache.keep(block);
+            if self.is_in_row(block) {
+                self.leave_row(owner);
+            } else if !keeps {
+                self.extents.give(block.0);
+            }
+            if !keeps {
+                self.cache.forget(block);
+                self.freed.extend((self.space.rows > 0).then_some(block));
+            }
             *self.count_of(owner) -= 1;
             self.counts.free += 1;
         }
         self.assert_sum();
+    }
+
+    /// Gives all blocks of one owner to another one that has none, as they are, and with them the row.
+    ///
+    /// # Panics
+    /// If one of them is not `from`'s, if some of its row are missing, or if either is [`Owner::Free`].
+    pub fn hand_over(&mut self, from: Owner, to: Owner, blocks: &[PhysBlock]) {
+        assert!(from != Owner::Free && to != Owner::Free, "what is handed over has an owner");
+        for &block in blocks {
+            let owner = &mut self.owners[block.0 as usize];
+            assert_eq!(*owner, from, "{block} is not its owner's to hand over");
+            *owner = to;
+            *self.count_of(from) -= 1;
+            *self.count_of(to) += 1;
+        }
+        if let Some(row) = self.rows.of.remove(&from) {
+            let handed = blocks.iter().filter(|block| self.is_in_row(**block)).count();
+            assert_eq!(handed, row.1 as usize, "a row is handed over whole");
+            self.rows.of.insert(to, row);
+        }
+        self.assert_sum();
+    }
+
+    fn is_in_row(&self, block: PhysBlock) -> bool {
+        block.0 < self.space.rows * self.space.row_blocks
+    }
+
+    /// An owner has one block less in its row.
+    fn leave_row(&mut self, owner: Owner) {
+        let (row, held) = self.rows.of.get_mut(&owner).expect("its block is in its row");
+        *held -= 1;
+        if *held == 0 {
+            self.rows.idle.push(*row);
+            self.rows.of.remove(&owner);
+        }
     }
 
     /// Moves an allocated block forward to `state`; staying is allowed.
@@ -161,6 +427,7 @@ impl BlockPool {
         self.owners.capacity() * size_of::<Owner>()
             + self.states.capacity() * size_of::<BlockState>()
             + self.extents.count() * extent_bytes
+            + self.cache.metadata_bytes()
     }
 
     /// Recounts everything from scratch and compares it with what is kept. Linear; for tests and the simulator.
@@ -171,7 +438,7 @@ impl BlockPool {
         let mut counts = PoolCounts { total: self.counts.total, ..PoolCounts::default() };
         for (owner, state) in self.owners.iter().zip(&self.states) {
             match owner {
-                Owner::Free => counts.free += 1,
+                Owner::Free => {}
                 Owner::Own(_) => counts.own += 1,
                 Owner::Lent(_) => counts.lent += 1,
             }
@@ -182,9 +449,36 @@ impl BlockPool {
                 (_, BlockState::Sealed) => counts.sealed += 1,
             }
         }
+        let addresses = u32::try_from(self.owners.len()).expect("addresses fit u32");
+        let in_rows = addresses - self.space.loose_blocks;
+        counts.free = self.counts.total - counts.own - counts.lent;
         assert_eq!(counts, self.counts, "the counts are not those of the blocks");
-        let free = (0..self.counts.total).filter(|b| self.owners[*b as usize] == Owner::Free);
+        let is_free = |block: u32| self.owners[block as usize] == Owner::Free;
+        let free = (in_rows..addresses).filter(|b| is_free(*b) && !self.cache.is_kept(PhysBlock(*b)));
         assert!(self.extents.iter().eq(free), "the extents are not the free blocks");
+        self.cache.check(|block| is_free(block.0));
+        assert!(self.cache.kept() <= counts.free, "what is kept is free");
+        let mut rows = self.rows.idle.clone();
+        for (owner, (row, held)) in &self.rows.of {
+            let blocks = self.row_places(*row);
+            assert_eq!(self.cache.kept_in(blocks.clone()).next(), None, "the row of {owner:?} keeps nothing");
+            let own = blocks.clone().filter(|b| self.owners[*b as usize] == *owner).count();
+            let free = blocks.filter(|b| self.owners[*b as usize] == Owner::Free).count();
+            assert_eq!(own, *held as usize, "the row of {owner:?} holds what is counted");
+            assert_eq!(own + free, self.space.row_blocks as usize, "nobody else is in the row of {owner:?}");
+            rows.push(*row);
+        }
+        rows.sort_unstable();
+        assert!(rows.into_iter().eq(0..self.space.rows), "rows were lost or given twice");
+        assert!(
+            self.rows
+                .idle
+                .iter()
+                .all(|row| self.owners[(row * self.space.row_blocks) as usize..][..self.space.row_blocks as usize]
+                    .iter()
+                    .all(|owner| *owner == Owner::Free)),
+            "an idle row is empty"
+        );
         self.assert_sum();
     }
 

@@ -1,10 +1,14 @@
 //! Control messages: membership, the contract protocol (Infinite-LLM v1 §4.4) and leases; those of planning and
-//! movement are in [`crate::placement`], those of KV transfer in [`crate::transfer`]. Evolvable: fields are tagged,
+//! movement are in [`crate::placement`], those of disaggregated serving in [`crate::prefill`], those of KV transfer in
+//! [`crate::transfer`]. Evolvable: fields are tagged,
 //! unknown ones are skipped, a body that this build does not know decodes as `None`.
 
 use crate::placement::{
     AdminQuery, AdminReply, Calibration, DrainOrder, Fenced, Freeze, Frozen, LeaseRevoked, LeaseSealed, Load,
     MoveKvCache, MoveOutcome, NotLeader, PlacementEntry, Recall, Thaw,
+};
+use crate::prefill::{
+    PrefillCancel, PrefillReady, PrefillRefused, PrefillRenew, PrefillRenewed, PrefillRequest, Workers,
 };
 use crate::transfer::{
     TransferComplete, TransferCompleted, TransferConnect, TransferConnected, TransferExport, TransferRefused,
@@ -19,7 +23,7 @@ pub struct Control {
     #[prost(
         oneof = "ControlBody",
         tags = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, \
-                28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40"
+                28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47"
     )]
     pub body: Option<ControlBody>,
 }
@@ -117,15 +121,54 @@ pub enum ControlBody {
     TransferComplete(TransferComplete),
     #[prost(message, tag = "40")]
     TransferCompleted(TransferCompleted),
+    // Disaggregated serving: gManager and decode worker, decode and prefill worker.
+    #[prost(message, tag = "41")]
+    Workers(Workers),
+    #[prost(message, tag = "42")]
+    PrefillRequest(PrefillRequest),
+    #[prost(message, tag = "43")]
+    PrefillReady(PrefillReady),
+    #[prost(message, tag = "44")]
+    PrefillRefused(PrefillRefused),
+    #[prost(message, tag = "45")]
+    PrefillRenew(PrefillRenew),
+    #[prost(message, tag = "46")]
+    PrefillRenewed(PrefillRenewed),
+    #[prost(message, tag = "47")]
+    PrefillCancel(PrefillCancel),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Enumeration)]
 #[repr(i32)]
 pub enum Role {
-    /// Runs requests and lends.
+    /// Runs requests, prompts and answers, and lends (`--role both`).
     Instance = 0,
     /// Lends memory and micro attention only (`--role kv`).
     Kv = 1,
+    /// Computes prompts for decode workers; takes no requests of clients. Lends, too.
+    Prefill = 2,
+    /// Takes requests and has their prompts computed by prefill workers. Lends, too.
+    Decode = 3,
+}
+
+impl Role {
+    /// Whether it has weights and runs sequences.
+    #[must_use]
+    pub fn runs(self) -> bool {
+        self != Self::Kv
+    }
+
+    /// Whether clients' requests are for it.
+    #[must_use]
+    pub fn serves(self) -> bool {
+        matches!(self, Self::Instance | Self::Decode)
+    }
+
+    /// Whether it computes prompts for decode workers.
+    #[must_use]
+    pub fn prefills(self) -> bool {
+        matches!(self, Self::Instance | Self::Prefill)
+    }
 }
 
 /// What must be equal for two instances to share KV.
@@ -286,6 +329,60 @@ pub struct Heartbeat {
     /// For operators.
     #[prost(message, optional, tag = "17")]
     pub moves: Option<MoveCounts>,
+    /// `Workers::version` of the list that it knows; 0 if none.
+    #[prost(fixed64, tag = "18")]
+    pub workers: u64,
+    /// For operators; of prefill and decode workers.
+    #[prost(message, optional, boxed, tag = "20")]
+    pub prefill: Option<Box<PrefillCounts>>,
+}
+
+/// What came of prefills elsewhere and for others since an instance's process started, and what is under way.
+#[derive(Clone, Copy, PartialEq, Eq, Message)]
+pub struct PrefillCounts {
+    /// Prefill workers whose KV this instance can read.
+    #[prost(uint32, tag = "1")]
+    pub workers: u32,
+    /// Own requests whose prompts are computed elsewhere or wait to be read.
+    #[prost(uint32, tag = "2")]
+    pub away: u32,
+    /// Prompts that are computed for others.
+    #[prost(uint32, tag = "3")]
+    pub jobs: u32,
+    /// Tokens of these that are not computed yet.
+    #[prost(uint64, tag = "4")]
+    pub queued_tokens: u64,
+    #[prost(uint64, tag = "5")]
+    pub jobs_done: u64,
+    /// Own prompts that workers computed and that were read, and those that none took.
+    #[prost(uint64, tag = "6")]
+    pub pulled: u64,
+    #[prost(uint64, tag = "7")]
+    pub own: u64,
+    /// Bytes of KV that were read, and the time in which any was, in microseconds.
+    #[prost(uint64, tag = "8")]
+    pub bytes: u64,
+    #[prost(uint64, tag = "9")]
+    pub reading_us: u64,
+    /// Reads before merging, transactions after.
+    #[prost(uint64, tag = "10")]
+    pub reads: u64,
+    #[prost(uint64, tag = "11")]
+    pub transactions: u64,
+    /// Sums over the requests that were read, in milliseconds (KVDirect Fig. 14).
+    #[prost(uint64, tag = "12")]
+    pub queue_ms: u64,
+    #[prost(uint64, tag = "13")]
+    pub prefill_ms: u64,
+    #[prost(uint64, tag = "14")]
+    pub decode_queue_ms: u64,
+    #[prost(uint64, tag = "15")]
+    pub transfer_ms: u64,
+    /// The same, over those of them that have ended well: `decoded`.
+    #[prost(uint64, tag = "16")]
+    pub decode_ms: u64,
+    #[prost(uint64, tag = "17")]
+    pub decoded: u64,
 }
 
 /// What moved for an instance's requests since its process started.
@@ -338,6 +435,21 @@ pub struct HeartbeatAck {
     /// Acknowledges the rows of this heartbeat.
     #[prost(uint64, tag = "6")]
     pub seq: u64,
+    /// The receiver keeps its memory for this request.
+    #[prost(message, optional, tag = "7")]
+    pub elder: Option<Elder>,
+}
+
+/// A request that only the pool can hold and that has waited for long. Whoever is told of it admits nothing younger and
+/// lends to nothing younger but what runs, until it is told otherwise or for `lagoon_types::limits::ELDER_HOLD_MS`.
+#[derive(Clone, Copy, PartialEq, Eq, Message)]
+pub struct Elder {
+    /// The instance at which it waits.
+    #[prost(uint32, tag = "1")]
+    pub debtor: u32,
+    /// How long ago it came, in milliseconds.
+    #[prost(uint32, tag = "2")]
+    pub waits_ms: u32,
 }
 
 /// A debtor is short of blocks.
@@ -487,6 +599,10 @@ pub struct LeaseRequest {
     pub blocks_min: u32,
     #[prost(enumeration = "LeasePurpose", tag = "5")]
     pub purpose: i32,
+    /// The sequence does not run yet, and came so long ago: it gets nothing that an older one waits for at the creditor.
+    /// None: it runs.
+    #[prost(uint32, optional, tag = "6")]
+    pub waited_ms: Option<u32>,
 }
 
 /// What a lease is for.
@@ -500,6 +616,8 @@ pub enum LeasePurpose {
     Move = 1,
     /// As `Move`, for a swap around a frozen cycle: the reserve that is never lent may be used.
     Swap = 2,
+    /// KV that a prefill worker computed for the debtor. It is never asked for: it comes with `PrefillReady`.
+    Handover = 3,
 }
 
 #[derive(Clone, PartialEq, Eq, Message)]

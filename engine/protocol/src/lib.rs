@@ -15,12 +15,14 @@ pub mod control;
 pub mod data;
 pub mod direct;
 pub mod placement;
+pub mod prefill;
 pub mod transfer;
 
 pub use control::*;
 pub use data::*;
 pub use direct::*;
 pub use placement::*;
+pub use prefill::*;
 pub use transfer::*;
 
 /// Versions of this protocol that this build speaks. Peers agree on the highest common one in their handshake.

@@ -74,6 +74,9 @@ pub struct Load {
     /// Mean time of its last decode steps, in microseconds; 0 if there was none.
     #[prost(uint32, tag = "7")]
     pub step_us: u32,
+    /// How long ago the first waiting request came, in milliseconds, if it needs more than this instance has; else 0.
+    #[prost(uint32, tag = "8")]
+    pub head_waits_ms: u32,
 }
 
 /// Why blocks move.

@@ -156,6 +156,9 @@ pub struct TransferConnected {
     pub ttl_ms: u64,
     #[prost(message, repeated, tag = "9")]
     pub arenas: Vec<TransferArena>,
+    /// `ip:port` where reads are served over QUIC; empty where the writer's other connections are.
+    #[prost(string, tag = "10")]
+    pub addr: String,
 }
 
 /// The answer to a CONNECT that cannot work.
@@ -197,9 +200,14 @@ pub struct TransferExport {
     /// The writer's rBlocks in the order of the tokens; the last may be partly filled.
     #[prost(message, repeated, tag = "6")]
     pub blocks: Vec<TransferBlocks>,
-    /// 16 bytes for each rBlock: the content's check over the layers and heads that both have (WIRE.md, Checks).
+    /// 16 bytes for each rBlock: the content's check over these layers and the heads that both have (WIRE.md, Checks).
     #[prost(bytes = "vec", tag = "7")]
     pub checks: Vec<u8>,
+    /// The layers of the model that it is of, `layers` of them from `first_layer` on; without, all that both have.
+    #[prost(uint32, tag = "8")]
+    pub first_layer: u32,
+    #[prost(uint32, tag = "9")]
+    pub layers: u32,
 }
 
 /// Keeps exports, and acknowledges that they were heard of.

@@ -4,17 +4,20 @@ use crate::guest::{AttentionShape, GuestBuffers};
 use crate::lane::{LaneBuffers, RemoteBuffers};
 use crate::pass::{Pass, Progress};
 use crate::sampling::Sampler;
-use crate::work::{Command, GuestQuery, GuestRead, GuestWrite, Report};
-use lagoon_backend::{Device, DeviceError};
+use crate::work::{Command, CopyId, GuestQuery, GuestRead, GuestWrite, Report};
+use lagoon_backend::{Device, DeviceError, KvCounters, LaunchCounters, SampleRow, SampledRow};
 use lagoon_model::{LlamaWeights, ModelConfig, Rope};
-use lagoon_types::{DType, KvShape, Lane};
+use lagoon_types::{DType, KvShape, KvSpace, Lane};
 use std::collections::VecDeque;
+use std::ops::Range;
+use std::slice;
+use std::time::Duration;
 
 /// Sizes that are fixed for an executor's life.
 #[derive(Clone, Copy, Debug)]
 pub struct ExecutorConfig {
-    /// Token slots of the KV store: physical rBlocks times tokens in each.
-    pub slots: usize,
+    /// The KV store's rBlocks.
+    pub kv: KvSpace,
     /// Element type of the KV.
     pub kv_dtype: DType,
     /// Rows of the largest step.
@@ -23,6 +26,43 @@ pub struct ExecutorConfig {
     pub step_seqs: usize,
     /// Largest piece of remote KV that is fetched at once, in tokens; 0 where nothing is ever fetched.
     pub fetch_tokens: usize,
+    /// Tokens of an rBlock, if the KV store is to lie in memory that others read and fill by whole rBlocks (KV transfer).
+    pub share_blocks: Option<u32>,
+}
+
+/// Memory of one layer's KV that others may read and fill.
+#[cfg(target_os = "linux")]
+pub type KvArena = lagoon_backend::SharedArena;
+/// Memory is not shared on this system.
+#[cfg(not(target_os = "linux"))]
+pub type KvArena = std::convert::Infallible;
+
+/// The KV store, in shared memory if that is asked for and can be.
+#[cfg(target_os = "linux")]
+fn store<D: Device>(
+    device: &mut D,
+    shape: KvShape,
+    config: &ExecutorConfig,
+) -> Result<(D::Kv, Vec<KvArena>), DeviceError> {
+    let shared = match config.share_blocks {
+        Some(block_tokens) if config.kv.rows == 0 => {
+            device.kv_shared(shape, config.kv.slots(), block_tokens as usize)?
+        }
+        _ => None,
+    };
+    match shared {
+        Some(shared) => Ok(shared),
+        None => Ok((device.kv_in(shape, &config.kv)?, Vec::new())),
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn store<D: Device>(
+    device: &mut D,
+    shape: KvShape,
+    config: &ExecutorConfig,
+) -> Result<(D::Kv, Vec<KvArena>), DeviceError> {
+    Ok((device.kv_in(shape, &config.kv)?, Vec::new()))
 }
 
 /// A model on a device.
@@ -40,6 +80,8 @@ pub(crate) struct Forward<D: Device> {
     pub(crate) lanes: [LaneBuffers<D>; 2],
     pub(crate) remote: RemoteBuffers<D>,
     pub(crate) sampler: Sampler,
+    /// What a device that samples is asked for, and says.
+    pub(crate) draws: (Vec<SampleRow>, Vec<SampledRow>),
     /// Host staging, kept between calls.
     pub(crate) host: Vec<f32>,
 }
@@ -53,6 +95,19 @@ pub(crate) struct Shared<'a, D: Device> {
     pub(crate) kv_shape: KvShape,
     pub(crate) attention: AttentionShape,
     pub(crate) config: ExecutorConfig,
+    /// The other lane has no pass.
+    pub(crate) alone: bool,
+}
+
+/// What one turn came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    /// One bounded piece of work was done.
+    Worked,
+    /// There is nothing to do before the next command.
+    Idle,
+    /// Nor before the device has done what is queued; to be asked again after this time, or after the next command.
+    Queued(Duration),
 }
 
 /// One device with its KV store, weights and queued work. Not thread-safe by itself: see [`crate::spawn`].
@@ -61,6 +116,7 @@ pub struct Executor<D: Device> {
     device: D,
     config: ExecutorConfig,
     kv: D::Kv,
+    arenas: Vec<KvArena>,
     kv_shape: KvShape,
     attention: AttentionShape,
     /// `None` on a kv node.
@@ -72,6 +128,9 @@ pub struct Executor<D: Device> {
     passes: [Option<Pass>; 2],
     /// The lane that advanced last: lanes take turns.
     last: Lane,
+    /// Commands came since the device's counters were last looked at, and what was told of them then.
+    worked: bool,
+    told: (KvCounters, LaunchCounters),
 }
 
 #[derive(Debug)]
@@ -79,6 +138,8 @@ enum GuestWork {
     Query(GuestQuery),
     Write(GuestWrite),
     Read(GuestRead),
+    Copy { copy: CopyId, tokens: u32, slots: Vec<(u32, u32)> },
+    Release(Vec<Range<u32>>),
 }
 
 impl<D: Device> Executor<D> {
@@ -93,7 +154,7 @@ impl<D: Device> Executor<D> {
         config: ExecutorConfig,
     ) -> Result<Self, DeviceError> {
         let kv_shape = shape.kv_shape(config.kv_dtype);
-        let kv = device.kv(kv_shape, config.slots)?;
+        let (kv, arenas) = store(&mut device, kv_shape, &config)?;
         let attention = AttentionShape {
             geometry: shape.geometry,
             scale: shape.attention_scale(),
@@ -111,6 +172,7 @@ impl<D: Device> Executor<D> {
                 config: shape.clone(),
                 model,
                 sampler: Sampler::new(),
+                draws: (Vec::new(), Vec::new()),
                 host: Vec::new(),
             }),
         };
@@ -119,6 +181,7 @@ impl<D: Device> Executor<D> {
             device,
             config,
             kv,
+            arenas,
             kv_shape,
             attention,
             forward,
@@ -127,7 +190,27 @@ impl<D: Device> Executor<D> {
             guest_fault: None,
             passes: [None, None],
             last: Lane::Remote,
+            worked: false,
+            told: Default::default(),
         })
+    }
+
+    /// Makes memory lie behind slots outside of any command: for measurements on an executor that has no work.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`].
+    pub fn hold(&mut self, slots: Range<u32>) -> Result<(), DeviceError> {
+        self.device.kv_hold(&mut self.kv, slice::from_ref(&slots))
+    }
+
+    /// What mapping memory behind the KV store has come to, on a device that does.
+    pub fn kv_counters(&self) -> Option<KvCounters> {
+        self.device.kv_counters(&self.kv)
+    }
+
+    /// The memory of each layer's KV, if it can be shared and that was asked for; else none.
+    pub fn arenas(&self) -> &[KvArena] {
+        &self.arenas
     }
 
     /// The device, for its description.
@@ -140,6 +223,7 @@ impl<D: Device> Executor<D> {
     /// # Panics
     /// If a step comes while its lane is busy, or to a kv node: bugs of the caller.
     pub fn push(&mut self, command: Command) {
+        self.worked = true;
         match command {
             Command::Step(work) => {
                 assert!(self.forward.is_some(), "a kv node runs no steps");
@@ -167,6 +251,8 @@ impl<D: Device> Executor<D> {
             Command::GuestQuery(query) => self.guests.push_back(GuestWork::Query(query)),
             Command::GuestWrite(write) => self.guests.push_back(GuestWork::Write(write)),
             Command::GuestRead(read) => self.guests.push_back(GuestWork::Read(read)),
+            Command::Copy { copy, tokens, slots } => self.guests.push_back(GuestWork::Copy { copy, tokens, slots }),
+            Command::Release { slots } => self.guests.push_back(GuestWork::Release(slots)),
         }
     }
 
@@ -174,26 +260,65 @@ impl<D: Device> Executor<D> {
         self.passes.iter_mut().flatten().find(|p| p.step() == step)
     }
 
-    /// Does one bounded piece of work: a guest's frame if one waits, else up to a layer of a pass. Returns whether
-    /// there was any; if not, the executor waits for commands.
+    /// Does one bounded piece of work, waiting for the device where that is all there is to do. Returns whether there was
+    /// any.
     pub fn turn(&mut self, reports: &mut dyn FnMut(Report)) -> bool {
+        loop {
+            match self.try_turn(reports) {
+                Turn::Worked => return true,
+                Turn::Idle => return false,
+                Turn::Queued(left) => std::thread::sleep(left),
+            }
+        }
+    }
+
+    /// Does one bounded piece of work: a guest's frame if one waits, else up to a layer of a pass. Waits for the device
+    /// only where it does not queue.
+    pub fn try_turn(&mut self, reports: &mut dyn FnMut(Report)) -> Turn {
         if let Some(work) = self.guests.pop_front() {
             self.device.urgent(true);
             self.serve(work, reports);
             self.device.urgent(false);
-            return true;
+            return Turn::Worked;
         }
         let other = match self.last {
             Lane::Local => Lane::Remote,
             Lane::Remote => Lane::Local,
         };
-        [other, self.last].into_iter().any(|lane| self.advance(lane, reports))
+        let turn = match (self.advance(other, reports), self.last) {
+            (Turn::Worked, _) => Turn::Worked,
+            (first, last) => match (first, self.advance(last, reports)) {
+                (Turn::Queued(a), Turn::Queued(b)) => Turn::Queued(a.min(b)),
+                (first @ Turn::Queued(_), Turn::Idle) => first,
+                (_, second) => second,
+            },
+        };
+        if matches!(turn, Turn::Idle) {
+            self.tell_counters(reports);
+        }
+        turn
     }
 
-    fn advance(&mut self, lane: Lane, reports: &mut dyn FnMut(Report)) -> bool {
-        let Some(forward) = &mut self.forward else { return false };
+    /// Says what mapping memory and keeping launches have come to, where that changed.
+    fn tell_counters(&mut self, reports: &mut dyn FnMut(Report)) {
+        if !std::mem::take(&mut self.worked) {
+            return;
+        }
+        if let Some(memory) = self.kv_counters().filter(|counters| *counters != self.told.0) {
+            self.told.0 = memory;
+            reports(Report::Memory(memory));
+        }
+        if let Some(launches) = self.device.launches().filter(|counters| *counters != self.told.1) {
+            self.told.1 = launches;
+            reports(Report::Launches(launches));
+        }
+    }
+
+    fn advance(&mut self, lane: Lane, reports: &mut dyn FnMut(Report)) -> Turn {
+        let alone = self.passes[1 - lane.index()].is_none();
+        let Some(forward) = &mut self.forward else { return Turn::Idle };
         let slot = &mut self.passes[lane.index()];
-        let Some(pass) = slot else { return false };
+        let Some(pass) = slot else { return Turn::Idle };
         let mut shared = Shared {
             device: &mut self.device,
             forward,
@@ -201,9 +326,11 @@ impl<D: Device> Executor<D> {
             kv_shape: self.kv_shape,
             attention: self.attention,
             config: self.config,
+            alone,
         };
         match pass.advance(&mut shared, reports) {
-            Ok(Progress::Waiting) => return false,
+            Ok(Progress::Waiting) => return Turn::Idle,
+            Ok(Progress::Queued(left)) => return Turn::Queued(left),
             Ok(Progress::Advanced) => {}
             Ok(Progress::Done(samples)) => {
                 let step = pass.step();
@@ -217,7 +344,20 @@ impl<D: Device> Executor<D> {
             }
         }
         self.last = lane;
-        true
+        Turn::Worked
+    }
+
+    /// Copies the KV of one rBlock, through the host.
+    fn copy(&mut self, from: u32, to: u32, tokens: u32) -> Result<(), DeviceError> {
+        let held = to..to + tokens;
+        self.device.kv_hold(&mut self.kv, slice::from_ref(&held))?;
+        let mut kv = Vec::new();
+        for layer in 0..self.kv_shape.layers as usize {
+            kv.clear();
+            self.device.kv_read(&self.kv, layer, from, tokens, &mut kv)?;
+            self.device.kv_write(&mut self.kv, layer, to, &kv)?;
+        }
+        Ok(())
     }
 
     fn serve(&mut self, work: GuestWork, reports: &mut dyn FnMut(Report)) {
@@ -239,7 +379,10 @@ impl<D: Device> Executor<D> {
                 let (mut at, mut stored_tag) = (0, write.tag);
                 for (slot, tokens) in write.pieces {
                     let end = at + tokens as usize * token_bytes;
-                    let stored = self.device.kv_write(&mut self.kv, write.layer as usize, slot, &write.kv[at..end]);
+                    let held = slot..slot + tokens;
+                    let stored = self.device.kv_hold(&mut self.kv, slice::from_ref(&held)).and_then(|()| {
+                        self.device.kv_write(&mut self.kv, write.layer as usize, slot, &write.kv[at..end])
+                    });
                     if let Err(error) = stored {
                         match stored_tag.take() {
                             Some(tag) => reports(Report::GuestFailed { tag, error }),
@@ -250,6 +393,21 @@ impl<D: Device> Executor<D> {
                     at = end;
                 }
                 reports(Report::GuestWritten { bytes: write.kv.len(), tag: stored_tag });
+            }
+            GuestWork::Copy { copy, tokens, mut slots } => {
+                let copied = slots.pop().map_or(Ok(()), |(from, to)| self.copy(from, to, tokens));
+                match copied {
+                    // One bounded piece of work at a time, before anything that came later: that may overwrite the rest.
+                    Ok(()) if !slots.is_empty() => self.guests.push_front(GuestWork::Copy { copy, tokens, slots }),
+                    copied => reports(Report::Copied { copy, error: copied.err() }),
+                }
+            }
+            GuestWork::Release(slots) => {
+                let released = slots.into_iter().try_for_each(|slots| self.device.kv_release(&mut self.kv, slots));
+                // What the device could not let go of is lost to it; peers must not be told of memory that is not there.
+                if let Err(error) = released {
+                    self.guest_fault.get_or_insert(error);
+                }
             }
             GuestWork::Read(read) => {
                 let mut kv = Vec::new();
@@ -264,3 +422,7 @@ impl<D: Device> Executor<D> {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "executor_tests.rs"]
+mod tests;

@@ -15,9 +15,9 @@ pub mod sampling;
 mod thread;
 mod work;
 
-pub use executor::{Executor, ExecutorConfig, Model};
+pub use executor::{Executor, ExecutorConfig, KvArena, Model, Turn};
 pub use thread::{ExecutorThread, spawn};
 pub use work::{
-    Command, Fetch, GuestQuery, GuestRead, GuestTag, GuestWrite, PassError, RemotePart, RemoteWork, Report, SampleOut,
-    SampleSpec, SeqRows, Ship, StepWork, WriteSegment,
+    Command, CopyId, Fetch, GuestQuery, GuestRead, GuestTag, GuestWrite, PassError, RemotePart, RemoteWork, Report,
+    SampleOut, SampleSpec, SeqRows, Ship, StepWork, WriteSegment,
 };

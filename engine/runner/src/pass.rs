@@ -1,17 +1,23 @@
-//! One resumable forward pass: `advance` does at most a layer and says whether it waits for creditors.
+//! One resumable forward pass: `advance` does at most a layer and says whether it waits for creditors or for the device.
 //!
 //! In the local lane a layer is one piece of work. In the remote lane (DistAttention, Infinite-LLM v1 §4.2 and §4.6) it
 //! is three: project and hand out queries and new KV; attend to local runs meanwhile; then, when every creditor has
 //! answered, scale-reduce the partials and finish the layer. Partials are merged in the order of the step's plan, never
 //! of arrival, so a pass is a function of its inputs.
+//!
+//! Nothing here waits for a device that queues its work: a pass that needs a result says so, and while it has company
+//! it queues one layer at a time, so that the other lane's next layer is at most one layer away.
 
 use crate::executor::{Forward, Shared};
-use crate::work::{Fetch, PassError, RemotePart, Report, SampleOut, Ship, StepWork};
+use crate::sampling::{SampleError, Sampler};
+use crate::work::{Fetch, PassError, RemotePart, Report, SampleOut, SampleSpec, SeqRows, Ship, StepWork};
 use bytes::Bytes;
 use lagoon_backend::{AttnRows, Device, DeviceError, Mode};
 use lagoon_model::{Activation, ModelConfig, Norm};
 use lagoon_types::run::visible_len;
 use lagoon_types::{DType, KvRun, Lane, StepId};
+use std::ops::Range;
+use std::time::Duration;
 
 /// What one call of [`Pass::advance`] came to.
 #[derive(Debug)]
@@ -19,6 +25,8 @@ pub(crate) enum Progress {
     Advanced,
     /// Nothing can be done before a creditor answers.
     Waiting,
+    /// Nothing can be done before the device has got as far; to be asked again after this time.
+    Queued(Duration),
     Done(Vec<SampleOut>),
 }
 
@@ -26,8 +34,12 @@ pub(crate) enum Progress {
 enum Phase {
     Start,
     Project,
+    /// The projection is queued.
+    HandOut,
     Attend,
     Await,
+    /// The head is queued.
+    Sample,
 }
 
 /// A step under way. See the module's documentation.
@@ -109,24 +121,63 @@ impl Pass {
             Phase::Start => {
                 self.start(shared)?;
                 self.phase = Phase::Project;
-                self.project(shared, reports)
+                self.project(shared)
             }
-            Phase::Project => self.project(shared, reports),
+            Phase::Project => {
+                // What the other lane queues next must not wait for more than a layer of this one, and a watched layer is
+                // done when the device has got there.
+                let runs_ahead = shared.alone && !self.work.watched;
+                let ahead = if runs_ahead { None } else { shared.device.reached(self.lane())? };
+                if let Some(left) = ahead {
+                    return Ok(Progress::Queued(left));
+                }
+                let done = self.layer.checked_sub(1).filter(|_| self.work.watched && self.layer < self.layers(shared));
+                done.into_iter().for_each(|layer| reports(Report::Layer { step: self.work.step, layer }));
+                self.project(shared)
+            }
+            Phase::HandOut => {
+                if let Some(left) = shared.device.reached(self.lane())? {
+                    return Ok(Progress::Queued(left));
+                }
+                self.hand_out(shared, reports)?;
+                self.phase = Phase::Attend;
+                Ok(Progress::Advanced)
+            }
             Phase::Attend => {
                 self.attend_local(shared)?;
                 self.phase = Phase::Await;
                 Ok(Progress::Advanced)
             }
             Phase::Await => self.collect(shared),
+            Phase::Sample => match shared.device.reached(self.lane())? {
+                Some(left) => Ok(Progress::Queued(left)),
+                None => self.sample(shared),
+            },
         }
+    }
+
+    fn lane(&self) -> usize {
+        self.work.lane.index()
+    }
+
+    fn layers<D: Device>(&self, shared: &Shared<'_, D>) -> u32 {
+        u32::try_from(shared.forward.config.layers).unwrap_or(u32::MAX)
     }
 
     /// Embeds the tokens and computes the rotation table.
     fn start<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<(), PassError> {
+        let held = local_slots(&self.work.slots);
+        shared.device.kv_hold(shared.kv, &held)?;
+        let next: Vec<u32> = held.iter().map(|slots| slots.end).collect();
+        shared.device.kv_expect(shared.kv, &next, self.work.next_row);
         let Forward { model, lanes, host, .. } = &mut *shared.forward;
         let lane = &mut lanes[self.work.lane.index()];
         let positions: Vec<u32> = self.work.seqs.iter().flat_map(|s| s.pos0..s.pos0 + s.rows).collect();
         assert_eq!(positions.len(), self.rows(), "sequences cover the rows");
+        // Decoding without remote KV: the next step is like this one. In the remote lane every layer waits.
+        if !self.is_remote() && self.work.seqs.iter().all(|s| s.rows == 1) {
+            shared.device.begin_repeatable()?;
+        }
         host.clear();
         model.rope.fill(&positions, host);
         shared.device.write(&mut lane.rope, 0, host)?;
@@ -135,11 +186,7 @@ impl Pass {
     }
 
     /// Norm, projection, rotation, append; then the whole layer in the local lane, or the hand-out in the remote one.
-    fn project<D: Device>(
-        &mut self,
-        shared: &mut Shared<'_, D>,
-        reports: &mut dyn FnMut(Report),
-    ) -> Result<Progress, PassError> {
+    fn project<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<Progress, PassError> {
         let layer = self.layer as usize;
         let rows = self.rows();
         {
@@ -154,11 +201,13 @@ impl Pass {
             device.rope_append(&mut lane.qkv, &lane.rope, config.geometry, &self.work.slots, &mut *shared.kv, layer)?;
         }
         if self.is_remote() {
-            self.hand_out(shared, reports)?;
-            self.phase = Phase::Attend;
+            let (lane, cols) = (self.lane(), 0..shared.attention.geometry.qkv_dim());
+            shared.device.read_ahead(lane, &shared.forward.lanes[lane].qkv, 0..rows, cols)?;
+            self.phase = Phase::HandOut;
         } else {
             self.attend_local(shared)?;
             self.finish_layer(shared)?;
+            shared.device.mark(self.lane())?;
         }
         Ok(Progress::Advanced)
     }
@@ -174,7 +223,7 @@ impl Pass {
         let geometry = shared.attention.geometry;
         let (q_dim, qkv_dim) = (geometry.q_dim(), geometry.qkv_dim());
         host.clear();
-        shared.device.read(&lane.qkv, 0..self.rows(), 0..qkv_dim, host)?;
+        shared.device.read_staged(self.lane(), &lane.qkv, 0..self.rows(), 0..qkv_dim, host)?;
         let row = |r: usize| &host[r * qkv_dim..][..qkv_dim];
 
         let dtype = self.work.remote.dtype;
@@ -236,6 +285,7 @@ impl Pass {
             }
         }
         self.finish_layer(shared)?;
+        shared.device.mark(self.lane())?;
         self.fetched.swap(0, 1);
         self.fetched[1].iter_mut().for_each(|f| *f = None);
         self.fetches_done = 0;
@@ -324,27 +374,65 @@ impl Pass {
         Ok(())
     }
 
-    /// Logits of the rows that want them, and their tokens.
-    fn head<D: Device>(&self, shared: &mut Shared<'_, D>) -> Result<Progress, PassError> {
-        let Forward { config, model, lanes, sampler, host, .. } = &mut *shared.forward;
+    /// Sequences whose next token is wanted.
+    fn wanted(&self) -> impl Iterator<Item = (&SeqRows, &SampleSpec)> {
+        self.work.seqs.iter().filter_map(|s| s.sample.as_ref().map(|spec| (s, spec)))
+    }
+
+    /// Whether the device draws this step's tokens: nobody asked for anything that needs logits on the host.
+    fn draws_there<D: Device>(&self, device: &D) -> bool {
+        device.samples() && self.wanted().all(|(_, spec)| spec.params.logprobs.is_none() && !spec.return_logits)
+    }
+
+    /// Queues the logits of the rows that want them, and the draws from them where the device makes them.
+    fn head<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<Progress, PassError> {
+        let Forward { config, model, lanes, draws, .. } = &mut *shared.forward;
         let lane = &mut lanes[self.work.lane.index()];
-        let wanted: Vec<_> = self.work.seqs.iter().filter_map(|s| s.sample.as_ref().map(|spec| (s, spec))).collect();
-        if wanted.is_empty() {
+        let last: Vec<u32> = self.wanted().map(|(s, _)| s.row0 + s.rows - 1).collect();
+        let device = &mut *shared.device;
+        if last.is_empty() {
+            device.mark(self.lane())?;
+        } else {
+            device.gather_rows(&lane.x, &last, &mut lane.last)?;
+            norm(device, config, &lane.last, &model.weights.final_norm, last.len(), &mut lane.last_normed)?;
+            let head = model.weights.lm_head.as_ref().unwrap_or(&model.weights.embed);
+            device.matmul(&lane.last_normed, head, last.len(), Mode::Set, &mut lane.logits)?;
+            if self.draws_there(device) {
+                draws.0.clear();
+                for (_, spec) in self.wanted() {
+                    draws.0.push(Sampler::row(&spec.params, spec.index).map_err(sampling)?);
+                }
+                device.sample_ahead(self.lane(), &lane.logits, &draws.0)?;
+            } else {
+                device.read_ahead(self.lane(), &lane.logits, 0..last.len(), 0..config.vocab)?;
+            }
+        }
+        self.phase = Phase::Sample;
+        Ok(Progress::Advanced)
+    }
+
+    /// The tokens.
+    fn sample<D: Device>(&self, shared: &mut Shared<'_, D>) -> Result<Progress, PassError> {
+        let Forward { config, lanes, sampler, host, draws, .. } = &mut *shared.forward;
+        let rows = self.wanted().count();
+        if rows == 0 {
             shared.device.sync()?;
             return Ok(Progress::Done(Vec::new()));
         }
-        let last: Vec<u32> = wanted.iter().map(|(s, _)| s.row0 + s.rows - 1).collect();
-        let device = &mut *shared.device;
-        device.gather_rows(&lane.x, &last, &mut lane.last)?;
-        norm(device, config, &lane.last, &model.weights.final_norm, last.len(), &mut lane.last_normed)?;
-        let head = model.weights.lm_head.as_ref().unwrap_or(&model.weights.embed);
-        device.matmul(&lane.last_normed, head, last.len(), Mode::Set, &mut lane.logits)?;
+        if self.draws_there(shared.device) {
+            draws.1.clear();
+            shared.device.sampled(self.lane(), &mut draws.1)?;
+            let tokens = self.wanted().zip(&draws.1).map(|((seq, _), drawn)| {
+                let token = Sampler::drawn(*drawn).map_err(sampling)?;
+                Ok(SampleOut { seq: seq.seq, token, logprobs: None, logits: None })
+            });
+            return Ok(Progress::Done(tokens.collect::<Result<_, PassError>>()?));
+        }
         host.clear();
-        device.read(&lane.logits, 0..last.len(), 0..config.vocab, host)?;
-        let mut samples = Vec::with_capacity(wanted.len());
-        for ((seq, spec), logits) in wanted.into_iter().zip(host.chunks_exact(config.vocab)) {
-            let sampled =
-                sampler.sample(logits, &spec.params, spec.index).map_err(|e| PassError::Sampling(e.to_string()))?;
+        shared.device.read_staged(self.lane(), &lanes[self.lane()].logits, 0..rows, 0..config.vocab, host)?;
+        let mut samples = Vec::with_capacity(rows);
+        for ((seq, spec), logits) in self.wanted().zip(host.chunks_exact(config.vocab)) {
+            let sampled = sampler.sample(logits, &spec.params, spec.index).map_err(sampling)?;
             samples.push(SampleOut {
                 seq: seq.seq,
                 token: sampled.id,
@@ -354,6 +442,22 @@ impl Pass {
         }
         Ok(Progress::Done(samples))
     }
+}
+
+fn sampling(error: SampleError) -> PassError {
+    PassError::Sampling(error.to_string())
+}
+
+/// The slots that a step writes, as ranges.
+fn local_slots(slots: &[u32]) -> Vec<Range<u32>> {
+    let mut ranges: Vec<Range<u32>> = Vec::new();
+    for slot in slots.iter().copied().filter(|slot| *slot != u32::MAX) {
+        match ranges.last_mut() {
+            Some(last) if last.end == slot => last.end += 1,
+            _ => ranges.push(slot..slot + 1),
+        }
+    }
+    ranges
 }
 
 /// The model's kind of norm.

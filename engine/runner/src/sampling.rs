@@ -16,6 +16,7 @@
     reason = "token ids are below VOCAB_MAX; f64 intermediates are rounded once, by design"
 )]
 
+use lagoon_backend::{SampleRow, SampledRow};
 use lagoon_types::limits::VOCAB_MAX;
 use lagoon_types::{SamplingParams, TokenLogprobs};
 use rand_chacha::ChaCha8Rng;
@@ -101,6 +102,23 @@ impl Sampler {
         let id = if params.temperature == 0.0 { best.id } else { self.draw(logits, best, params, index) };
         let logprobs = params.logprobs.map(|n| self.logprobs(logits, best, id, n as usize));
         Ok(Sampled { id, logprobs })
+    }
+
+    /// How a device that samples is to draw what [`Sampler::sample`] would, but for rounding.
+    pub fn row(params: &SamplingParams, index: u64) -> Result<SampleRow, SampleError> {
+        check_params(params)?;
+        let SamplingParams { temperature, top_p, min_p, top_k, seed, .. } = *params;
+        let uniform = if temperature == 0.0 { 0.0 } else { uniform(seed, index) };
+        Ok(SampleRow { uniform, temperature, top_p, min_p, top_k })
+    }
+
+    /// The token that a device drew.
+    pub fn drawn(row: SampledRow) -> Result<u32, SampleError> {
+        match row {
+            SampledRow { token, status: 0 } => Ok(token),
+            SampledRow { token, status: 1 } => Err(SampleError::BadLogit { token, value: "not finite".to_owned() }),
+            _ => Err(SampleError::Nothing),
+        }
     }
 
     fn draw(&mut self, logits: &[f32], best: Candidate, params: &SamplingParams, index: u64) -> u32 {

@@ -1,6 +1,6 @@
 //! The device thread around an [`Executor`].
 
-use crate::executor::Executor;
+use crate::executor::{Executor, Turn};
 use crate::work::{Command, Report};
 use lagoon_backend::Device;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
@@ -60,10 +60,17 @@ fn run<D: Device>(executor: &mut Executor<D>, queue: &Receiver<Command>, report:
                 Err(TryRecvError::Disconnected) => return,
             }
         }
-        if executor.turn(report) {
-            continue;
-        }
-        match queue.recv_timeout(Duration::from_secs(1)) {
+        let patience = match executor.try_turn(report) {
+            Turn::Worked => continue,
+            // A device that is nearly there is asked again at once, as its own waiting would.
+            Turn::Queued(left) if left.is_zero() => {
+                std::thread::yield_now();
+                continue;
+            }
+            Turn::Queued(left) => left,
+            Turn::Idle => Duration::from_secs(1),
+        };
+        match queue.recv_timeout(patience) {
             Ok(command) => executor.push(command),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return,

@@ -1,10 +1,11 @@
 //! What the runner is told and what it answers: plain data.
 
 use bytes::Bytes;
-use lagoon_backend::{AttnRows, DeviceError};
+use lagoon_backend::{AttnRows, DeviceError, KvCounters, LaunchCounters};
 use lagoon_types::{
     DType, Epoch, InstanceId, KvRun, Lane, LeaseId, LeaseRun, SamplingParams, SeqId, StepId, TokenLogprobs,
 };
+use std::ops::Range;
 use std::sync::Arc;
 
 /// One forward pass over the rows of one lane.
@@ -20,6 +21,10 @@ pub struct StepWork {
     /// Runs in the main store, those of a sequence consecutive and ascending, covering its rows that are stored here.
     pub runs: Vec<KvRun>,
     pub remote: RemoteWork,
+    /// First slot of what the next sequence to begin gets, where sequences have rows of addresses.
+    pub next_row: Option<u32>,
+    /// Every layer but the last is reported when its KV is in the store ([`Report::Layer`]).
+    pub watched: bool,
 }
 
 /// Rows of one sequence in a step.
@@ -110,6 +115,10 @@ pub struct RemotePart {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GuestTag(pub u64);
 
+/// Chosen by the instance to recognise a copy that is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct CopyId(pub u64);
+
 /// Micro attention of a peer's queries over this instance's KV. The instance validated everything.
 #[derive(Clone, Debug)]
 pub struct GuestQuery {
@@ -165,6 +174,17 @@ pub enum Command {
     GuestQuery(GuestQuery),
     GuestWrite(GuestWrite),
     GuestRead(GuestRead),
+    /// Copies the KV of all layers of rBlocks, `(first slot it is in, first slot it goes to)` each, `tokens` tokens of one:
+    /// what they hold at this place in the order of commands.
+    Copy {
+        copy: CopyId,
+        tokens: u32,
+        slots: Vec<(u32, u32)>,
+    },
+    /// Nobody uses these slots any more. Executed in the order of the commands before and after it.
+    Release {
+        slots: Vec<Range<u32>>,
+    },
 }
 
 /// What the executor answers.
@@ -181,6 +201,11 @@ pub enum Report {
         step: StepId,
         layer: u32,
         kv: Vec<Bytes>,
+    },
+    /// The KV of all rows of a watched step is in the store, in this layer and those before it, and stays as it is.
+    Layer {
+        step: StepId,
+        layer: u32,
     },
     Done {
         step: StepId,
@@ -211,6 +236,16 @@ pub enum Report {
         tag: GuestTag,
         error: DeviceError,
     },
+    /// The copy is made, or what it was to be is not to be used.
+    Copied {
+        copy: CopyId,
+        error: Option<DeviceError>,
+    },
+    /// On a device that maps memory behind addresses: what that has come to, when there is nothing else to do and it
+    /// changed.
+    Memory(KvCounters),
+    /// On a device that keeps how steps were launched: what that has come to, as above.
+    Launches(LaunchCounters),
 }
 
 /// A chosen token.

@@ -122,15 +122,28 @@ impl Scheduler {
         self.running.len()
     }
 
-    /// Moves a waiting sequence into the batch: the head of the queue, or one that has its memory already.
+    /// Moves a waiting sequence into the batch: the head of the queue, or one that has its memory already. The KV of its
+    /// first `computed` tokens is there.
     ///
     /// # Panics
-    /// If `seq` does not wait.
-    pub fn admit(&mut self, seq: SeqId, lane: Lane) {
+    /// If `seq` does not wait, or has nothing to compute.
+    pub fn admit(&mut self, seq: SeqId, lane: Lane, computed: u32) {
         let at = self.waiting.iter().position(|w| w.seq == seq);
         let Some(entry) = at.and_then(|at| self.waiting.remove(at)) else { panic!("{seq} does not wait") };
         let (tokens, lost) = (entry.tokens, VecDeque::new());
-        self.running.push(Running { seq, lane, tokens, computed: 0, lost, in_step: false });
+        assert!(computed < tokens, "{seq} has nothing to compute");
+        self.running.push(Running { seq, lane, tokens, computed, lost, in_step: false });
+    }
+
+    /// Puts a sequence into the batch whose first `computed` of `tokens` tokens were computed elsewhere. The caller keeps
+    /// the batch within its bound.
+    ///
+    /// # Panics
+    /// If it waits or runs, or has nothing to compute.
+    pub fn resume(&mut self, seq: SeqId, lane: Lane, tokens: u32, computed: u32) {
+        assert!(!self.is_running(seq) && self.waiting.iter().all(|w| w.seq != seq), "{seq} waits or runs");
+        assert!(computed < tokens, "{seq} has nothing to compute");
+        self.running.push(Running { seq, lane, tokens, computed, lost: VecDeque::new(), in_step: false });
     }
 
     /// The KV of these positions was lost, and of no others: ascending, disjoint, below what was computed.
@@ -249,7 +262,7 @@ mod tests {
 
     fn admit(s: &mut Scheduler, seq: u64, tokens: u32) {
         s.enqueue(SeqId(seq), tokens, 0).unwrap();
-        s.admit(SeqId(seq), Lane::Local);
+        s.admit(SeqId(seq), Lane::Local, 0);
     }
 
     #[test]
@@ -274,7 +287,7 @@ mod tests {
         assert_eq!(s.enqueue(SeqId(9), 3, 0), Err(QueueFull { limit: 8 }));
         assert_eq!(s.next_waiting().map(|w| w.seq), Some(SeqId(0)));
         for seq in 0..4 {
-            s.admit(SeqId(seq), Lane::Local);
+            s.admit(SeqId(seq), Lane::Local, 0);
         }
         assert_eq!(s.next_waiting(), None, "the batch is full");
         s.preempt(SeqId(3), 7);
@@ -318,7 +331,7 @@ mod tests {
         // What is computed again as a whole has lost nothing in particular.
         s.set_lost(SeqId(1), &[0..8, 9..30]);
         s.preempt(SeqId(1), 1);
-        s.admit(SeqId(1), Lane::Remote);
+        s.admit(SeqId(1), Lane::Remote, 0);
         assert_eq!(s.plan(Lane::Remote, |_| true).chunks, [again(0, 8)]);
     }
 
@@ -368,6 +381,7 @@ mod tests {
             prompts in prop::collection::vec((1u32..70, 1u32..5), 1..8),
             rows in 1u32..40,
             lanes in prop::collection::vec(any::<bool>(), 8),
+            known in 0u32..100,
         ) {
             let mut s = scheduler(rows);
             let mut computed = BTreeMap::<SeqId, u32>::new();
@@ -378,7 +392,11 @@ mod tests {
             }
             for turn in 0..10_000 {
                 while let Some(w) = s.next_waiting() {
-                    s.admit(w.seq, if lanes[usize::try_from(w.seq.0).unwrap()] { Lane::Local } else { Lane::Remote });
+                    let lane = if lanes[usize::try_from(w.seq.0).unwrap()] { Lane::Local } else { Lane::Remote };
+                    // Some of the first tokens are known.
+                    let known = (known * w.tokens / 100).min(w.tokens - 1);
+                    computed.insert(w.seq, known);
+                    s.admit(w.seq, lane, known);
                 }
                 let plan = s.plan(Lane::ALL[turn % 2], |_| true);
                 prop_assert!(plan.chunks.iter().map(|c| c.len).sum::<u32>() <= rows);

@@ -143,18 +143,55 @@ pub struct Bounds {
     pub segments: usize,
 }
 
+/// A place where a read may begin: region and offset, the writer's and the reader's.
+type Place = (u32, u64, u32, u64);
+
+impl Read {
+    /// Where it begins and ends in both memories, unless it goes to a buffer.
+    fn places(&self) -> Option<(Place, Place)> {
+        let (local, first, last) = (self.local?, self.remote.first()?, self.remote.last()?);
+        let begin = (first.region, first.offset, local.region, local.offset);
+        Some((begin, (last.region, last.offset + last.bytes, local.region, local.offset + self.bytes())))
+    }
+}
+
+/// The transaction that the last read went to: most reads go on there, and then no map is asked.
+struct Open {
+    at: usize,
+    end: Place,
+    request: u64,
+}
+
 /// Merges reads, which are in order. See the module's invariants.
 #[must_use]
 pub fn coalesce(reads: &[Read], bounds: Bounds) -> Vec<Transaction> {
     let mut out: Vec<Transaction> = Vec::new();
-    // Where transactions end in both memories, and the last one of each request.
-    let mut ends: BTreeMap<(u32, u64, u32, u64), usize> = BTreeMap::new();
+    // Where transactions that may go on end in both memories, and the last one of each request.
+    let mut ends: BTreeMap<Place, usize> = BTreeMap::new();
     let mut last: BTreeMap<u64, usize> = BTreeMap::new();
     let mut buffer: Option<usize> = None;
-    for read in reads {
-        let Some(first) = read.remote.first() else { continue };
-        let candidate = match &read.local {
-            Some(local) => ends.get(&(first.region, first.offset, local.region, local.offset)).copied(),
+    let mut open: Option<Open> = None;
+    for read in reads.iter().filter(|read| !read.remote.is_empty()) {
+        let places = read.places();
+        if let (Some(open), Some((begin, end))) = (&mut open, places) {
+            let transaction = &mut out[open.at];
+            let goes_on = open.end == begin && open.request == read.request;
+            if goes_on
+                && transaction.bytes + read.bytes() <= bounds.bytes
+                && transaction.segments.len() + read.remote.len() <= bounds.segments
+            {
+                transaction.push(read);
+                open.end = end;
+                continue;
+            }
+        }
+        if let Some(closed) = open.take() {
+            ends.insert(closed.end, closed.at);
+            last.insert(closed.request, closed.at);
+        }
+        let candidate = match &places {
+            // It ends elsewhere afterwards, or for good.
+            Some((begin, _)) => ends.remove(begin),
             None => buffer,
         };
         let fits = |at: &usize| {
@@ -175,13 +212,8 @@ pub fn coalesce(reads: &[Read], bounds: Bounds) -> Vec<Transaction> {
             }
         };
         last.insert(read.request, at);
-        match &read.local {
-            Some(local) => {
-                if let Some(end) = read.remote.last() {
-                    let after = local.offset + read.bytes();
-                    ends.insert((end.region, end.offset + end.bytes, local.region, after), at);
-                }
-            }
+        match places {
+            Some((_, end)) => open = Some(Open { at, end, request: read.request }),
             None => buffer = Some(at),
         }
     }

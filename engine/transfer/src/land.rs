@@ -1,4 +1,4 @@
-//! Where the bytes of a transaction go when they arrive: into place or into a buffer, checked while they are hot.
+//! Where the bytes of a transaction go when they arrive: into place or into a buffer, checked while they are copied.
 
 use crate::{
     check::{Check, Checker},
@@ -6,10 +6,8 @@ use crate::{
     pull::Pull,
     region::{Region, RegionError},
 };
+use lagoon_backend::Xxh3;
 use std::{collections::BTreeMap, sync::Arc};
-
-/// Bytes that are copied and then checked at once: they stay in the core's first cache.
-const STRIDE_BYTES: usize = 16 << 10;
 
 /// What a transaction's arrival came to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -19,6 +17,9 @@ pub struct Landed {
     /// Finite values that the reader's element type cannot hold, by request.
     pub overflows: BTreeMap<u64, u64>,
 }
+
+/// Puts the next bytes into a slice. Where there is a hash it gets them too, in order: [`Xxh3::copy`] does both at once.
+pub type Fill<'a> = &'a mut dyn FnMut(&mut [u8], Option<&mut Xxh3>) -> Result<(), RegionError>;
 
 /// The pulls of the requests that are in transfer.
 pub type Pulls = BTreeMap<u64, Arc<Pull>>;
@@ -68,23 +69,22 @@ impl<'a> Lander<'a> {
     /// When there are too many, or a region cannot be written.
     pub fn push(&mut self, bytes: &[u8]) -> Result<(), RegionError> {
         let mut rest = bytes;
-        self.push_with(bytes.len() as u64, &mut |target| {
+        self.push_with(bytes.len() as u64, &mut |target, hash| {
             let (now, later) = rest.split_at(target.len());
-            target.copy_from_slice(now);
+            match hash {
+                Some(hash) => hash.copy(now, target),
+                None => target.copy_from_slice(now),
+            }
             rest = later;
             Ok(())
         })
     }
 
-    /// The next `bytes` bytes, which `fill` puts where they belong, in order.
+    /// The next `bytes` bytes, which `fill` puts where they belong, in order, and hashes where it is asked to.
     ///
     /// # Errors
     /// As [`Lander::push`], and those of `fill`.
-    pub fn push_with(
-        &mut self,
-        bytes: u64,
-        fill: &mut dyn FnMut(&mut [u8]) -> Result<(), RegionError>,
-    ) -> Result<(), RegionError> {
+    pub fn push_with(&mut self, bytes: u64, fill: Fill<'_>) -> Result<(), RegionError> {
         if bytes > self.missing() {
             let (offset, end) = (self.at, self.at + bytes);
             return Err(RegionError::Outside { offset, end, bytes: self.transaction.bytes });
@@ -93,22 +93,20 @@ impl<'a> Lander<'a> {
             let start = self.buffer.len();
             self.buffer.resize(start + usize::try_from(bytes).unwrap_or(0), 0);
             self.at += bytes;
-            return fill(&mut self.buffer[start..]);
+            return fill(&mut self.buffer[start..], None);
         };
         let region = Arc::clone(&self.regions[local.region as usize]);
         let mut left = usize::try_from(bytes).unwrap_or(0);
         while left > 0 {
-            // A stride never reaches over a part's end, so that its check ends where it does.
+            // One part at a time, so that its check ends where it does.
             let part = self.transaction.parts[self.part];
             let room = usize::try_from(part.at + part.bytes - self.at).unwrap_or(usize::MAX);
-            let len = left.min(room).min(STRIDE_BYTES);
-            let checker = (self.verify && part.plain).then_some(&mut self.checker);
+            let len = left.min(room);
+            let mut hash = (self.verify && part.plain).then_some(&mut self.checker.0);
             let mut result = Ok(());
-            let mut checker = checker;
             region.fill(local.offset + self.at, len, &mut |target| {
                 if result.is_ok() {
-                    result = fill(target);
-                    checker.iter_mut().for_each(|checker| checker.update(target));
+                    result = fill(target, hash.as_deref_mut());
                 }
             })?;
             result?;

@@ -27,9 +27,9 @@ pub mod writer;
 
 pub use check::{Check, Checker};
 pub use coalesce::{Part as TransactionPart, Segment, Transaction};
-pub use land::{Landed, Lander, Pulls};
+pub use land::{Fill, Landed, Lander, Pulls};
 pub use layout::{Axis, Dim, Grid, Layout, LayoutError, LayoutParts, Part, Plane};
-pub use plan::{Conversion, Mismatch, View, Way, plan};
+pub use plan::{Conversion, Mismatch, Span, View, Way, plan};
 pub use pull::{Local, Pull, PullError, Remote, check_block};
 pub use reader::{ConnId, Failure, Offer, PullId, ReadFailure, Reader, ReaderConfig, ReaderOutput, ReaderStats};
 pub use region::{HeapRegion, Region, RegionError};

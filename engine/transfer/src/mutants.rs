@@ -1,11 +1,6 @@
-//! Mistakes that are made on purpose, to prove that the simulator's checkers see them.
-//!
-//! They are compiled in with the feature `mutants` alone, which no production build has: without it [`is`] is `false`
-//! at compile time and every hook vanishes. With it a mutant is chosen per thread, and none is by default.
+//! Mistakes that are made on purpose: see [`lagoon_types::mutants`].
 
-/// A mistake.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mutant {
+lagoon_types::mutants! {
     /// A reader completes a request when its last read is queued.
     CompleteBeforeLast,
     /// A reader takes any acknowledgement for that of the COMPLETE it waits for.
@@ -24,35 +19,4 @@ pub enum Mutant {
     FreedUnderReads,
     /// A writer carries a COMPLETE out whatever number it has.
     CompleteOutOfOrder,
-}
-
-#[cfg(feature = "mutants")]
-mod chosen {
-    use super::Mutant;
-    use std::cell::Cell;
-
-    thread_local! {
-        static CHOSEN: Cell<Option<Mutant>> = const { Cell::new(None) };
-    }
-
-    /// Makes a mistake on this thread from now on, or none.
-    pub fn choose(mutant: Option<Mutant>) {
-        CHOSEN.set(mutant);
-    }
-
-    /// Whether this mistake is made.
-    #[must_use]
-    pub fn is(mutant: Mutant) -> bool {
-        CHOSEN.get() == Some(mutant)
-    }
-}
-
-#[cfg(feature = "mutants")]
-pub use chosen::{choose, is};
-
-/// Whether this mistake is made: never in this build.
-#[cfg(not(feature = "mutants"))]
-#[must_use]
-pub const fn is(_mutant: Mutant) -> bool {
-    false
 }

@@ -20,6 +20,33 @@ pub struct View {
     pub heads: Range<u32>,
 }
 
+impl View {
+    /// The part of it in some layers of the model, or all of it. `None` if they are none, or not all in it.
+    #[must_use]
+    pub fn within(&self, layers: Option<&Range<u32>>) -> Option<Self> {
+        let layers = layers.unwrap_or(&self.layers);
+        let inside = !layers.is_empty() && self.layers.start <= layers.start && layers.end <= self.layers.end;
+        inside.then(|| Self { layers: layers.clone(), heads: self.heads.clone() })
+    }
+}
+
+/// What of a request's KV an export is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// Position of its first token.
+    pub first_token: u32,
+    pub tokens: u32,
+    /// Layers of the model; without, all that reader and writer share.
+    pub layers: Option<Range<u32>>,
+}
+
+impl From<(u32, u32)> for Span {
+    /// All layers of so many tokens (the second number) from a position on.
+    fn from((first_token, tokens): (u32, u32)) -> Self {
+        Self { first_token, tokens, layers: None }
+    }
+}
+
 /// How bytes get from the writer's memory into the reader's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {

@@ -155,6 +155,57 @@ pub struct Pull {
     local_first: u32,
     /// Consecutive pieces are blocks of one layer, rather than layers of one block.
     by_layer: bool,
+    /// By layer of the view.
+    plain: Vec<Option<Plain>>,
+}
+
+/// A layer of which a block is one extent on both sides, in canonical order: what most layouts have, and worth not to be
+/// found out again for every piece.
+#[derive(Clone, Copy, Debug)]
+struct Plain {
+    remote: Extent,
+    local: Extent,
+}
+
+/// Where tokens lie whose content has no gaps.
+#[derive(Clone, Copy, Debug)]
+struct Extent {
+    region: u32,
+    /// Of token 0 of block 0.
+    base: u64,
+    block_bytes: u64,
+    token_bytes: u64,
+}
+
+impl Extent {
+    /// Of the first `tokens` tokens of a block, if they are one extent.
+    fn of(cells: &[Cell], tokens: u32, (heads, dim): (u32, u32)) -> Option<Self> {
+        let [cell] = cells else { return None };
+        let (mut extents, mut len) = (0, 0);
+        content(cells, tokens, heads, dim, &mut |_, _, bytes| (extents, len) = (extents + 1, bytes));
+        (extents == 1).then(|| Self {
+            region: cell.grid.region,
+            base: cell.grid.offset(&cell.first),
+            block_bytes: cell.grid.strides[Dim::Block as usize] * cell.grid.elem_bytes,
+            token_bytes: len / u64::from(tokens),
+        })
+    }
+
+    fn offset(&self, block: u32, token: u32) -> u64 {
+        self.base + u64::from(block) * self.block_bytes + u64::from(token) * self.token_bytes
+    }
+}
+
+impl Plain {
+    fn of(reader: &Layout, writer: &Layout, conversion: &Conversion, layer: u32) -> Option<Self> {
+        let view = &conversion.view;
+        let shape = (heads(view), writer.head_dim());
+        let cells_of = |layout: &Layout| cells(layout, view, layer, 0, 0);
+        let (theirs, ours) = (cells_of(writer), cells_of(reader));
+        let same = theirs.first()?.dtype == ours.first()?.dtype && conversion.way == Way::Direct;
+        let remote = Extent::of(&theirs, writer.block_tokens(), shape).filter(|_| same)?;
+        Some(Self { remote, local: Extent::of(&ours, reader.block_tokens(), shape)? })
+    }
 }
 
 impl Pull {
@@ -190,7 +241,9 @@ impl Pull {
         let strides = writer.planes()[0].grid().strides;
         let layer = strides[Dim::Layer as usize];
         let by_layer = layer == 0 || layer > strides[Dim::Block as usize];
-        Ok(Self { reader, writer, conversion, remote, local, tokens, local_first, by_layer })
+        let plain = |layer| Plain::of(&reader, &writer, &conversion, layer);
+        let plain = conversion.view.layers.clone().map(plain).collect();
+        Ok(Self { reader, writer, conversion, remote, local, tokens, local_first, by_layer, plain })
     }
 
     #[must_use]
@@ -279,9 +332,28 @@ impl Pull {
         }
     }
 
+    /// The one read of a piece of a plain layer, unless it lies in two of the reader's blocks.
+    fn plain_read(&self, n: usize) -> Option<(Remote, Local)> {
+        let (block, layer) = self.piece(n);
+        let plain = self.plain[layer].as_ref()?;
+        let tokens = self.block_tokens(block);
+        let slot = u32::try_from(block).unwrap_or(u32::MAX) * self.writer.block_tokens() + self.local_first;
+        let size = self.reader.block_tokens();
+        let (into, token) = (self.local[(slot / size) as usize], slot % size);
+        let Plain { remote, local } = plain;
+        (token + tokens <= size).then(|| {
+            let bytes = u64::from(tokens) * remote.token_bytes;
+            let from = Remote { region: remote.region, offset: remote.offset(self.remote[block], 0), bytes };
+            (from, Local { region: local.region, offset: local.offset(into, token) })
+        })
+    }
+
     /// Bytes of a piece in the writer's memory.
     #[must_use]
     pub fn piece_bytes(&self, n: usize) -> u64 {
+        if let Some((remote, _)) = self.plain_read(n) {
+            return remote.bytes;
+        }
         let (block, _) = self.piece(n);
         let tokens = self.block_tokens(block);
         let bytes = |cell: &Cell| {
@@ -293,6 +365,9 @@ impl Pull {
     /// Calls `visit` for every read that a piece takes: to where it belongs, or (staged) one behind the other into a
     /// buffer.
     pub fn reads(&self, n: usize, visit: &mut dyn FnMut(Remote, Option<Local>)) {
+        if let Some((remote, local)) = self.plain_read(n) {
+            return visit(remote, Some(local));
+        }
         let remote = self.remote_cells(n);
         if self.conversion.way == Way::Staged {
             let (staging, _) = self.staging_cells(n);
@@ -363,6 +438,9 @@ impl Pull {
     /// while it is copied.
     #[must_use]
     pub fn is_plain(&self, n: usize) -> bool {
+        if self.plain_read(n).is_some() {
+            return true;
+        }
         if self.conversion.way == Way::Staged {
             return false;
         }

@@ -16,7 +16,7 @@ use crate::{
     extent::pairs,
     layout::{Dim, Index, Layout},
     mutants::{self, Mutant},
-    plan::{Conversion, View, plan},
+    plan::{Conversion, Span, View, plan},
 };
 use lagoon_protocol::{
     ControlBody, RefuseCode, TransferArena, TransferBlocks, TransferComplete, TransferCompleted, TransferConnect,
@@ -54,6 +54,8 @@ pub struct WriterConfig {
     pub host: String,
     /// What a reader on the same host may map. Its tokens are handed out over mutual TLS only.
     pub arenas: Vec<TransferArena>,
+    /// As `TransferConnected::addr`.
+    pub addr: String,
 }
 
 impl Default for WriterConfig {
@@ -68,6 +70,7 @@ impl Default for WriterConfig {
             repeat_ms: limits::CONTROL_REPEAT_MS,
             host: String::new(),
             arenas: Vec::new(),
+            addr: String::new(),
         }
     }
 }
@@ -125,6 +128,8 @@ pub enum ExportError {
     Blocks { tokens: u32, needed: u64, blocks: usize, checks: usize },
     #[error("rBlock {block} does not exist: there are {blocks}")]
     Block { block: u32, blocks: u32 },
+    #[error("layers {layers:?} are not all among those that both have, {shared:?}")]
+    Layers { layers: Range<u32>, shared: Range<u32> },
     #[error("{0} rBlocks are more than one export may have; hint: export ranges of tokens one by one")]
     TooLarge(usize),
 }
@@ -159,8 +164,7 @@ struct ReaderState {
 struct Export {
     to: InstanceId,
     request: u64,
-    first_token: u32,
-    tokens: u32,
+    span: Span,
     blocks: Vec<u32>,
     checks: Vec<Check>,
     /// Bytes that may be read, by region: disjoint, ascending, as long as can be.
@@ -270,8 +274,8 @@ impl Writer {
         self.out.push_back(WriterOutput::Send { to, body });
     }
 
-    /// Keeps `tokens` tokens of a request for a reader, from position `first_token` on. The blocks belong to the
-    /// writer until [`WriterOutput::Freed`]; they are sealed, `checks` are theirs over [`Writer::view`].
+    /// Keeps KV of a request for a reader. Its blocks belong to the writer until [`WriterOutput::Freed`]; nothing writes to
+    /// those layers of them meanwhile, and `checks` are of the part of [`Writer::view`] that it is.
     ///
     /// # Errors
     /// When the reader is not connected, a limit is reached, or the blocks do not fit the tokens.
@@ -279,12 +283,14 @@ impl Writer {
         &mut self,
         to: InstanceId,
         request: u64,
-        (first_token, tokens): (u32, u32),
+        span: impl Into<Span>,
         blocks: Vec<u32>,
         checks: Vec<Check>,
         now_ms: u64,
     ) -> Result<u64, ExportError> {
         self.now_ms = now_ms;
+        let mut span = span.into();
+        let tokens = span.tokens;
         let needed = u64::from(tokens).div_ceil(self.layout.block_tokens().into());
         if tokens == 0 || needed != blocks.len() as u64 || checks.len() != blocks.len() {
             return Err(ExportError::Blocks { tokens, needed, blocks: blocks.len(), checks: checks.len() });
@@ -300,14 +306,19 @@ impl Writer {
         if reader.exports >= max {
             return Err(ExportError::Busy { reader: to, max });
         }
+        let shared = &reader.conversion.view;
+        span.layers = span.layers.filter(|layers| *layers != shared.layers);
+        let view = shared.within(span.layers.as_ref()).ok_or_else(|| {
+            let layers = span.layers.clone().unwrap_or_default();
+            ExportError::Layers { layers, shared: shared.layers.clone() }
+        })?;
         reader.exports += 1;
-        let ranges = readable(&self.layout, &reader.conversion.view, &blocks);
+        let ranges = readable(&self.layout, &view, &blocks);
         let export = self.number();
         let entry = Export {
             to,
             request,
-            first_token,
-            tokens,
+            span,
             blocks,
             checks,
             ranges,
@@ -336,12 +347,15 @@ impl Writer {
                 _ => blocks.push(TransferBlocks { first: *block, count: 1 }),
             }
         }
+        let layers = entry.span.layers.clone().unwrap_or_default();
         let message = TransferExport {
             conn: reader.conn,
             export,
             request: entry.request,
-            first_token: entry.first_token,
-            tokens: entry.tokens,
+            first_token: entry.span.first_token,
+            tokens: entry.span.tokens,
+            first_layer: layers.start,
+            layers: layers.end - layers.start,
             blocks,
             checks: entry.checks.iter().flat_map(|check| check.0).collect(),
         };
@@ -431,6 +445,7 @@ impl Writer {
             credit_bytes: self.config.credit_bytes,
             ttl_ms: self.config.ttl_ms,
             arenas: if near { self.config.arenas.clone() } else { Vec::new() },
+            addr: self.config.addr.clone(),
         };
         self.send(from, ControlBody::TransferConnected(connected));
         if !repeated {

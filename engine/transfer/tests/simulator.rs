@@ -33,6 +33,20 @@ fn without_faults_everything_arrives() {
     }
 }
 
+/// Exports of some of the layers, as a prompt's are while it is computed.
+#[test]
+fn parts_arrive_as_wholes_do() {
+    // Where a layout is refused or a peer stays away nothing arrives, and nothing leaks either: `run` checks.
+    let arrives = |seed: &u64| {
+        let mut world = sim::World::new(*seed, true);
+        world.parts = true;
+        world.run().contains_key("done")
+    };
+    let worlds = seeds() / 4;
+    let arrived = (200_000..200_000 + worlds).filter(arrives).count() as u64;
+    assert!(arrived > worlds / 2, "parts arrived in {arrived} of {worlds} worlds");
+}
+
 #[test]
 fn nothing_leaks_whatever_breaks() {
     let seen = runs(100_000..100_000 + seeds(), true);

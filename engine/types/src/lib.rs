@@ -8,10 +8,12 @@ pub mod alibi;
 pub mod dtype;
 pub mod ids;
 pub mod limits;
+pub mod mutants;
 pub mod partial;
 pub mod request;
 pub mod run;
 pub mod shape;
+pub mod space;
 pub mod step;
 
 pub use alibi::Alibi;
@@ -21,4 +23,5 @@ pub use partial::Partial;
 pub use request::{FinishReason, GenerateRequest, RequestError, SamplingParams, TokenEvent, TokenLogprobs};
 pub use run::{KvRun, LeaseRun};
 pub use shape::{AttentionGeometry, KvShape, ModelHash};
+pub use space::KvSpace;
 pub use step::{Chunk, Lane, StepPlan};

@@ -78,6 +78,10 @@ pub const FENCE_REPEAT_MS: u64 = 1_000;
 pub const GMANAGER_PAUSE_MS: u64 = 1_000;
 /// Time between two orders of the gManager's view of creditors; small pools are sorted at every change.
 pub const VIEW_MS: u64 = 50;
+/// A request that only the pool can hold goes before all younger ones after so long.
+pub const ELDER_MS: u64 = 10_000;
+/// What an instance heard of such a request holds for so long.
+pub const ELDER_HOLD_MS: u64 = 1_000;
 /// Time between planning rounds.
 pub const PLAN_MS: u64 = 1_000;
 /// Time that a round waits for heartbeats that are missing.
@@ -160,6 +164,8 @@ pub const MOVE_TOKENS_PER_STEP: u32 = 16;
 pub const MOVE_TOKENS_PER_STEP_MAX: u32 = 4096;
 /// Bytes of moves under way at most (or two rBlocks, where those are more).
 pub const MOVE_BYTES_IN_FLIGHT_MAX: u64 = 32 << 20;
+/// Nor more than a link carries in so long, or two layers of a block: what steps write waits behind it.
+pub const MOVE_WINDOW_MS: u64 = 20;
 /// Moves of one instance at once.
 pub const INSTANCE_MOVES_MAX: usize = 64;
 /// A reservation for a move that is not written for this long is freed.
@@ -196,6 +202,30 @@ const _: () = assert!(CONTROL_FRAME_BYTES_MAX <= DATA_FRAME_BYTES_MAX && DATA_FR
 const _: () = assert!(PREFACE_BYTES_MAX <= CONTROL_FRAME_BYTES_MAX);
 const _: () = assert!(TICKET_SEQS_MAX <= STEP_ROWS_MAX && TICKET_SEQS_MAX <= TICKET_RUNS_MAX);
 const _: () = assert!(SEQUENCE_TOKENS_MAX <= u32::MAX / 2);
+
+// Disaggregated serving (KVDirect §4.2).
+/// Workers that prefill for others, in one list.
+pub const WORKERS_MAX: usize = 8 << 10;
+/// Tokens in one message of a prefill request.
+pub const PREFILL_TOKENS_MAX: usize = 128 << 10;
+/// Prefills that one decode worker has one worker do at once; others wait.
+pub const PREFILL_ASKED_MAX: usize = 64;
+/// Prefills that one worker does or keeps for others at once; more are refused.
+pub const PREFILL_JOBS_MAX: usize = 4096;
+/// Time that a request waits for a worker before its own instance computes the prompt.
+pub const PREFILL_WAIT_MS: u64 = 10_000;
+/// A worker that refused a request is not asked for it again for so long.
+pub const PREFILL_REST_MS: u64 = 1_000;
+/// Times that a request's prompt may be given to a worker.
+pub const PREFILL_TRIES_MAX: u32 = 8;
+/// Time that KV which waits to be read stays with a worker whose connection broke, before the prompt is computed elsewhere.
+pub const PREFILL_GRACE_MS: u64 = 2_000;
+/// Parts in which the layers of one step are pushed, at most.
+pub const PUSH_PARTS: u32 = 8;
+
+// A worker takes at most 72 bytes, a token 4.
+const _: () = assert!(WORKERS_MAX * 72 < CONTROL_FRAME_BYTES_MAX && PREFILL_TOKENS_MAX * 4 < CONTROL_FRAME_BYTES_MAX);
+const _: () = assert!(PREFILL_WAIT_MS < ADMISSION_DEADLINE_MS && PREFILL_GRACE_MS < LEASE_TTL_MS);
 
 // KV transfer (KVDirect §4).
 /// rBlocks of one worker that a layout may name.

@@ -30,7 +30,10 @@ impl Default for SamplingParams {
 pub struct GenerateRequest {
     /// At least one token; every id is under the vocabulary size.
     pub prompt: Vec<u32>,
-    /// At least 1.
+    /// How many of `prompt`'s last tokens are answer that was said before, by an instance that was lost. They are not
+    /// reported again, and count as generated: for `max_tokens`, and for the place in the answer that sampling depends on.
+    pub answered: u32,
+    /// At least 1, and more than `answered`.
     pub max_tokens: u32,
     pub sampling: SamplingParams,
     /// Generation ends after one of these is produced (end-of-sequence ids and `stop_token_ids`). Empty with

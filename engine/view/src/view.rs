@@ -173,9 +173,10 @@ impl SortedView {
                 found.push(Found { instance: choice.seen.instance, addr, lendable: choice.seen.lendable() });
             }
         }
-        let live = |row: &&Row| row.see().is_some_and(|s| s.instance == ask.debtor && !s.flags.has(Flags::BARRED));
-        let own = own.filter(live);
-        let lendable = own.and_then(Row::see).map_or(0, |s| u64::from(s.lendable()));
+        // What the asker keeps for itself is there for it also while it lends nothing, as heartbeats' answers say.
+        let own = own.filter(|row| row.see().is_some_and(|s| s.instance == ask.debtor));
+        let lends = own.and_then(Row::see).filter(|s| !s.flags.has(Flags::BARRED));
+        let lendable = lends.map_or(0, |s| u64::from(s.lendable()));
         Answer {
             found,
             blocks_total: self.0.blocks_cap.load(Ordering::Acquire) + own.map_or(0, Row::kept),

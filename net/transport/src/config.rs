@@ -1,8 +1,11 @@
 //! Tunables of the transport, and the QUIC configuration made of them.
 
-use crate::BindError;
+use crate::{BindError, socket};
 use lagoon_types::limits;
-use quinn::{AckFrequencyConfig, EndpointConfig, IdleTimeout, MtuDiscoveryConfig, VarInt, congestion};
+use quinn::{
+    AckFrequencyConfig, Endpoint, EndpointConfig, IdleTimeout, MtuDiscoveryConfig, ServerConfig, TokioRuntime, VarInt,
+    congestion,
+};
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 /// How a node behaves. The defaults suit one machine or one data centre.
@@ -95,17 +98,28 @@ impl TransportConfig {
         Ok(())
     }
 
-    pub(crate) fn endpoint(&self) -> Result<EndpointConfig, BindError> {
+    /// An endpoint on `addr` with this configuration's socket and datagrams, which accepts with `server`. Call it within
+    /// a tokio runtime. [`crate::Node::bind`] makes one; others are for comparisons.
+    ///
+    /// # Errors
+    /// When the configuration contradicts itself, or the system refuses the socket.
+    pub fn endpoint(&self, addr: SocketAddr, server: Option<ServerConfig>) -> Result<Endpoint, BindError> {
         let mut config = EndpointConfig::default();
         let largest = self.mtu_max.max(self.mtu_loopback);
         config
             .max_udp_payload_size(largest)
             .map_err(|_out_of_bounds| BindError::Config("mtu_max and mtu_loopback are out of range"))?;
-        Ok(config)
+        let socket = socket::open(addr, self.socket_buffer_bytes);
+        socket
+            .and_then(|socket| Endpoint::new(config, server, socket, Arc::new(TokioRuntime)))
+            .map_err(|source| BindError::Socket { addr, source })
     }
 
     /// QUIC's own tunables for a path to `remote`.
-    pub(crate) fn quic(&self, remote: SocketAddr) -> Result<Arc<quinn::TransportConfig>, BindError> {
+    ///
+    /// # Errors
+    /// When the configuration contradicts itself.
+    pub fn quic(&self, remote: SocketAddr) -> Result<Arc<quinn::TransportConfig>, BindError> {
         let idle = IdleTimeout::try_from(self.idle_timeout)
             .map_err(|_out_of_bounds| BindError::Config("idle_timeout is too long"))?;
         let window = VarInt::from_u32(self.window_bytes);

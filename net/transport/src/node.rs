@@ -8,12 +8,11 @@ use crate::{
     link::Queued,
     peer::Peer,
     session::close,
-    socket,
 };
 use bytes::Bytes;
 use lagoon_protocol::{BulkFrame, PartialsFrame};
 use lagoon_wire::{Class, Frame, FrameReader, Preface, VERSION_MAX, VERSION_MIN, encode, encode_preface};
-use quinn::{ClientConfig, Connection, Endpoint, RecvStream, ServerConfig, TokioRuntime, VarInt};
+use quinn::{ClientConfig, Connection, Endpoint, RecvStream, ServerConfig, VarInt};
 use std::{
     collections::BTreeMap,
     net::SocketAddr,
@@ -90,8 +89,6 @@ impl Node {
     /// Opens an endpoint on `addr` that accepts peers of `identity`'s cluster. Call it within a tokio runtime.
     pub fn bind(addr: SocketAddr, identity: &Identity, config: TransportConfig) -> Result<Bound, BindError> {
         config.check()?;
-        let socket = socket::open(addr, config.socket_buffer_bytes);
-        let socket = socket.map_err(|source| BindError::Socket { addr, source })?;
         let (server_tls, client_tls) = (identity.server_tls()?, identity.client_tls()?);
         let server = |path: SocketAddr| -> Result<ServerConfig, BindError> {
             let mut server = ServerConfig::with_crypto(Arc::clone(&server_tls) as _);
@@ -105,8 +102,7 @@ impl Node {
         };
         let (near, far) = (SocketAddr::from(([127, 0, 0, 1], 0)), SocketAddr::from(([192, 0, 2, 1], 0)));
         let network = server(far)?;
-        let endpoint = Endpoint::new(config.endpoint()?, Some(network.clone()), socket, Arc::new(TokioRuntime))
-            .map_err(|source| BindError::Socket { addr, source })?;
+        let endpoint = config.endpoint(addr, Some(network.clone()))?;
         let local = endpoint.local_addr().map_err(|source| BindError::Socket { addr, source })?;
         let (events_in, events) = inbox(config.inbox_frames_max, config.inbox_bytes_max);
         let (partials_in, partials) = inbox(config.inbox_frames_max, config.inbox_bytes_max);

@@ -367,7 +367,6 @@ fn a_path_is_probed_and_a_node_that_exports_nothing_says_so() {
     let config = LanesConfig { reader: READER, epoch: rig.epoch, lanes: 1 };
     let probe = nodes.runtime.block_on(nodes.reader.probe_direct(addr, config, 8 << 20, 1e15)).unwrap();
     assert!(probe.bytes_per_s > 1e6 && probe.is_slow(), "{probe:?}");
-    probe.report();
     assert!(lagoon_transport::direct::memcpy_bytes_per_s(1 << 20) > 1e8);
     nodes.writer.node.serve_direct(None);
     let _path = nodes.reader.open_direct(addr, config, &rig.landing());

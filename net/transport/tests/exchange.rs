@@ -200,6 +200,33 @@ async fn closing_in_order_delivers_what_was_sent() {
     closing.await.unwrap();
 }
 
+/// The peer takes nothing for a while: what was sent waits in its inbox, in QUIC's buffers there and here, and in the
+/// queue here. Whoever closes meanwhile has not lost it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn closing_waits_for_a_peer_that_reads_late() {
+    const FRAMES: u64 = 100;
+    let small = TransportConfig { inbox_frames_max: 2, inbox_bytes_max: 64 << 10, ..TransportConfig::default() };
+    let (mut a, mut b) = (node(), node_at(loopback(), small));
+    let to_b = a.node.connect(b.node.local_addr(), &Class::ALL).unwrap();
+    // Both must know of each other: frames for a peer that is not connected are dropped.
+    next_up(&mut a.events).await;
+    next_up(&mut b.events).await;
+    for number in 0..FRAMES {
+        a.node.send(to_b, &write(number, 20_000), PATIENCE).await.unwrap();
+        a.node.send(to_b, &query(number, 20_000), PATIENCE).await.unwrap();
+    }
+    let closing = tokio::spawn(async move { a.node.close(PATIENCE).await });
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert!(!closing.is_finished(), "nobody has read what was sent");
+    for number in 0..FRAMES {
+        assert_eq!(lagoon_transport::Frame::from(next(&mut b.bulk).await.frame), write(number, 20_000));
+        assert_eq!(lagoon_transport::Frame::from(next(&mut b.partials).await.frame), query(number, 20_000));
+    }
+    let (_, reason) = next_down(&mut b.events).await;
+    assert!(reason.contains("bye"), "{reason}");
+    closing.await.unwrap();
+}
+
 /// Datagram batches over the kernel's limit vanish silently, and each then costs a retransmission timer of tens of
 /// milliseconds. A hundred round trips of such messages show it, on a busy machine too.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

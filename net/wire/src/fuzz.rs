@@ -39,5 +39,7 @@ fn round_trip(frame: &Frame) {
     let mut bytes = Bytes::from(encoded.to_vec());
     let again = FrameReader::new().next_frame(frame.class(), &mut bytes).expect("an encoded frame can be decoded");
     assert!(bytes.is_empty(), "an encoded frame has trailing bytes");
-    assert_eq!(again.as_ref(), Some(frame), "a frame changes in a round trip");
+    // By bytes: a NaN, which damage may make of a number, is not equal to itself.
+    let twice = again.as_ref().map(|frame| encode(frame).expect("a decoded frame can be encoded").to_vec());
+    assert_eq!(twice, Some(encoded.to_vec()), "a frame changes in a round trip: {frame:?}");
 }

@@ -30,6 +30,18 @@ fn every_recorded_frame_decodes_to_its_sample() {
     assert_eq!(on_disk, names);
 }
 
+/// Records the frames of new kinds; what was recorded stays as it is. Run it with `--ignored`, and look at the files.
+#[test]
+#[ignore = "writes files"]
+fn record_frames_of_new_kinds() {
+    for (name, frame) in support::samples() {
+        let path = dir().join(format!("{name}.bin"));
+        if !path.exists() {
+            fs::write(path, encode(&frame).unwrap().to_vec()).unwrap();
+        }
+    }
+}
+
 #[test]
 fn the_recorded_preface_decodes() {
     let recorded = fs::read(dir().join("preface.bin")).unwrap();

@@ -13,12 +13,15 @@ impl World {
         for (index, node) in self.nodes.iter().enumerate() {
             let Some(instance) = &node.instance else { continue };
             let (rm, status) = (instance.rmanager(), instance.status());
+            rm.pool().check();
             let counts = rm.counts();
             assert_eq!(counts.free + counts.own + counts.lent, counts.total, "node {index}");
             let own: u32 = status.sequences.iter().map(|s| s.local_blocks + s.reserved_blocks).sum();
+            let own = own + status.prefill.blocks_settling as u32;
             let lent: u32 = rm.lent().map(|(_, _, _, first, end)| end - first).sum();
+            let lent = lent + rm.held_back();
             assert_eq!((counts.own, counts.lent), (own, lent), "node {index}: blocks without a user");
-            assert!(counts.lent <= node.spec.lend_blocks_max, "node {index} lends more than it may");
+            assert!(counts.lent - rm.handed_over() <= node.spec.lend_blocks_max, "node {index} lends more than it may");
             assert!(status.running + status.waiting == status.sequences.len(), "node {index}: {status:?}");
             let me = status.instance;
             // Peers may have freed what it holds as one that is dead, and it does not know that yet.
@@ -56,6 +59,12 @@ impl World {
             assert!(status.sequences.is_empty());
             let pool = instance.rmanager().pool();
             assert!((0..status.blocks_total).all(|b| pool.owner(PhysBlock(b)) == Owner::Free));
+            pool.check();
+            if let Some(counters) = node.kv_counters().filter(|_| node.spec.rows) {
+                // What keeps what it holds is free for the pool, and not for the device.
+                let free = u64::from(status.blocks_total - pool.kept()) * counters.groups_per_block;
+                assert_eq!(counters.free + counters.kept, free, "node {index}: the device holds memory for nobody");
+            }
         }
     }
 

@@ -8,7 +8,8 @@ use lagoon_types::GenerateRequest;
 pub fn single(pool: &PoolSpec, requests: &[GenerateRequest]) -> Vec<Log> {
     let tokens = requests.iter().map(|r| r.prompt.len() + r.max_tokens as usize).max().unwrap_or(0);
     let blocks = (tokens as u32).div_ceil(pool.block_tokens) + 1;
-    let mut world = World::single(pool.clone(), Spec { step_rows: 64, ..Spec::cpu(blocks) });
+    let mut world =
+        World::single(pool.clone(), Spec { step_rows: 64, rows: false, prefix_cache: false, ..Spec::cpu(blocks) });
     for request in requests {
         world.submit(0, request.clone());
         world.run();

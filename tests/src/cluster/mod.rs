@@ -6,8 +6,10 @@
 
 pub mod check;
 pub mod compare;
+mod mapped;
 mod net;
 pub mod node;
+mod transfer;
 
 pub use net::GMANAGER;
 pub use node::{Backend, Coordinator, Node, PoolSpec, Spec};
@@ -101,13 +103,17 @@ pub struct World {
     dead_leases: BTreeSet<LeaseId>,
     /// Nodes that were taken for dead, and how often they had heard of it before.
     fenced: BTreeMap<usize, u64>,
+    /// Nodes whose loops stand still, and until when.
+    paused: BTreeMap<usize, u64>,
+    /// Reads of memory that were served.
+    pub reads: u64,
 }
 
 /// A request for `max_tokens` greedy tokens with their logits.
 #[must_use]
 pub fn greedy(prompt: Vec<u32>, max_tokens: u32) -> GenerateRequest {
     let sampling = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
-    GenerateRequest { prompt, max_tokens, sampling, stop_ids: Vec::new(), return_logits: true }
+    GenerateRequest { prompt, answered: 0, max_tokens, sampling, stop_ids: Vec::new(), return_logits: true }
 }
 
 impl World {
@@ -130,6 +136,8 @@ impl World {
             faulty: None,
             dead_leases: BTreeSet::new(),
             fenced: BTreeMap::new(),
+            paused: BTreeMap::new(),
+            reads: 0,
         }
     }
 
@@ -191,6 +199,7 @@ impl World {
         let Some(instance) = self.nodes[node].instance.take() else { return };
         self.dead_leases.extend(instance.rmanager().lent().map(|l| l.1));
         self.nodes[node].engine = None;
+        self.nodes[node].transport = None;
         self.nodes[node].reports.clear();
         self.nodes[node].busy = false;
         for peer in (0..self.nodes.len()).filter(|p| *p != node) {
@@ -227,6 +236,15 @@ impl World {
     /// Delivers nothing between two nodes for a while; neither learns of it. What was sent arrives afterwards.
     pub fn stall(&mut self, a: usize, b: usize, ms: u64) {
         self.stalled.push((a, b, self.now_ms + ms));
+    }
+
+    /// A node's loop stands still: its instance hears of nothing. Its transports go on.
+    pub fn pause(&mut self, node: usize, ms: u64) {
+        self.paused.insert(node, self.now_ms + ms);
+    }
+
+    fn is_paused(&self, node: usize) -> bool {
+        self.paused.get(&node).is_some_and(|until_ms| self.now_ms < *until_ms)
     }
 
     /// The next write of KV arrives with another last byte.
@@ -352,9 +370,15 @@ impl World {
         self.steps += 1;
         let ready = self.ready();
         let busy: Vec<usize> = (0..self.nodes.len()).filter(|n| self.nodes[*n].busy).collect();
-        let reports = |n: &usize| self.nodes[*n].reports.front().is_some_and(|(at, _)| *at <= self.now_ms);
+        let reports = |n: &usize| {
+            let due = self.nodes[*n].reports.front().is_some_and(|(at, _)| *at <= self.now_ms);
+            due && !self.is_paused(*n)
+        };
         let reporting: Vec<usize> = (0..self.nodes.len()).filter(reports).collect();
-        let choices = ready.len() + busy.len() + reporting.len();
+        let transfers =
+            |n: &usize| self.nodes[*n].transport.as_ref().is_some_and(|t| t.is_due(self.now_ms, self.is_paused(*n)));
+        let transferring: Vec<usize> = (0..self.nodes.len()).filter(transfers).collect();
+        let choices = ready.len() + busy.len() + reporting.len() + transferring.len();
         if choices == 0 {
             self.pass_time();
             return;
@@ -365,8 +389,11 @@ impl World {
                     self.deliver(key);
                 }
                 busy.into_iter().for_each(|node| self.turn(node));
-                for node in 0..self.nodes.len() {
+                for node in reporting {
                     while self.report(node) {}
+                }
+                for node in transferring {
+                    self.transfer_step(node);
                 }
             }
             Some(rng) => {
@@ -374,7 +401,13 @@ impl World {
                 match (ready.get(at), busy.get(at.wrapping_sub(ready.len()))) {
                     (Some(key), _) => self.deliver(*key),
                     (None, Some(node)) => self.turn(*node),
-                    (None, None) => drop(self.report(reporting[at - ready.len() - busy.len()])),
+                    (None, None) => match reporting.get(at - ready.len() - busy.len()) {
+                        Some(node) => drop(self.report(*node)),
+                        None => {
+                            let at = at - ready.len() - busy.len() - reporting.len();
+                            self.transfer_step(transferring[at]);
+                        }
+                    },
                 }
                 if passes {
                     self.set_time(self.now_ms + 1);
@@ -387,7 +420,7 @@ impl World {
     fn ready(&mut self) -> Vec<Key> {
         let now_ms = self.now_ms;
         self.stalled.retain(|(_, _, until_ms)| *until_ms > now_ms);
-        let (nodes, stalled) = (&self.nodes, &self.stalled);
+        let (nodes, stalled, paused) = (&self.nodes, &self.stalled, &self.paused);
         self.net.queues.retain(|_, queue| !queue.is_empty());
         let ready = self.net.queues.iter().filter(|((from, to, stream), queue)| {
             let item = &queue[0];
@@ -397,7 +430,8 @@ impl World {
                 || *to == GMANAGER
                 || nodes[*to].view.get(from).is_some_and(|g| *g >= item.generation);
             let stalls = stalled.iter().any(|(a, b, _)| (*a, *b) == (*from, *to) || (*b, *a) == (*from, *to));
-            item.ready_ms <= now_ms && introduced && !stalls
+            let stands = paused.get(to).is_some_and(|until_ms| now_ms < *until_ms);
+            item.ready_ms <= now_ms && introduced && !stalls && !stands
         });
         ready.map(|(key, _)| *key).collect()
     }
@@ -513,6 +547,9 @@ impl World {
             (Some((n, Fault::Guest)), Report::GuestPartial { tag, .. }) if n == node => {
                 Report::GuestFailed { tag: *tag, error }
             }
+            (Some((n, Fault::Guest)), Report::Copied { copy, .. }) if n == node => {
+                Report::Copied { copy: *copy, error: Some(error) }
+            }
             _ => return report,
         };
         self.faulty = None;
@@ -525,7 +562,16 @@ impl World {
         let ticks = self.nodes.iter().filter(|n| n.instance.is_some()).map(|n| n.next_tick_ms);
         let stalls = self.stalled.iter().map(|s| s.2);
         let devices = self.nodes.iter().filter_map(|n| n.reports.front()).map(|(at, _)| *at);
-        let next = ready.chain(ticks).chain(stalls).chain(devices).filter(|at| *at > self.now_ms).min();
+        let transfers = self.nodes.iter().filter_map(|n| n.transport.as_ref()?.next_due_ms());
+        let pauses = self.paused.values().copied();
+        let next = ready
+            .chain(ticks)
+            .chain(stalls)
+            .chain(devices)
+            .chain(transfers)
+            .chain(pauses)
+            .filter(|at| *at > self.now_ms)
+            .min();
         self.set_time(next.unwrap_or(self.now_ms + TICK_MS));
     }
 
@@ -537,9 +583,11 @@ impl World {
         }
         self.drain_gmanager();
         for node in 0..self.nodes.len() {
-            if self.nodes[node].instance.is_some() && self.nodes[node].next_tick_ms <= now_ms {
+            let stands = self.is_paused(node);
+            if self.nodes[node].instance.is_some() && self.nodes[node].next_tick_ms <= now_ms && !stands {
                 self.nodes[node].next_tick_ms = now_ms + TICK_MS;
                 self.handle(node, Event::Tick);
+                self.tick_writer(node);
             }
         }
     }
@@ -589,6 +637,7 @@ impl World {
                 self.nodes[node].commands.push_back(command);
                 self.nodes[node].busy = true;
             }
+            Effect::Transfer(effect) => self.transfer(node, effect),
             Effect::Emit { seq, event } => self.emitted(node, seq, event),
             Effect::Drained => self.nodes[node].drained = true,
             Effect::Rejected { reason } => self.nodes[node].rejected = Some(reason),

@@ -5,6 +5,7 @@
 //! lagoon-wire.
 
 use bytes::Bytes;
+use lagoon_protocol::{Control, ControlBody};
 use lagoon_types::limits::CONNECT_DEADLINE_MS;
 use lagoon_wire::{Class, Frame, FrameReader};
 use std::collections::{BTreeMap, VecDeque};
@@ -158,6 +159,7 @@ pub(super) fn decode(class: Class, bytes: Vec<u8>) -> Frame {
 pub(super) fn kind(frame: &Frame) -> &'static str {
     use lagoon_protocol::{BulkFrame as B, PartialsFrame as P};
     match frame {
+        Frame::Control(Control { body: Some(ControlBody::LeaseRevoked(_)) }) => "lease revoked",
         Frame::Control(_) => "control",
         Frame::Partials(P::Ticket(_)) => "ticket",
         Frame::Partials(P::Query { .. }) => "query",

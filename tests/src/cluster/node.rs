@@ -1,13 +1,16 @@
 //! One instance of a pool under test: the state machine, its executor, and how it is made.
 
-use lagoon_backend::{Device, cpu::CpuDevice};
+use super::mapped::MappedDevice;
+use super::transfer::Transport;
+use lagoon_backend::{Device, KvCounters, cpu::CpuDevice};
 use lagoon_cluster::GManager;
-use lagoon_instance::{Instance, InstanceConfig, PeerKey, RemotePolicy};
+use lagoon_cuda::{CudaDevice, CudaOptions};
+use lagoon_instance::{Instance, InstanceConfig, PeerKey, RemotePolicy, TransferConfig};
 use lagoon_model::{Checkpoint, LlamaWeights, ModelConfig, Rope, model_hash};
 use lagoon_protocol::{Calibration, MemoryTier, PoolShape, Role};
-use lagoon_runner::{Command, Executor, ExecutorConfig, Model, Report};
+use lagoon_runner::{Command, Executor, ExecutorConfig, KvArena, Model, Report};
 use lagoon_sched::SchedulerConfig;
-use lagoon_types::{DType, InstanceId};
+use lagoon_types::{DType, InstanceId, KvSpace};
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 
@@ -16,6 +19,8 @@ pub trait Engine {
     fn push(&mut self, command: Command);
     /// See [`Executor::turn`].
     fn turn(&mut self, reports: &mut dyn FnMut(Report)) -> bool;
+    /// See [`Executor::kv_counters`].
+    fn kv_counters(&self) -> Option<KvCounters>;
 }
 
 impl<D: Device> Engine for Executor<D> {
@@ -26,6 +31,10 @@ impl<D: Device> Engine for Executor<D> {
     fn turn(&mut self, reports: &mut dyn FnMut(Report)) -> bool {
         Self::turn(self, reports)
     }
+
+    fn kv_counters(&self) -> Option<KvCounters> {
+        Self::kv_counters(self)
+    }
 }
 
 /// Which backend an instance runs on.
@@ -34,6 +43,8 @@ pub enum Backend {
     Cpu,
     /// The software adapter.
     Wgpu,
+    /// Whatever driver this process has loaded: a fake one, in tests.
+    Cuda,
 }
 
 /// What all instances of a pool have in common.
@@ -72,15 +83,42 @@ pub struct Spec {
     /// What its cost model and its threshold assume.
     pub attention_flops: f64,
     pub target_step_ms: Option<u32>,
+    pub prefix_cache: bool,
     /// What it is said to have measured of itself.
     pub calibration: Option<Calibration>,
     /// Virtual time that the device takes for a step of the instance, and for one layer of a peer's step.
     pub step_ms: u64,
     pub guest_ms: u64,
+    /// Its sequences have rows of addresses, as on a device that maps memory. Not where its KV is shared.
+    pub rows: bool,
+    /// Its KV can be read by others, whatever its role.
+    pub share: bool,
+    /// It reads others' KV while it is computed.
+    pub push: bool,
 }
 
 impl Spec {
-    /// An instance on the CPU that lends everything it has.
+    /// As [`Spec::cpu`], that computes prompts for others.
+    #[must_use]
+    pub fn prefill(blocks: u32) -> Self {
+        Self { role: Role::Prefill, ..Self::cpu(blocks) }
+    }
+
+    /// As [`Spec::cpu`], whose prompts others compute.
+    #[must_use]
+    pub fn decode(blocks: u32) -> Self {
+        Self { role: Role::Decode, ..Self::cpu(blocks) }
+    }
+
+    fn has_rows(&self) -> bool {
+        self.rows && self.backend != Backend::Wgpu && !self.shares()
+    }
+
+    fn shares(&self) -> bool {
+        self.backend == Backend::Cpu && (self.share || matches!(self.role, Role::Prefill | Role::Decode))
+    }
+
+    /// An instance on the CPU, as if it mapped memory behind addresses ([`MappedDevice`]), that lends everything it has.
     #[must_use]
     pub fn cpu(blocks: u32) -> Self {
         Self {
@@ -99,9 +137,13 @@ impl Spec {
             other_model: false,
             attention_flops: 1e12,
             target_step_ms: None,
+            prefix_cache: true,
             calibration: None,
             step_ms: 0,
             guest_ms: 0,
+            rows: true,
+            share: false,
+            push: false,
         }
     }
 }
@@ -124,6 +166,8 @@ pub struct Node {
     pub(super) busy: bool,
     /// The generation of the connection to each node that this one knows to stand.
     pub(super) view: BTreeMap<usize, u64>,
+    /// Its memory, where others read it.
+    pub(super) transport: Option<Transport>,
     /// Peers to which a frame could not be queued.
     pub(super) refused_sends: Vec<PeerKey>,
     pub(super) next_tick_ms: u64,
@@ -184,17 +228,24 @@ impl Node {
             fetch_tokens: spec.fetch_tokens,
             link_bytes_per_s: 1e9,
             attention_flops: spec.attention_flops,
+            prefix_cache: spec.prefix_cache,
             target_step_ms: spec.target_step_ms,
+            transfer: None,
         };
+        let (sizes, host) = ((spec.blocks, pool.block_tokens), String::new());
+        let transfer = spec.shares().then(|| TransferConfig {
+            push: spec.push,
+            ..TransferConfig::new(hash, instance_config.kv, sizes, host).unwrap()
+        });
+        let instance_config = InstanceConfig { transfer, ..instance_config };
         let shape = instance_config.pool_shape();
-        let instance = Instance::new(instance_config).unwrap();
-        let engine: Box<dyn Engine> = match spec.backend {
-            Backend::Cpu => Box::new(executor(CpuDevice::new(), pool, &spec, &config, &checkpoint)),
-            Backend::Wgpu => {
-                let device = crate::wgpu().unwrap();
-                Box::new(executor(device, pool, &spec, &config, &checkpoint))
-            }
-        };
+        let (engine, arenas) = engine(pool, &spec, &config, &checkpoint);
+        let transport = Transport::new(&instance_config, &arenas);
+        let mut instance = Instance::new(instance_config).unwrap();
+        let kv = space(pool, &spec, &config);
+        if kv.rows > 0 {
+            instance.address_kv(kv).unwrap();
+        }
         Self {
             spec,
             life,
@@ -206,6 +257,7 @@ impl Node {
             device_free_ms: 0,
             busy: false,
             view: BTreeMap::new(),
+            transport,
             refused_sends: Vec::new(),
             next_tick_ms: 0,
             rejected: None,
@@ -227,11 +279,53 @@ impl Node {
         self.instance.as_ref().unwrap()
     }
 
+    /// What mapping memory has come to.
+    #[must_use]
+    pub fn kv_counters(&self) -> Option<KvCounters> {
+        self.engine.as_ref().and_then(|engine| engine.kv_counters())
+    }
+
     /// Its number, once it is registered.
     #[must_use]
     pub fn id(&self) -> Option<InstanceId> {
         self.instance.as_ref().and_then(|i| i.status().instance)
     }
+}
+
+/// The executor of a node, on its backend, and its KV's memory if that is shared.
+fn engine(
+    pool: &PoolSpec,
+    spec: &Spec,
+    config: &ModelConfig,
+    checkpoint: &Checkpoint,
+) -> (Box<dyn Engine>, Vec<KvArena>) {
+    fn boxed<D: Device>(executor: Executor<D>) -> (Box<dyn Engine>, Vec<KvArena>)
+    where
+        Executor<D>: Engine,
+    {
+        let arenas = executor.arenas().to_vec();
+        (Box::new(executor), arenas)
+    }
+    match spec.backend {
+        Backend::Cpu if spec.has_rows() => {
+            boxed(executor(MappedDevice::new(CpuDevice::new()), pool, spec, config, checkpoint))
+        }
+        Backend::Cpu => boxed(executor(CpuDevice::new(), pool, spec, config, checkpoint)),
+        Backend::Cuda => {
+            let device = CudaDevice::open(lagoon_cuda::kernels::FATBIN, CudaOptions::default()).unwrap();
+            boxed(executor(device, pool, spec, config, checkpoint))
+        }
+        Backend::Wgpu => boxed(executor(crate::wgpu().unwrap(), pool, spec, config, checkpoint)),
+    }
+}
+
+/// The addresses of a node's KV: in rows of sequences if its specification says so, for which host memory needs no device
+/// that maps, only more of it.
+fn space(pool: &PoolSpec, spec: &Spec, config: &ModelConfig) -> KvSpace {
+    let flat = KvSpace::flat(spec.blocks, pool.block_tokens);
+    let row_blocks = config.max_positions.div_ceil(pool.block_tokens);
+    // As few rows as make some sequences find none.
+    if spec.has_rows() { flat.with_rows(spec.running as u32 / 2 + 1, row_blocks) } else { flat }
 }
 
 fn executor<D: Device>(
@@ -241,16 +335,17 @@ fn executor<D: Device>(
     config: &ModelConfig,
     checkpoint: &Checkpoint,
 ) -> Executor<D> {
-    let model = (spec.role == Role::Instance).then(|| Model {
+    let model = spec.role.runs().then(|| Model {
         weights: LlamaWeights::load(&mut device, checkpoint, config, None, &mut |_, _| {}).unwrap(),
         rope: Rope::new(config),
     });
     let executor_config = ExecutorConfig {
-        slots: (spec.blocks * pool.block_tokens) as usize,
+        kv: space(pool, spec, config),
         kv_dtype: pool.kv_dtype,
         step_rows: spec.step_rows as usize,
         step_seqs: spec.running,
         fetch_tokens: spec.fetch_tokens as usize,
+        share_blocks: spec.shares().then_some(pool.block_tokens),
     };
     Executor::new(device, config, model, executor_config).unwrap()
 }

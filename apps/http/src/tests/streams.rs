@@ -154,3 +154,46 @@ fn stable_replaces_ids_and_times_only() {
     let text = r#"{"id":"cmpl-1","object":"x","created":12,"model":"m"}"#;
     assert_eq!(stable(text), r#"{"id":"ID","object":"x","created":0,"model":"m"}"#);
 }
+
+/// What the gateway asks for after a loss: the same answer, from where it was.
+#[tokio::test]
+async fn an_answer_that_was_begun_elsewhere_goes_on() {
+    let began = json!({"id": "cmpl-1", "created": 3, "seed": 9});
+    let resume = |sequences: Value| json!({"began": began, "sequences": sequences});
+    let ask = |resume: Value, extra: Value| {
+        let mut body = json!({"prompt": "hi", "stream": true, "max_tokens": 4, "lagoon_resume": resume});
+        body.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        body
+    };
+    let engine = ScriptedEngine::saying("abcdef");
+    let client = Client::of(engine.clone()).await;
+    let said = |text: &str| json!([{"tokens": text.bytes().collect::<Vec<u8>>(), "finished": false}]);
+    let reply = client.post("/v1/completions", ask(resume(said("ab")), json!({}))).await;
+    let texts: Vec<&str> =
+        reply.text.split("\"text\":\"").skip(1).map(|rest| rest.split('"').next().unwrap()).collect();
+    assert_eq!(texts, ["c", "d", ""], "{}", reply.text);
+    assert!(reply.text.contains("\"id\":\"cmpl-1\"") && reply.text.contains("\"created\":3"), "{}", reply.text);
+    let request = &engine.requests()[0];
+    assert_eq!((request.answered, request.sampling.seed, request.max_tokens), (2, 9, 4));
+    assert_eq!(request.prompt, [256, u32::from(b'h'), u32::from(b'i'), u32::from(b'a'), u32::from(b'b')]);
+    // All was said but how it ended; and that, too: the engine is not asked.
+    let reply = client.post("/v1/completions", ask(resume(said("abcd")), json!({}))).await;
+    assert!(reply.text.contains("\"finish_reason\":\"length\"") && reply.text.ends_with("data: [DONE]\n\n"));
+    let over = json!([{"tokens": [97], "finished": true}]);
+    let usage = json!({"stream_options": {"include_usage": true}});
+    let reply = client.post("/v1/completions", ask(resume(over), usage)).await;
+    assert_eq!(reply.text.matches("data: ").count(), 2, "{}", reply.text);
+    assert!(reply.text.contains("\"completion_tokens\":1"), "{}", reply.text);
+    assert_eq!(engine.requests().len(), 1);
+    // What makes no sense is refused by name.
+    for (resume, extra) in [
+        (resume(said("a")), json!({"stream": false})),
+        (resume(json!([{"tokens": [258], "finished": false}])), json!({})),
+        (resume(json!([{}, {}])), json!({})),
+        (json!({"sequences": []}), json!({})),
+        (json!("x"), json!({})),
+    ] {
+        let reply = client.post("/v1/completions", ask(resume, extra)).await;
+        assert_eq!((reply.status, &reply.json()["error"]["param"]), (400, &json!("lagoon_resume")), "{}", reply.text);
+    }
+}

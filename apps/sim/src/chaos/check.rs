@@ -81,6 +81,7 @@ impl Checkers {
     /// Blocks add up, and each has a user.
     fn blocks(&self, place: Place, process: &Process<Symbolic>) -> Result<(), Failure> {
         let (rm, status) = (process.instance.rmanager(), process.instance.status());
+        rm.pool().check();
         let counts = rm.counts();
         if counts.free + counts.own + counts.lent != counts.total {
             return failure("blocks", format!("node {place}: {counts:?} do not add up"));

@@ -92,14 +92,20 @@ impl What {
     }
 }
 
-/// The request of a [`What::Submit`].
+/// Prompts begin in as many ways, or in one of their own.
+const BEGINNINGS: u64 = 3;
+
+/// The request of a [`What::Submit`]. Most prompts begin like others, for a part of their length.
 #[must_use]
 pub(super) fn request(prompt: u32, max_tokens: u32, seed: u64) -> GenerateRequest {
     let mut rng = Rng::new(seed);
+    let (mut beginning, shared) = (Rng::new(seed % (BEGINNINGS + 1)), rng.below(u64::from(prompt) + 1));
+    let shared = if seed % (BEGINNINGS + 1) == BEGINNINGS { 0 } else { shared };
     let vocab = u64::from(crate::symbolic::model::VOCAB);
-    let prompt = (0..prompt).map(|_| u32::try_from(rng.below(vocab)).unwrap_or(0)).collect();
+    let mut token = |pos: u64| if pos < shared { beginning.below(vocab) } else { rng.below(vocab) };
+    let prompt = (0..u64::from(prompt)).map(|pos| u32::try_from(token(pos)).unwrap_or(0)).collect();
     let sampling = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
-    GenerateRequest { prompt, max_tokens, sampling, stop_ids: Vec::new(), return_logits: false }
+    GenerateRequest { prompt, answered: 0, max_tokens, sampling, stop_ids: Vec::new(), return_logits: false }
 }
 
 fn name(place: Place) -> String {

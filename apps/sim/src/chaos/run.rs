@@ -76,6 +76,10 @@ pub struct Summary {
     pub recoveries: u64,
     /// Tokens that were computed again because their KV was lost.
     pub recomputed: u64,
+    /// Tokens that were not computed because the KV of an earlier request was kept.
+    pub prefix_hits: u64,
+    /// Kept blocks whose memory was wanted.
+    pub prefix_evicted: u64,
     pub partials_frames: u64,
     pub bulk_frames: u64,
 }
@@ -96,6 +100,8 @@ impl Summary {
         self.preemptions += other.preemptions;
         self.recoveries += other.recoveries;
         self.recomputed += other.recomputed;
+        self.prefix_hits += other.prefix_hits;
+        self.prefix_evicted += other.prefix_evicted;
         self.partials_frames += other.partials_frames;
         self.bulk_frames += other.bulk_frames;
     }
@@ -323,6 +329,8 @@ impl Run<'_> {
         self.summary.preemptions += process.instance.status().preemptions;
         self.summary.recoveries += process.instance.status().recoveries;
         self.summary.recomputed += process.instance.status().recomputed_tokens;
+        self.summary.prefix_hits += process.instance.status().prefix.hit_tokens;
+        self.summary.prefix_evicted += process.instance.status().prefix.evicted_blocks;
         self.checkers.died(&process);
         let hit = |a: &&mut Asked| a.place == place && a.end.is_none();
         self.asked.values_mut().filter(hit).for_each(|a| a.end = Some(End::Lost));
@@ -370,11 +378,14 @@ impl Run<'_> {
     fn summary(&self) -> Summary {
         let count =
             |of: fn(&End) -> bool| self.asked.values().filter(|a| a.end.as_ref().is_some_and(of)).count() as u64;
-        let live = self.world.live().map(|(_, p)| p.instance.status());
-        let add = |(p, r, t), s: lagoon_instance::InstanceStatus| {
-            (p + s.preemptions, r + s.recoveries, t + s.recomputed_tokens)
-        };
-        let (preemptions, recoveries, recomputed) = live.fold((0, 0, 0), add);
+        let mut of = self.summary;
+        for status in self.world.live().map(|(_, p)| p.instance.status()) {
+            of.preemptions += status.preemptions;
+            of.recoveries += status.recoveries;
+            of.recomputed += status.recomputed_tokens;
+            of.prefix_hits += status.prefix.hit_tokens;
+            of.prefix_evicted += status.prefix.evicted_blocks;
+        }
         Summary {
             events: self.world.events(),
             ms: self.world.now_us() / 1000,
@@ -385,12 +396,9 @@ impl Run<'_> {
             cancelled: count(|e| *e == End::Cancelled),
             lost: count(|e| *e == End::Lost),
             tokens: self.asked.values().map(|a| u64::from(a.tokens)).sum(),
-            faults: self.summary.faults,
-            preemptions: self.summary.preemptions + preemptions,
-            recoveries: self.summary.recoveries + recoveries,
-            recomputed: self.summary.recomputed + recomputed,
             partials_frames: self.world.traffic(Class::Partials).0,
             bulk_frames: self.world.traffic(Class::Bulk).0,
+            ..of
         }
     }
 }

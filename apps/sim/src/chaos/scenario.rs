@@ -105,6 +105,7 @@ fn draw_pool(rng: &mut Rng, limits: Limits) -> PoolSpec {
             jitter_us: latency_us * rng.pick(&[0, 1, 4]),
             bytes_per_us: rng.pick(&[5, 1_000]),
         },
+        prefix_cache: !rng.once_in(4),
         ..PoolSpec::of(block_tokens, nodes)
     }
 }

@@ -20,13 +20,23 @@ pub struct Cluster {
     pub gpus: u32,
     pub parallel: Parallel,
     pub ethernet_bytes_per_s: f64,
+    /// One GPU's way to another of its node, one direction.
+    pub near_bytes_per_s: f64,
+    pub near_latency_us: f64,
 }
 
 impl Cluster {
     /// Instances of tensor parallelism `tp`, as Lagoon and vLLM-multi run them.
     #[must_use]
     pub fn multi(model: Model, gpus: u32, tp: u32) -> Self {
-        Self { model, gpus, parallel: Parallel::tp(tp), ethernet_bytes_per_s: ETHERNET_BYTES_PER_S }
+        Self {
+            model,
+            gpus,
+            parallel: Parallel::tp(tp),
+            ethernet_bytes_per_s: ETHERNET_BYTES_PER_S,
+            near_bytes_per_s: NVLINK_BYTES_PER_S,
+            near_latency_us: NVLINK_LATENCY_US,
+        }
     }
 
     /// One instance over all GPUs: tensor parallelism in a node, a pipeline across nodes (v2 §7.1).
@@ -39,7 +49,7 @@ impl Cluster {
             stage_bytes_per_s: ETHERNET_BYTES_PER_S,
             stage_latency_us: ETHERNET_LATENCY_US,
         };
-        Self { model, gpus, parallel, ethernet_bytes_per_s: ETHERNET_BYTES_PER_S }
+        Self { parallel, ..Self::multi(model, gpus, 1) }
     }
 
     #[must_use]

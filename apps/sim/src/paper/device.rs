@@ -1,8 +1,9 @@
 //! What replaces the runner: an instance's commands in, its reports out after modelled time.
 //!
 //! The instance believes in a model of one layer (its frames are small, and few); the time is that of all layers of the
-//! real one. Peers' micro attention overtakes passes, at the earliest when the layer that is being computed is done: on
-//! average half a layer's time, in every layer, so half a step's time over all layers. Passes of the two lanes take turns
+//! real one. Peers' micro attention goes before passes, as streams of a higher priority do. (Study: at the earliest when
+//! the layer that is being computed is done; on average half a layer's time, in every layer, so half a step's time over
+//! all layers.) Passes of the two lanes take turns
 //! and so share the device evenly.
 //!
 //! In a remote pass the projections come first (their share of a layer), then queries leave and local attention runs, then
@@ -86,6 +87,8 @@ pub(super) struct Device {
     kv_bytes: usize,
     passes: [Option<Pass>; 2],
     guests: VecDeque<Guest>,
+    /// Copies for peers and moves that are due: they take the device's time, and nobody waits for them here.
+    copies_us: f64,
     immediate: Vec<Report>,
     /// How far each sequence has been computed here.
     reached: BTreeMap<SeqId, u32>,
@@ -94,6 +97,7 @@ pub(super) struct Device {
     pub(super) version: u64,
     pub(super) busy_us: f64,
     pub(super) guest_us: f64,
+    pub(super) copy_us: f64,
     /// Nothing to compute while a pass waited for partials.
     pub(super) await_us: f64,
     /// Passes begun and rows in them, by lane.
@@ -112,12 +116,14 @@ impl Device {
             kv_bytes,
             passes: [None, None],
             guests: VecDeque::new(),
+            copies_us: 0.0,
             immediate: Vec::new(),
             reached: BTreeMap::new(),
             updated_us: 0.0,
             version: 0,
             busy_us: 0.0,
             guest_us: 0.0,
+            copy_us: 0.0,
             await_us: 0.0,
             steps: [0; 2],
             rows: [0; 2],
@@ -161,13 +167,25 @@ impl Device {
             }
             Command::GuestQuery(query) => self.queue(query, now_us as f64),
             Command::GuestWrite(write) => {
-                self.immediate.push(Report::GuestWritten { bytes: write.kv.len(), tag: write.tag })
+                self.copy(write.pieces.iter().map(|(_, n)| n).sum());
+                self.immediate.push(Report::GuestWritten { bytes: write.kv.len(), tag: write.tag });
             }
             Command::GuestRead(read) => {
                 let tokens: u32 = read.pieces.iter().map(|(_, n)| n).sum();
+                self.copy(tokens);
                 let kv = zeros(tokens as usize * self.kv_bytes);
                 self.immediate.push(Report::GuestKv { tag: read.tag, kv });
             }
+            Command::Copy { .. } => unreachable!("the papers' systems keep no prefixes"),
+            // Slots are memory here.
+            Command::Release { .. } => {}
+        }
+    }
+
+    /// The KV of resident prompts is there: it is not told from what moves, and copies are fast where prompts are.
+    fn copy(&mut self, tokens: u32) {
+        if self.prefill == Prefill::Computed {
+            self.copies_us += self.timing.copy_us(f64::from(tokens));
         }
     }
 
@@ -238,7 +256,7 @@ impl Device {
         let left_us = if billed == 0 { 0.0 } else { self.timing.guest_us(keys, pairs) };
         let computing = |p: &&Pass| p.phase != Phase::Await;
         let layer_wait = self.passes.iter().flatten().filter(computing).map(|p| p.whole_us / 2.0).fold(0.0, f64::max);
-        let wait = if billed == 0 || self.study.eager_guests { 0.0 } else { layer_wait };
+        let wait = if billed > 0 && self.study.layer_borders { layer_wait } else { 0.0 };
         self.guests.push_back(Guest { query, ready_us: now_us + wait, left_us, billed });
     }
 
@@ -254,6 +272,14 @@ impl Device {
                     guest.left_us = 0.0;
                 }
                 self.guest_us += dt;
+                self.busy_us += dt;
+                self.updated_us += dt;
+                continue;
+            }
+            if self.copies_us > 0.0 {
+                let dt = self.copies_us.min(now - self.updated_us);
+                self.copies_us -= dt;
+                self.copy_us += dt;
                 self.busy_us += dt;
                 self.updated_us += dt;
                 continue;
@@ -294,6 +320,7 @@ impl Device {
         }
         let ready = self.guests.iter().filter(|g| g.ready_us > now).map(|g| g.ready_us);
         let ready = ready.fold(f64::INFINITY, f64::min);
+        let now = now + self.copies_us;
         let running = self.guests.iter().find(|g| g.ready_us <= now).map(|g| now + g.left_us);
         let active = self.passes.iter().flatten().filter(due);
         let lanes = active.clone().count() as f64;

@@ -5,12 +5,12 @@
 //! back. Frames of one class between two instances arrive in order.
 //!
 //! KV that steps write at creditors shares the streams of moves, of which so many bytes are under way at once
-//! (`MOVE_BYTES_IN_FLIGHT_MAX`): it waits for these at most, not for all that the port has yet to send. (A block of the
+//! (`MOVE_BYTES_IN_FLIGHT_MAX`, `MOVE_WINDOW_MS`): it waits for these at most, not for all that the port has yet to send. (A block of the
 //! stand-in is larger than those of the product, so that a move's whole block is one frame here.)
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "times are rounded up and not negative")]
 
-use super::cluster::{Cluster, ETHERNET_LATENCY_US, NVLINK_BYTES_PER_S, NVLINK_LATENCY_US};
-use lagoon_types::limits::MOVE_BYTES_IN_FLIGHT_MAX;
+use super::cluster::{Cluster, ETHERNET_LATENCY_US};
+use lagoon_types::limits::{MOVE_BYTES_IN_FLIGHT_MAX, MOVE_WINDOW_MS};
 use std::collections::BTreeMap;
 
 /// Priority classes, as on the wire.
@@ -63,13 +63,13 @@ impl Fabric {
 
     /// One way, in microseconds.
     pub(super) fn latency_us(&self, a: usize, b: usize) -> f64 {
-        if self.near(a, b) { NVLINK_LATENCY_US } else { ETHERNET_LATENCY_US }
+        if self.near(a, b) { self.cluster.near_latency_us } else { ETHERNET_LATENCY_US }
     }
 
     /// Bytes per second between two instances. Each GPU sends its own heads' share to its opposite number.
     pub(super) fn bytes_per_s(&self, a: usize, b: usize) -> f64 {
         if self.near(a, b) {
-            NVLINK_BYTES_PER_S * f64::from(self.cluster.parallel.tp)
+            self.cluster.near_bytes_per_s * f64::from(self.cluster.parallel.tp)
         } else {
             self.cluster.ethernet_bytes_per_s
         }
@@ -94,7 +94,8 @@ impl Fabric {
         let mut start = ports.iter().map(free).fold(now_us as f64, f64::max);
         if class == Class::Growth {
             let before = ports.iter().filter_map(|p| self.free_us.get(&(*p, true))).copied().fold(0.0, f64::max);
-            let window = MOVE_BYTES_IN_FLIGHT_MAX as f64 / self.bytes_per_s(from, to) * 1e6;
+            let window =
+                (MOVE_BYTES_IN_FLIGHT_MAX as f64 / self.bytes_per_s(from, to) * 1e6).min(MOVE_WINDOW_MS as f64 * 1e3);
             start = start.max(before.min(now_us as f64 + window));
         }
         for port in ports {

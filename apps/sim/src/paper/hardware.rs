@@ -32,10 +32,37 @@ const GEMM_SHARE: f64 = 0.65;
 const GEMV_SHARE: f64 = 0.80;
 const PREFILL_ATTENTION_SHARE: f64 = 0.60;
 const DECODE_ATTENTION_SHARE: f64 = 0.85;
+
+/// What a device reaches in practice.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Chip {
+    pub gemm_flops: f64,
+    /// At which weights are streamed.
+    pub gemm_bytes_per_s: f64,
+    pub attention_flops: f64,
+    /// At which decode attention reads KV.
+    pub attention_bytes_per_s: f64,
+    /// At which KV is copied out of and into its store.
+    pub copy_bytes_per_s: f64,
+    pub kernel_gap_us: f64,
+    /// For weights and KV.
+    pub memory_bytes: f64,
+}
+
+/// By the table above.
+pub const A100: Chip = Chip {
+    gemm_flops: PEAK_FLOPS * GEMM_SHARE,
+    gemm_bytes_per_s: HBM_BYTES_PER_S * GEMV_SHARE,
+    attention_flops: PEAK_FLOPS * PREFILL_ATTENTION_SHARE,
+    attention_bytes_per_s: HBM_BYTES_PER_S * DECODE_ATTENTION_SHARE,
+    copy_bytes_per_s: HBM_BYTES_PER_S * GEMV_SHARE / 2.0,
+    kernel_gap_us: 4.0,
+    memory_bytes: GPU_BYTES * MEMORY_SHARE,
+};
+
 const KERNELS_PER_LAYER: f64 = 10.0;
 /// Kernels of a micro attention that a creditor adds: the attention and its reduction.
 const KERNELS_PER_GUEST_LAYER: f64 = 2.0;
-const KERNEL_GAP_US: f64 = 4.0;
 const ALL_REDUCE_BYTES_PER_S: f64 = 230e9;
 const ELEMENT_BYTES: f64 = 2.0;
 const MICRO: f64 = 1e6;
@@ -91,6 +118,12 @@ impl Model {
     #[must_use]
     pub fn weight_bytes(&self) -> f64 {
         (f64::from(self.layers) * self.layer_params() + 2.0 * self.head_params()) * ELEMENT_BYTES
+    }
+
+    /// Weights that a step reads.
+    #[must_use]
+    pub fn step_params(&self) -> f64 {
+        f64::from(self.layers) * self.layer_params() + self.head_params()
     }
 
     /// Bytes of one token's KV in all layers.
@@ -172,6 +205,7 @@ impl StepTime {
 pub struct Timing {
     pub model: Model,
     pub parallel: Parallel,
+    pub chip: Chip,
     /// Time of the engine's host code that the GPUs wait for, per step and per sequence of a step: 0 for the hardware
     /// alone.
     pub host_step_us: f64,
@@ -181,21 +215,21 @@ pub struct Timing {
 impl Timing {
     #[must_use]
     pub const fn new(model: Model, parallel: Parallel) -> Self {
-        Self { model, parallel, host_step_us: 0.0, host_seq_us: 0.0 }
+        Self { model, parallel, chip: A100, host_step_us: 0.0, host_seq_us: 0.0 }
     }
 
     /// Tokens of KV that the instance has room for.
     #[must_use]
     pub fn kv_tokens(&self) -> u64 {
-        let bytes = f64::from(self.parallel.gpus()) * GPU_BYTES * MEMORY_SHARE - self.model.weight_bytes();
+        let bytes = f64::from(self.parallel.gpus()) * self.chip.memory_bytes - self.model.weight_bytes();
         (bytes.max(0.0) / self.model.kv_token_bytes()) as u64
     }
 
     /// One matrix product's time: it streams its weights or it computes, whichever takes longer.
     fn gemm_us(&self, params: f64, rows: f64) -> f64 {
         let tp = f64::from(self.parallel.tp);
-        let stream = params * ELEMENT_BYTES / tp / (HBM_BYTES_PER_S * GEMV_SHARE);
-        let compute = 2.0 * params * rows / tp / (PEAK_FLOPS * GEMM_SHARE);
+        let stream = params * ELEMENT_BYTES / tp / self.chip.gemm_bytes_per_s;
+        let compute = 2.0 * params * rows / tp / self.chip.gemm_flops;
         stream.max(compute) * MICRO
     }
 
@@ -214,7 +248,7 @@ impl Timing {
     /// Everything but attention, all layers, for one batch of `rows`.
     fn linear_us(&self, rows: f64, sampled: f64) -> f64 {
         let layer = self.gemm_us(self.model.layer_params(), rows)
-            + KERNELS_PER_LAYER * KERNEL_GAP_US
+            + KERNELS_PER_LAYER * self.chip.kernel_gap_us
             + 2.0 * self.all_reduce_us(rows);
         f64::from(self.model.layers) * layer + self.gemm_us(self.model.head_params(), sampled)
     }
@@ -223,15 +257,21 @@ impl Timing {
     #[must_use]
     pub fn attention_us(&self, decode_keys: f64, prefill_pairs: f64) -> f64 {
         let tp = f64::from(self.parallel.tp);
-        let read = decode_keys * self.model.kv_token_bytes() / tp / (HBM_BYTES_PER_S * DECODE_ATTENTION_SHARE);
+        let read = decode_keys * self.model.kv_token_bytes() / tp / self.chip.attention_bytes_per_s;
         let flops = 4.0 * self.model.q_dim() * f64::from(self.model.layers) * prefill_pairs;
-        (read + flops / tp / (PEAK_FLOPS * PREFILL_ATTENTION_SHARE)) * MICRO
+        (read + flops / tp / self.chip.attention_flops) * MICRO
+    }
+
+    /// The copy of so many tokens' KV out of the store or into it.
+    #[must_use]
+    pub fn copy_us(&self, tokens: f64) -> f64 {
+        tokens * self.model.kv_token_bytes() / f64::from(self.parallel.tp) / self.chip.copy_bytes_per_s * MICRO
     }
 
     /// Micro attention for a peer, all layers.
     #[must_use]
     pub fn guest_us(&self, decode_keys: f64, prefill_pairs: f64) -> f64 {
-        let kernels = f64::from(self.model.layers) * KERNELS_PER_GUEST_LAYER * KERNEL_GAP_US;
+        let kernels = f64::from(self.model.layers) * KERNELS_PER_GUEST_LAYER * self.chip.kernel_gap_us;
         kernels + self.attention_us(decode_keys, prefill_pairs)
     }
 
@@ -273,7 +313,7 @@ impl Timing {
             batches: batches.into_iter().map(point).collect(),
             attention_us_per_ktoken: self.attention_us(1024.0, 0.0),
             prefill_us_per_token: self.step(&chunk).total_us() / chunk.rows,
-            copy_bytes_per_s: HBM_BYTES_PER_S * GEMV_SHARE / 2.0,
+            copy_bytes_per_s: self.chip.copy_bytes_per_s,
         }
     }
 }

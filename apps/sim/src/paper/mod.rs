@@ -9,6 +9,7 @@ pub mod hardware;
 mod lengths;
 pub mod measure;
 pub mod migration;
+pub mod mixed;
 pub mod model;
 pub mod report;
 pub mod serving;

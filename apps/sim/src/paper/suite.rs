@@ -167,10 +167,10 @@ fn studied(size: &Size) -> Vec<Comparison> {
 
 /// Departures from the shipped engine that are studied.
 pub const STUDIES: [(&str, Study); 4] = [
-    ("no departure", Study { free_network: false, one_batch: false, eager_guests: false }),
-    ("the two lanes read weights once", Study { free_network: false, one_batch: true, eager_guests: false }),
-    ("peers' queries wait for no layer", Study { free_network: false, one_batch: false, eager_guests: true }),
-    ("both, and a network without cost", Study { free_network: true, one_batch: true, eager_guests: true }),
+    ("no departure", Study { free_network: false, one_batch: false, layer_borders: false }),
+    ("the two lanes read weights once", Study { free_network: false, one_batch: true, layer_borders: false }),
+    ("peers' queries wait for a layer", Study { free_network: false, one_batch: false, layer_borders: true }),
+    ("one batch, and a network without cost", Study { free_network: true, one_batch: true, layer_borders: false }),
 ];
 
 /// Runs everything. `say` is told what is under way.

@@ -6,7 +6,7 @@
     reason = "times, counts and indices are small and not negative"
 )]
 
-use super::cluster::{Cluster, ETHERNET_LATENCY_US, NVLINK_BYTES_PER_S, NVLINK_LATENCY_US};
+use super::cluster::{Cluster, ETHERNET_LATENCY_US};
 use super::device::{Device, Prefill, Said};
 use super::fabric::{Class, Fabric};
 use super::hardware::Timing;
@@ -15,7 +15,7 @@ use crate::agenda::Agenda;
 use lagoon_cluster::perf::LinkView;
 use lagoon_cluster::{DgfmConfig, GManager, GManagerConfig, GManagerOutput, PlannerConfig};
 use lagoon_instance::{Effect, Event, Instance, InstanceConfig, PeerKey, RemotePolicy, TICK_MS};
-use lagoon_protocol::{BulkFrame, ControlBody, PartialsFrame, Role};
+use lagoon_protocol::{BulkFrame, Calibration, ControlBody, PartialsFrame, Role};
 use lagoon_runner::Report;
 use lagoon_sched::SchedulerConfig;
 use lagoon_types::limits::{
@@ -44,8 +44,8 @@ pub struct Study {
     pub free_network: bool,
     /// The two lanes read the weights once: what one batch of all rows would cost.
     pub one_batch: bool,
-    /// Peers' queries do not wait for the layer that is being computed.
-    pub eager_guests: bool,
+    /// Peers' queries wait until the layer that is being computed is done, as on a device without priorities.
+    pub layer_borders: bool,
 }
 
 /// How a system is simulated.
@@ -57,6 +57,8 @@ pub struct Setting {
     pub pooled: bool,
     pub block_tokens: u32,
     pub step_rows: u32,
+    /// Sequences that run at once on one instance.
+    pub running: usize,
     pub prefill: Prefill,
     /// Simulated time after which the run is cut.
     pub limit_s: u64,
@@ -82,6 +84,7 @@ impl Setting {
             pooled,
             block_tokens,
             step_rows: STEP_ROWS_MAX as u32,
+            running: RUNNING_MAX,
             prefill: Prefill::Resident,
             limit_s: 20_000,
             study: Study::default(),
@@ -190,7 +193,7 @@ impl std::fmt::Debug for World {
 
 fn config(setting: &Setting, index: usize) -> InstanceConfig {
     let model = setting.timing.model;
-    let shape = KvShape { layers: 1, kv_heads: 1, head_dim: HEAD_DIM, dtype: DType::F16 };
+    let shape = stand_in();
     let geometry = AttentionGeometry { heads: model.heads / model.kv_heads, kv_heads: 1, head_dim: HEAD_DIM };
     InstanceConfig {
         name: format!("sim-{index}"),
@@ -199,7 +202,7 @@ fn config(setting: &Setting, index: usize) -> InstanceConfig {
         backend: "simulated".to_owned(),
         role: Role::Instance,
         tier: lagoon_protocol::MemoryTier::Device,
-        calibration: Some(setting.timing.calibration()),
+        calibration: Some(calibration(setting)),
         incarnation: index as u64 + 1,
         model_hash: ModelHash::default(),
         geometry,
@@ -212,19 +215,37 @@ fn config(setting: &Setting, index: usize) -> InstanceConfig {
         blocks_total: setting.blocks(),
         lend_blocks_max: setting.blocks(),
         lend_reserve_blocks: 2,
-        sched: SchedulerConfig { queue: 1 << 20, running: RUNNING_MAX, step_rows: setting.step_rows },
+        sched: SchedulerConfig { queue: 1 << 20, running: setting.running, step_rows: setting.step_rows },
         remote: RemotePolicy::Ship,
         wire: DType::F16,
         fetch_tokens: 0,
         link_bytes_per_s: 1e9,
         attention_flops: 1e15,
+        // The papers' systems keep nothing, and prompts have lengths here and no tokens.
+        prefix_cache: false,
         target_step_ms: None,
+        transfer: None,
     }
+}
+
+/// What an instance measured of itself; copies in bytes of the stand-in.
+fn calibration(setting: &Setting) -> Calibration {
+    let measured = setting.timing.calibration();
+    let scale = stand_in_token_bytes() / setting.timing.model.kv_token_bytes();
+    Calibration { copy_bytes_per_s: measured.copy_bytes_per_s * scale, ..measured }
+}
+
+fn stand_in() -> KvShape {
+    KvShape { layers: 1, kv_heads: 1, head_dim: HEAD_DIM, dtype: DType::F16 }
+}
+
+fn stand_in_token_bytes() -> f64 {
+    stand_in().layer_token_bytes() as f64
 }
 
 /// Bytes of the one-layer stand-in per byte of the real model's KV, queries and partials.
 fn scale(setting: &Setting) -> f64 {
-    config(setting, 0).kv.layer_token_bytes() as f64 / setting.timing.model.kv_token_bytes()
+    stand_in_token_bytes() / setting.timing.model.kv_token_bytes()
 }
 
 /// The shipped coordinator. It computes with the sizes that instances register, those of the stand-in: a link that nobody
@@ -234,7 +255,7 @@ fn gmanager(setting: &Setting) -> GManager {
     let (bytes_per_s, latency_us) = if far {
         (setting.cluster.ethernet_bytes_per_s, ETHERNET_LATENCY_US)
     } else {
-        (NVLINK_BYTES_PER_S, NVLINK_LATENCY_US)
+        (setting.cluster.near_bytes_per_s, setting.cluster.near_latency_us)
     };
     let rtt_us = 2.0 * latency_us * f64::from(setting.timing.model.layers);
     let assumed_link = LinkView { rtt_us, bytes_per_s: bytes_per_s * scale(setting) };
@@ -406,6 +427,7 @@ impl World {
         self.nodes[at].unstarted_tokens += u64::from(request.prompt_tokens);
         let request = GenerateRequest {
             prompt: vec![0; request.prompt_tokens as usize],
+            answered: 0,
             max_tokens: request.output_tokens,
             sampling: SamplingParams::default(),
             stop_ids: Vec::new(),
@@ -470,6 +492,7 @@ impl World {
             }
             Effect::Runner(command) => self.nodes[at].device.push(command, now),
             Effect::Emit { seq, event } => self.emit(at, seq.0 as usize, &event),
+            Effect::Transfer(_) => panic!("simulated instances share no memory"),
             Effect::Drained => {}
             Effect::Rejected { reason } => panic!("the gManager refused a simulated instance: {reason}"),
         }

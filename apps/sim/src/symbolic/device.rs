@@ -26,7 +26,7 @@ pub struct Symbolic {
     pub(super) store: Vec<[Key; LAYERS as usize]>,
     pub(super) window: Option<u32>,
     speed: Speed,
-    guests: VecDeque<Guest>,
+    pub(super) guests: VecDeque<Guest>,
     passes: [Option<Pass>; 2],
     /// The lane that advanced last: lanes take turns.
     last: Lane,
@@ -116,6 +116,9 @@ impl SimRunner for Symbolic {
             Command::GuestQuery(query) => self.guests.push_back(Guest::Query(query)),
             Command::GuestWrite(write) => self.guests.push_back(Guest::Write(write)),
             Command::GuestRead(read) => self.guests.push_back(Guest::Read(read)),
+            Command::Copy { copy, tokens, slots } => self.guests.push_back(Guest::Copy { copy, tokens, slots }),
+            // Slots are memory here.
+            Command::Release { .. } => {}
         }
     }
 

@@ -1,5 +1,6 @@
 //! The golden models' logits on the device, against those of transformers (tests/goldens).
 
+use crate::{Args, Out};
 use anyhow::Context;
 use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, Mode};
 use lagoon_model::{Activation, Checkpoint, LlamaWeights, ModelConfig, Norm, Rope};
@@ -69,12 +70,13 @@ fn compare(dir: &Path, golden: &Value, expected: &[f32], convert: Option<DType>)
     Ok(json!({ "ok": worst <= tolerance, "worst": worst, "tolerance": tolerance }))
 }
 
-pub(crate) fn run(goldens: &Path) -> anyhow::Result<Value> {
+pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
+    let goldens = &args.goldens;
     let entries = std::fs::read_dir(goldens).with_context(|| format!("read {}", goldens.display()))?;
     let mut dirs: Vec<PathBuf> = entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<_>>()?;
     dirs.retain(|dir| dir.join("config.json").exists());
     dirs.sort();
-    let (mut found, mut ok) = (serde_json::Map::new(), !dirs.is_empty());
+    let (mut models, mut ok) = (serde_json::Map::new(), !dirs.is_empty());
     for dir in dirs {
         let golden: Value = serde_json::from_slice(&std::fs::read(dir.join("golden.json"))?)?;
         let bytes = std::fs::read(dir.join("logits.safetensors"))?;
@@ -86,8 +88,9 @@ pub(crate) fn run(goldens: &Path) -> anyhow::Result<Value> {
             let result = compare(&dir, &golden, &expected, convert)
                 .unwrap_or_else(|error| json!({ "ok": false, "error": format!("{error:#}") }));
             ok &= result["ok"] == json!(true);
-            found.insert(format!("{name} {kind}"), result);
+            models.insert(format!("{name} {kind}"), result);
         }
+        out.set("models", Value::Object(models.clone()))?;
     }
-    Ok(json!({ "ok": ok, "models": found }))
+    out.set("ok", ok)
 }

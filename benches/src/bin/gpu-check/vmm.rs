@@ -1,6 +1,7 @@
 //! Virtual memory: what the driver's calls take (vAttention's Tables 3 and 9), and what a decode step waits for mapping
-//! with and without the background thread (its Figure 12).
+//! with and without the background thread (its Figure 12), and a prompt with and without deferred reclamation (Figure 13).
 
+use crate::{Args, Out};
 use lagoon_cuda::VirtualKv;
 use lagoon_cuda::driver::{Context, Physical, Reservation, Sharing};
 use lagoon_kv::vmm::{VmmConfig, VmmLayout, VmmShape};
@@ -77,6 +78,7 @@ fn steps(small: bool, overlap: bool, layers_per_group: u32) -> anyhow::Result<Va
     let lengths = |at: u32| -> Vec<u32> { (0..batch).map(|row| first + row * 37 + at).collect() };
     let last = first + batch * 37 + count;
     let config = VmmConfig {
+        direct_blocks: 0,
         batch_max: batch,
         context_max: 2 * last,
         guests_max: 0,
@@ -101,6 +103,7 @@ fn steps(small: bool, overlap: bool, layers_per_group: u32) -> anyhow::Result<Va
         kv.step(&lengths(at))?;
         times.push(started.elapsed());
     }
+    let series: Vec<f64> = times.iter().map(|time| (time.as_secs_f64() * 1e7).round() / 10.0).collect();
     times.sort();
     let us = |at: usize| times[at.min(times.len() - 1)].as_secs_f64() * 1e6;
     let counters = kv.counters();
@@ -108,19 +111,88 @@ fn steps(small: bool, overlap: bool, layers_per_group: u32) -> anyhow::Result<Va
         "layers_per_group": layers_per_group,
         "overlapped": overlap,
         "step_us": { "median": us(times.len() / 2), "p99": us(times.len() * 99 / 100), "max": us(times.len()) },
+        "each_step_us": series,
         "stripes_mapped_in_steps": counters.in_step,
         "stripes_mapped_ahead": counters.ahead,
     }))
 }
 
-pub(crate) fn run(small: bool) -> anyhow::Result<Value> {
-    // Without slicing small page groups are many: a page group holds 1024 tokens there, and 32 with full slicing.
-    let groups: &[u32] = if small { &[32] } else { &[1, 32] };
-    let mut found = Vec::new();
-    for group in groups {
-        for overlap in [false, true] {
-            found.push(steps(small, overlap, *group)?);
+/// A prompt's wait for memory: with page groups that must be mapped, and with those that the request before left mapped
+/// (deferred reclamation). The wait is what mapping adds to a prompt's time; what the prompt itself takes is in `prefill`
+/// and `linear`.
+fn prompts(small: bool, layers_per_group: u32) -> anyhow::Result<Value> {
+    let context = Context::open(0)?;
+    let shape = VmmShape {
+        layers: 32,
+        kv_heads: 8,
+        head_dim: 128,
+        element_bytes: 2,
+        page_group_bytes: context.granularity() as u64,
+        layers_per_group,
+    };
+    let layout = VmmLayout::new(shape)?;
+    let tokens: u32 = if small { 64 } else { 16 << 10 };
+    let config = VmmConfig {
+        direct_blocks: 0,
+        batch_max: 1,
+        context_max: tokens,
+        guests_max: 0,
+        guest_blocks_max: 0,
+        stripes: layout.stripes_for(tokens) + 1,
+        address_bytes_max: 1 << 46,
+        grow: false,
+        eager_stripes: 0,
+        reclaim_below: 0,
+    };
+    let mut wait = [Vec::new(), Vec::new()];
+    for _ in 0..if small { 1 } else { 5 } {
+        let mut kv = VirtualKv::new(&context, layout, config)?;
+        kv.overlap(false);
+        for times in &mut wait {
+            let row = kv.alloc_reqid()?;
+            let started = Instant::now();
+            kv.step(&[tokens])?;
+            times.push(started.elapsed());
+            kv.free_reqid(row)?;
         }
     }
-    Ok(json!({ "calls": calls(small)?, "decode_steps_of_figure_12": found }))
+    let [mapped, reused] = wait.map(median_us);
+    Ok(json!({
+        "tokens": tokens,
+        "layers_per_group": layers_per_group,
+        "mapped_us": mapped,
+        "reused_us": reused,
+    }))
+}
+
+/// Bytes per second of making and mapping memory, by the size of one allocation.
+fn allocation(small: bool, pages: usize) -> anyhow::Result<Value> {
+    let context = Context::open(0)?;
+    let bytes = pages * context.granularity();
+    let count = if small { 2 } else { (1 << 30) / bytes };
+    let mut range = Reservation::new(&context, bytes * count)?;
+    let started = Instant::now();
+    for i in 0..count {
+        let group = Arc::new(Physical::new(&context, bytes, Sharing::Private)?);
+        range.map(i * bytes, &group)?;
+    }
+    let seconds = started.elapsed().as_secs_f64();
+    Ok(json!({ "group_bytes": bytes, "gb_per_s": (bytes * count) as f64 / seconds / 1e9 }))
+}
+
+pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
+    let small = args.smoke;
+    out.set("calls", calls(small)?)?;
+    for pages in [1, 4, 16] {
+        out.push("allocation", allocation(small, pages)?)?;
+    }
+    // Without slicing small page groups are many: a page group holds 1024 tokens there, and 32 with full slicing.
+    let groups: &[u32] = if small { &[32] } else { &[1, 32] };
+    for group in groups {
+        out.push("prompts_of_figure_13", prompts(small, *group)?)?;
+        for overlap in [false, true] {
+            out.push("decode_steps_of_figure_12", steps(small, overlap, *group)?)?;
+        }
+    }
+    Ok(())
 }

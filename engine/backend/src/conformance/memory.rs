@@ -25,6 +25,27 @@ pub fn tensors_round_trip<D: Device>(device: &mut D, _: Tolerance) {
     }
 }
 
+/// What is read ahead, whole or in part, is what a read gives, whatever is queued meanwhile.
+pub fn reads_ahead_are_reads<D: Device>(device: &mut D, _: Tolerance) {
+    let mut data = Data::new(7);
+    for (rows, cols) in [(1, 1), (3, 40), (17, 172)] {
+        let mut tensors = [device.tensor(rows, cols).expect("tensor"), device.tensor(rows, cols).expect("tensor")];
+        let values = [data.values(rows * cols), data.values(rows * cols)];
+        for (lane, (tensor, values)) in tensors.iter_mut().zip(&values).enumerate() {
+            device.write(tensor, 0, values).expect("write");
+            device.read_ahead(lane, tensor, rows / 2..rows, cols / 2..cols).expect("read_ahead");
+        }
+        for lane in [1, 0] {
+            while device.reached(lane).expect("reached").is_some() {}
+            let mut out = vec![7.0];
+            device.read_staged(lane, &tensors[lane], rows / 2..rows, cols / 2..cols, &mut out).expect("read_staged");
+            let part = values[lane].chunks_exact(cols).skip(rows / 2).flat_map(|r| &r[cols / 2..]);
+            assert_eq!(out[0], 7.0, "reads append");
+            assert_eq!(out[1..], part.copied().collect::<Vec<f32>>());
+        }
+    }
+}
+
 /// KV bytes come back as they were, slots start zeroed, and neighbours and other layers are untouched.
 pub fn kv_bytes_round_trip<D: Device>(device: &mut D, _: Tolerance) {
     let mut data = Data::new(2);

@@ -11,6 +11,7 @@ mod row;
 mod tile;
 
 use super::buffer::Buffer;
+use super::kv::Reading;
 use super::simd::Isa;
 use super::threads::{Disjoint, Threads};
 use super::{CpuKv, CpuTensor};
@@ -35,7 +36,7 @@ struct Call<'a> {
     batch: &'a AttnBatch<'a>,
     q: &'a CpuTensor,
     kv: &'a CpuKv,
-    store: &'a [u8],
+    store: Reading<'a>,
     /// Of each head's bias; none where the model has no ALiBi.
     slopes: &'a [f32],
     /// Where a task with no pieces writes: the partials' rows.
@@ -63,7 +64,8 @@ impl Call<'_> {
 
     /// A segment's K and V, checked to lie within the store.
     fn bytes(&self, segment: &KvRun) -> &[u8] {
-        &self.store[self.kv.span(segment.base, segment.len as usize)]
+        // SAFETY: segments are parts of the batch's runs, for which the store was locked.
+        unsafe { self.store.slots(segment.base, segment.len as usize) }
     }
 
     /// Where a task writes, and its first row there.
@@ -120,7 +122,7 @@ pub(super) fn attention(
         batch,
         q,
         kv,
-        store: kv.layer(layer),
+        store: kv.reading(layer, batch.runs.iter().map(|run| (run.base, run.len as usize)))?,
         slopes: &scratch.slopes,
         whole: Target {
             out: Disjoint::new(partials.out.head_mut(rows)),

@@ -2,6 +2,8 @@
 
 use super::{CpuDevice, CpuKv, CpuTensor, CpuWeight};
 use super::{attention, embed, gather_rows, gelu, layer_norm, matmul, merge, rms_norm, rope_append, silu_mul};
+#[cfg(target_os = "linux")]
+use crate::device::SharedKv;
 use crate::{AttnBatch, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
 use lagoon_types::{AttentionGeometry, KvShape};
 use std::ops::Range;
@@ -32,6 +34,16 @@ impl Device for CpuDevice {
         CpuKv::new(shape, slots)
     }
 
+    #[cfg(target_os = "linux")]
+    fn kv_shared(
+        &mut self,
+        shape: KvShape,
+        slots: usize,
+        granule_slots: usize,
+    ) -> Result<Option<SharedKv<CpuKv>>, DeviceError> {
+        CpuKv::shared(shape, slots, granule_slots).map(Some)
+    }
+
     fn write(&mut self, tensor: &mut CpuTensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
         assert_eq!(data.len() % tensor.cols, 0, "whole rows are written");
         let start = row0 * tensor.cols;
@@ -56,9 +68,7 @@ impl Device for CpuDevice {
     fn kv_write(&mut self, kv: &mut CpuKv, layer: usize, slot0: u32, bytes: &[u8]) -> Result<(), DeviceError> {
         let token_bytes = kv.shape.layer_token_bytes();
         assert_eq!(bytes.len() % token_bytes, 0, "whole tokens are written");
-        let span = kv.span(slot0, bytes.len() / token_bytes);
-        kv.layer_mut(layer)[span].copy_from_slice(bytes);
-        Ok(())
+        kv.store(layer, slot0, bytes)
     }
 
     fn kv_read(
@@ -69,8 +79,7 @@ impl Device for CpuDevice {
         tokens: u32,
         out: &mut Vec<u8>,
     ) -> Result<(), DeviceError> {
-        out.extend_from_slice(&kv.layer(layer)[kv.span(slot0, tokens as usize)]);
-        Ok(())
+        kv.load(layer, slot0, tokens as usize, out)
     }
 
     fn sync(&mut self) -> Result<(), DeviceError> {
@@ -127,8 +136,7 @@ impl Device for CpuDevice {
         kv: &mut CpuKv,
         layer: usize,
     ) -> Result<(), DeviceError> {
-        rope_append::rope_append(&self.threads, qkv, rope, geometry, slots, kv, layer);
-        Ok(())
+        rope_append::rope_append(&self.threads, qkv, rope, geometry, slots, kv, layer)
     }
 
     fn attention(

@@ -19,7 +19,7 @@ mod pack;
 mod rms_norm;
 mod rope_append;
 mod silu_mul;
-mod simd;
+pub(crate) mod simd;
 mod threads;
 mod weight;
 mod widen;

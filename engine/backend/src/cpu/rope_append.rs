@@ -3,6 +3,7 @@
 use super::threads::{Disjoint, Threads};
 use super::widen::narrow;
 use super::{CpuKv, CpuTensor};
+use crate::DeviceError;
 use lagoon_types::AttentionGeometry;
 
 /// Rows that one task rotates.
@@ -17,7 +18,7 @@ pub(super) fn rope_append(
     slots: &[u32],
     kv: &mut CpuKv,
     layer: usize,
-) {
+) -> Result<(), DeviceError> {
     let (cols, dim, q_dim) = (geometry.qkv_dim(), geometry.head_dim as usize, geometry.q_dim());
     let rotated = q_dim + geometry.kv_dim();
     let shape = kv.shape;
@@ -27,7 +28,8 @@ pub(super) fn rope_append(
     let token_bytes = shape.layer_token_bytes();
     let angles = rope.head(slots.len());
     let rows = Disjoint::new(qkv.head_mut(slots.len()));
-    let store = Disjoint::new(kv.layer_mut(layer));
+    let writing = kv.writing(layer, slots)?;
+    let store = &writing.bytes;
     threads.run_chunks(slots.len(), ROWS, |range| {
         for row in range {
             // SAFETY: each row belongs to one task.
@@ -47,4 +49,5 @@ pub(super) fn rope_append(
             }
         }
     });
+    Ok(())
 }

@@ -232,6 +232,15 @@ impl<'a, T> Disjoint<'a, T> {
         Self { ptr: slice.as_mut_ptr(), len: slice.len(), life: PhantomData }
     }
 
+    /// `len` elements from `ptr` on.
+    ///
+    /// # Safety
+    /// They are initialised and stay allocated for the lifetime, and nobody accesses those that `slice` is asked for but
+    /// through it.
+    pub(crate) unsafe fn from_raw(ptr: *mut T, len: usize) -> Self {
+        Self { ptr, len, life: PhantomData }
+    }
+
     /// The first element, for kernels.
     pub(crate) fn as_ptr(&self) -> *mut T {
         self.ptr

@@ -40,6 +40,8 @@ fn without_rows(m: &Heartbeat) -> Heartbeat {
         draining: m.draining,
         frozen: m.frozen,
         moves: m.moves,
+        workers: m.workers,
+        prefill: m.prefill.clone(),
     }
 }
 
@@ -63,16 +65,19 @@ impl GManager {
         }
         if newer {
             self.take_heartbeat(id, m);
+            self.tell_workers(id, m);
         }
         let member = &self.members[&id];
         ack.placements_wanted = !member.rows_complete;
         let kept = u64::from(member.registration.blocks_total - member.cap());
         ack.pool_blocks_total = self.sorted.caps() + kept;
+        ack.elder = self.elder_for(id);
         ack
     }
 
     fn take_heartbeat(&mut self, id: InstanceId, m: &Heartbeat) {
         self.take_rows(id, m);
+        self.elders.note(id, m.load.as_ref(), self.now_ms);
         let Some(member) = self.members.get_mut(&id) else { return };
         let old = member.heartbeat.replace(without_rows(m));
         member.lendable = m.blocks_lendable;

@@ -129,6 +129,7 @@ impl GManager {
         let counts = (if live { member.cap() } else { 0 }, if flags.has(Flags::BARRED) { 0 } else { member.lendable });
         let old = std::mem::replace(&mut member.counted, counts);
         self.sorted.settle(member.slot, flags, old, counts);
+        self.settle_worker(id);
     }
 
     /// It was heard: moves its check on, and revives it if it was silent.
@@ -202,6 +203,7 @@ impl GManager {
         member.life = Life::Silent;
         (self.live, self.silent) = (self.live - 1, self.silent + 1);
         member.parked = self.pool.instances.remove(&id).map(Box::new);
+        self.elders.forget(id);
         self.rounds.left(member.round);
         self.settle(id);
     }
@@ -226,7 +228,9 @@ impl GManager {
         }
         self.sorted.remove(member.slot, id.0, member.counted);
         self.pool.instances.remove(&id);
+        self.elders.forget(id);
         self.drop_orders_of(id);
+        self.workers.remove(id);
         Some(member)
     }
 }

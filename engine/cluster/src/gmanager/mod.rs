@@ -16,6 +16,7 @@
 mod admin;
 mod advise;
 mod drain;
+mod elders;
 mod fence;
 mod heartbeat;
 mod member;
@@ -27,12 +28,14 @@ mod shape;
 mod swaps;
 #[cfg(test)]
 mod tests;
+mod workers;
 
 pub use advise::serve_query;
 
 use crate::dgfm::{Dgfm, DgfmConfig, DgfmStats};
 use crate::planner::{Planner, PlannerConfig, PoolView};
 use advise::Sorted;
+use elders::Elders;
 use fence::Fences;
 use lagoon_protocol::{ControlBody, InstanceStatus, PoolShape, Rejected, StatusReply};
 use lagoon_types::{InstanceId, limits};
@@ -41,6 +44,7 @@ use member::Member;
 use orders::Orders;
 use rounds::Rounds;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use workers::WorkerList;
 
 /// One edge of the global debt ledger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -115,8 +119,10 @@ pub struct GManager {
     /// By debtor: how many rows each creditor has of it.
     guests: BTreeMap<InstanceId, BTreeMap<InstanceId, usize>>,
     rounds: Rounds,
+    elders: Elders,
     orders: Orders,
     fences: Fences,
+    workers: WorkerList,
     dgfm: Option<Dgfm>,
     drain_at_ms: u64,
     outputs: VecDeque<GManagerOutput>,
@@ -164,8 +170,10 @@ impl GManager {
             pool: PoolView::default(),
             guests: BTreeMap::new(),
             rounds: Rounds::new(planner, config.plan_ms),
+            elders: Elders::default(),
             orders: Orders::new(config.term),
             fences: Fences::default(),
+            workers: WorkerList::new(config.term),
             dgfm: config.dgfm.clone().map(|dgfm| Dgfm::new(dgfm, config.term)),
             drain_at_ms: 0,
             outputs: VecDeque::new(),

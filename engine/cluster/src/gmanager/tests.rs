@@ -1,5 +1,6 @@
 //! Registration, the ledger, and whom the gManager recommends.
 
+mod elders;
 mod invariants;
 mod life;
 mod placement;

@@ -38,7 +38,7 @@ mod view;
 pub use view::{InstanceView, PoolView, RemoteBlocks, RequestView};
 
 use crate::perf::{LinkView, ModelConfig, Rates};
-use lagoon_protocol::{BatchPoint, Calibration, Role};
+use lagoon_protocol::{BatchPoint, Calibration};
 use lagoon_types::{InstanceId, SeqId, limits};
 use round::Round;
 use std::collections::BTreeMap;
@@ -225,7 +225,7 @@ struct Recent {
 /// want already (v2 §6.1), the lowest number of several. `None` if no instance takes requests.
 #[must_use]
 pub fn dispatch(view: &PoolView) -> Option<InstanceId> {
-    let takes = |v: &InstanceView| v.role == Role::Instance && !v.draining;
+    let takes = |v: &InstanceView| v.role.serves() && !v.draining;
     let room = |v: &InstanceView| {
         let queued: i64 = v.load.queue_blocks.iter().map(|b| i64::from(*b)).sum();
         i64::from(v.blocks_free) - i64::from(v.blocks_incoming) - queued

@@ -3,7 +3,6 @@
 use super::round::{Round, movable};
 use super::{PlannerConfig, Why};
 use crate::perf::BestMove;
-use lagoon_protocol::Role;
 use lagoon_types::SeqId;
 use std::cmp::Reverse;
 
@@ -36,7 +35,7 @@ pub(super) fn plan(round: &mut Round<'_>, held: &dyn Fn(usize, SeqId) -> bool) {
 /// reclaims first.
 fn is_debtor(round: &Round<'_>, at: usize) -> bool {
     let node = &round.nodes[at];
-    let runs = node.view.role == Role::Instance && node.view.load.batch > 0;
+    let runs = node.view.role.serves() && node.view.load.batch > 0;
     if !runs || node.view.draining || node.is_left_alone() || node.lends() {
         return false;
     }

@@ -8,13 +8,12 @@ use super::Why;
 use super::offload::threshold;
 use super::round::Round;
 use crate::perf::crossover;
-use lagoon_protocol::Role;
 use lagoon_types::{InstanceId, SeqId};
 
 pub(super) fn plan(round: &mut Round<'_>, held: &dyn Fn(usize, SeqId) -> bool) {
     for debtor in 0..round.nodes.len() {
         let node = &round.nodes[debtor];
-        let runs = node.view.role == Role::Instance && node.view.load.batch > 0;
+        let runs = node.view.role.serves() && node.view.load.batch > 0;
         let left_alone = node.is_left_alone() || node.view.paused || node.view.draining;
         if runs && node.borrowed > 0 && !left_alone && node.surplus() > 0 {
             retrieve(round, debtor, held);

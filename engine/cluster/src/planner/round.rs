@@ -4,7 +4,6 @@
 use super::view::{InstanceView, PoolView, RequestView, link_between};
 use super::{Order, Plan, PlannerConfig, Why};
 use crate::perf::{CreditorState, DebtorState, LinkView, Pair, Rates};
-use lagoon_protocol::Role;
 use lagoon_types::{InstanceId, SeqId};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
@@ -44,7 +43,7 @@ pub(super) struct Owes {
 
 impl Node<'_> {
     fn runs(&self) -> bool {
-        self.view.role == Role::Instance
+        self.view.role.serves()
     }
 
     /// Nothing of it may be planned with.
@@ -62,9 +61,11 @@ impl Node<'_> {
         self.free - self.freed - self.growth - self.queue
     }
 
-    /// Blocks that it misses for growth and for its first waiting request, beyond what is leaving already.
+    /// Blocks that it misses for growth and for its first waiting request, beyond what is leaving already. A request that
+    /// is larger than the instance misses blocks of the pool, which has no more of them if others' leave here.
     pub(super) fn deficit(&self) -> i64 {
-        let head = self.view.load.queue_blocks.first().map_or(0, |b| i64::from(*b));
+        let head = self.view.load.queue_blocks.first().filter(|b| **b <= self.view.blocks_total);
+        let head = head.map_or(0, |b| i64::from(*b));
         let full = self.view.load.batch >= self.view.load.batch_max.max(1);
         let leaving = i64::from(self.view.blocks_outgoing);
         self.growth + if full { 0 } else { head } - self.free - leaving
@@ -369,7 +370,7 @@ fn node<'a>(
     config: &'a PlannerConfig,
     assumed: &mut u32,
 ) -> Node<'a> {
-    let runs = view.role == Role::Instance;
+    let runs = view.role.serves();
     let measured = view.calibration.as_ref().and_then(|c| Rates::new(c, runs));
     let rates = measured.unwrap_or_else(|| {
         *assumed += 1;

@@ -162,5 +162,6 @@ fn settle(view: &mut PoolView, id: InstanceId) {
         queue_blocks: std::mem::take(&mut instance.load.queue_blocks),
         batch_max: 256,
         step_us: 0,
+        head_waits_ms: 0,
     };
 }

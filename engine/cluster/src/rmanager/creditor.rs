@@ -120,6 +120,10 @@ pub(super) struct Creditor {
     pub(super) bound: Option<(u32, String)>,
     /// Blocks that own sequences will need soon: not lent either.
     pub(super) growth_reserve: u32,
+    /// Since when an own request waits for blocks that it could get here alone.
+    pub(super) waiting_since_ms: Option<u64>,
+    /// The debtor at which the pool's elder waits, and since when.
+    pub(super) elder: Option<(InstanceId, u64)>,
     ttl_ms: u64,
     lease_base: u64,
     epoch_base: u64,
@@ -129,6 +133,8 @@ pub(super) struct Creditor {
     recalls: Recalls,
     /// What was taken back, and when, for as long as a debtor may not know it.
     revoked: Vec<(u64, Revoked)>,
+    /// Leases whose memory transports may read, with the blocks of theirs that are free as soon as nobody does.
+    pinned: BTreeMap<LeaseId, Vec<PhysBlock>>,
 }
 
 /// SplitMix64's finaliser: spreads a seed over all bits.
@@ -148,6 +154,8 @@ impl Creditor {
             lend_reserve_blocks: config.lend_reserve_blocks,
             bound: None,
             growth_reserve: 0,
+            waiting_since_ms: None,
+            elder: None,
             ttl_ms: config.lease_ttl_ms,
             lease_base: 0,
             epoch_base: 0,
@@ -156,6 +164,7 @@ impl Creditor {
             by_request: BTreeMap::new(),
             recalls: Recalls::default(),
             revoked: Vec::new(),
+            pinned: BTreeMap::new(),
         };
         creditor.begin_anew(config.incarnation);
         creditor
@@ -175,7 +184,7 @@ impl Creditor {
         }
         let counts = pool.counts();
         let most = self.bound.as_ref().map_or(u32::MAX, |(blocks, _)| *blocks).min(self.lend_blocks_max);
-        let under_cap = most.saturating_sub(counts.lent);
+        let under_cap = most.saturating_sub(counts.lent - self.handed_over());
         under_cap.min(counts.free.saturating_sub(self.lend_reserve_blocks.max(self.growth_reserve)))
     }
 
@@ -188,6 +197,73 @@ impl Creditor {
                 cap.saturating_sub(counts.lent).min(counts.free)
             }
             LeasePurpose::Growth | LeasePurpose::Move => self.lendable(pool),
+            LeasePurpose::Handover => 0,
+        }
+    }
+
+    /// Blocks that are not lent out of what is to spare: what was computed for others, and what transports still read.
+    pub(super) fn handed_over(&self) -> u32 {
+        let handed: u32 = self.leases.values().filter(|l| l.purpose == LeasePurpose::Handover).map(|l| l.lent).sum();
+        handed + self.held_back()
+    }
+
+    /// Blocks of ended leases that transports still read.
+    pub(super) fn held_back(&self) -> u32 {
+        let blocks: usize = self.pinned.values().map(Vec::len).sum();
+        u32::try_from(blocks).expect("at most the pool's blocks")
+    }
+
+    /// See [`super::RManager::hand_over`].
+    pub(super) fn hand_over(
+        &mut self,
+        from: Owner,
+        (debtor, seq, request): (InstanceId, SeqId, u64),
+        blocks: Vec<PhysBlock>,
+        tokens: u32,
+        now_ms: u64,
+        pool: &mut BlockPool,
+    ) -> LeaseGrant {
+        self.issued += 1;
+        let lease = LeaseId(self.lease_base + self.issued);
+        let epoch = Epoch(self.epoch_base.wrapping_add(self.issued));
+        pool.hand_over(from, Owner::Lent(lease), &blocks);
+        let mut hasher = LeaseHasher::new(self.layers as usize, self.block_tokens, self.layer_token_bytes);
+        hasher.skip(tokens);
+        let entry = Lease {
+            debtor,
+            seq,
+            epoch,
+            request,
+            lent: u32::try_from(blocks.len()).expect("at most the pool's blocks"),
+            blocks: blocks.into_iter().map(Some).collect(),
+            renewed_ms: now_ms,
+            hasher,
+            whole: BTreeMap::new(),
+            purpose: LeasePurpose::Handover,
+            reserved_ms: None,
+        };
+        self.leases.insert(lease, entry);
+        let old = self.by_request.insert((debtor, request), lease);
+        assert_eq!(old, None, "a request is answered once");
+        self.grant_of(lease)
+    }
+
+    /// Transports may read a lease's memory from now on.
+    pub(super) fn pin(&mut self, lease: LeaseId) {
+        self.pinned.entry(lease).or_default();
+    }
+
+    /// Nobody reads it any more.
+    pub(super) fn unpin(&mut self, lease: LeaseId, pool: &mut BlockPool) {
+        let held = self.pinned.remove(&lease).unwrap_or_default();
+        pool.free(Owner::Lent(lease), &held);
+    }
+
+    /// Gives blocks of a lease back to the pool, at once or when nobody reads them any more.
+    fn give_back(&mut self, lease: LeaseId, blocks: Vec<PhysBlock>, pool: &mut BlockPool) {
+        match self.pinned.get_mut(&lease) {
+            Some(held) => held.extend(blocks),
+            None => pool.free(Owner::Lent(lease), &blocks),
         }
     }
 
@@ -210,6 +286,9 @@ impl Creditor {
         let refuse = |reason: String| LeaseRefuse { request: request.request, blocks_lendable: lendable, reason };
         if request.blocks == 0 || request.blocks_min > request.blocks {
             return Err(refuse(format!("{} to {} blocks make no sense", request.blocks_min, request.blocks)));
+        }
+        if let Some(older_ms) = self.older_than(from, request, now_ms) {
+            return Err(refuse(format!("an older request waits for it, for {older_ms} ms")));
         }
         let blocks = request.blocks.min(lendable);
         if blocks < request.blocks_min.max(1) {
@@ -237,6 +316,18 @@ impl Creditor {
         Ok(self.grant_of(lease))
     }
 
+    /// How long an older request waits that this one must not overtake. What runs waits for nobody.
+    fn older_than(&self, from: InstanceId, request: &LeaseRequest, now_ms: u64) -> Option<u64> {
+        let elder = self.elder.filter(|(debtor, _)| *debtor != from).map(|(_, since)| since);
+        let theirs = match (request.waited_ms, request.purpose()) {
+            (Some(ms), _) => now_ms.saturating_sub(u64::from(ms)),
+            (None, LeasePurpose::Move) => return elder.map(|since| now_ms.saturating_sub(since)),
+            (None, LeasePurpose::Growth | LeasePurpose::Swap | LeasePurpose::Handover) => return None,
+        };
+        let older = self.waiting_since_ms.into_iter().chain(elder).min().filter(|since| *since < theirs);
+        older.map(|since| now_ms.saturating_sub(since))
+    }
+
     fn grant_of(&self, id: LeaseId) -> LeaseGrant {
         let lease = &self.leases[&id];
         LeaseGrant {
@@ -255,12 +346,13 @@ impl Creditor {
             && (lease.debtor, lease.epoch.0) == (from, m.epoch)
         {
             let freed = lease.take(m.first..m.entries);
-            pool.free(Owner::Lent(id), &freed);
             lease.settle(pool);
-            if lease.lent == 0 {
+            let (over, returned) = (lease.lent == 0, freed.len());
+            self.give_back(id, freed, pool);
+            if over {
                 self.remove(id, pool);
             }
-            self.recalls.returned(from, freed.len());
+            self.recalls.returned(from, returned);
         }
         LeaseReleased { lease: m.lease, entries: m.entries, first: m.first }
     }
@@ -268,7 +360,7 @@ impl Creditor {
     fn remove(&mut self, id: LeaseId, pool: &mut BlockPool) -> LeaseEnded {
         let mut lease = self.leases.remove(&id).expect("the lease exists");
         self.by_request.remove(&(lease.debtor, lease.request));
-        pool.free(Owner::Lent(id), &lease.take(0..u32::MAX));
+        self.give_back(id, lease.take(0..u32::MAX), pool);
         LeaseEnded { debtor: lease.debtor, lease: id }
     }
 
@@ -345,16 +437,19 @@ impl Creditor {
         for id in ids {
             let Some(lease) = self.leases.get_mut(&id).filter(|_| left > 0) else { continue };
             let ranges: Vec<Range<u32>> = lease.ranges().collect();
+            let mut taken = Vec::new();
             for range in ranges.into_iter().rev() {
                 let entries = range.end - (range.end - range.start).min(left)..range.end;
                 if !entries.is_empty() {
                     left -= entries.end - entries.start;
-                    pool.free(Owner::Lent(id), &lease.take(entries.clone()));
+                    taken.extend(lease.take(entries.clone()));
                     revoked.push(Revoked { debtor, lease: id, entries });
                 }
             }
             lease.settle(pool);
-            if lease.lent == 0 {
+            let over = lease.lent == 0;
+            self.give_back(id, taken, pool);
+            if over {
                 self.remove(id, pool);
             }
         }

@@ -128,6 +128,8 @@ enum State {
 struct Borrow {
     seq: SeqId,
     wanted: u32,
+    /// When the sequence came, if it does not run yet.
+    since_ms: Option<u64>,
     deadline_ms: u64,
     round: u32,
     state: State,
@@ -192,8 +194,16 @@ impl Debtor {
         self.issued
     }
 
-    pub(super) fn borrow(&mut self, seq: SeqId, blocks: u32, tier: TierWish, now_ms: u64) -> BorrowId {
+    pub(super) fn borrow(
+        &mut self,
+        seq: SeqId,
+        blocks: u32,
+        tier: TierWish,
+        since_ms: Option<u64>,
+        now_ms: u64,
+    ) -> BorrowId {
         let id = self.start(seq, blocks, LeasePurpose::Growth, tier, now_ms);
+        self.borrows.get_mut(&id).expect("just started").since_ms = since_ms;
         self.start_round(id, now_ms);
         id
     }
@@ -222,6 +232,44 @@ impl Debtor {
         id
     }
 
+    pub(super) fn next_request(&mut self) -> u64 {
+        self.issue()
+    }
+
+    /// See [`super::RManager::take_over`].
+    pub(super) fn take_over(
+        &mut self,
+        seq: SeqId,
+        lease: &BorrowedLease,
+        (ttl_ms, confirmed_ms): (u64, u64),
+        now_ms: u64,
+    ) -> bool {
+        if lease.blocks == 0 || self.held.get(lease.creditor, lease.lease).is_some() {
+            return false;
+        }
+        let held = Held {
+            quic_addr: lease.quic_addr.clone(),
+            epoch: lease.epoch,
+            seq,
+            blocks: lease.blocks,
+            released: RangeSet::default(),
+            ttl_ms: ttl_ms.max(limits::LEASE_RENEW_MS * 3),
+            confirmed_ms,
+            borrow: None,
+            reserved: None,
+        };
+        self.held.insert(lease.creditor, lease.lease, held, now_ms);
+        true
+    }
+
+    /// See [`super::RManager::decline`].
+    pub(super) fn decline(&mut self, lease: &BorrowedLease, now_ms: u64) {
+        if self.held.get(lease.creditor, lease.lease).is_none() {
+            let key = (lease.creditor, lease.lease);
+            self.held.start_release(key, lease.quic_addr.clone(), lease.epoch, 0..lease.blocks, now_ms);
+        }
+    }
+
     /// Nothing is borrowed from `creditor` for a while.
     pub(super) fn pause(&mut self, creditor: InstanceId, until_ms: u64) {
         self.paused.insert(creditor, until_ms);
@@ -233,6 +281,7 @@ impl Debtor {
         let borrow = Borrow {
             seq,
             wanted: blocks,
+            since_ms: None,
             deadline_ms: now_ms + limits::BORROW_DEADLINE_MS,
             round: 0,
             state: State::Advice { query: 0, asked_ms: None },
@@ -294,6 +343,7 @@ impl Debtor {
         self.held.outputs.push_back(match purpose {
             LeasePurpose::Growth => Output::BorrowFailed { borrow: id, seq, reason },
             LeasePurpose::Move | LeasePurpose::Swap => Output::NotReserved { borrow: id, seq, blocks_lendable },
+            LeasePurpose::Handover => panic!("nobody borrows what is handed over"),
         });
     }
 
@@ -367,7 +417,7 @@ impl Debtor {
         // Less per creditor, and the sequence would need more creditors than it may have.
         let blocks_min = match borrow.purpose {
             LeasePurpose::Growth => blocks.div_ceil(u32::try_from(limits::CREDITORS_MAX).expect("a small constant")),
-            LeasePurpose::Move | LeasePurpose::Swap => 1,
+            LeasePurpose::Move | LeasePurpose::Swap | LeasePurpose::Handover => 1,
         };
         borrow.state = State::Asking { request, candidate, sent_ms: now_ms, blocks };
         let body = ControlBody::LeaseRequest(LeaseRequest {
@@ -376,6 +426,7 @@ impl Debtor {
             blocks,
             blocks_min,
             purpose: borrow.purpose.into(),
+            waited_ms: borrow.since_ms.map(|since| u32::try_from(now_ms - since).unwrap_or(u32::MAX)),
         });
         self.held.outputs.push_back(Output::ToPeer { instance, quic_addr, body });
     }
@@ -454,11 +505,13 @@ impl Debtor {
 
     /// Tells the gManager, and goes on with the next candidate.
     fn refused(&mut self, id: BorrowId, creditor: InstanceId, blocks_lendable: u32, now_ms: u64) {
-        if let Some(borrow) = self.borrows.get_mut(&id) {
-            borrow.lendable = Some(blocks_lendable);
+        let borrow = self.borrows.get_mut(&id).expect("the borrow goes on");
+        borrow.lendable = Some(blocks_lendable);
+        // One that has the blocks keeps them for an older request: others may get them.
+        if blocks_lendable < borrow.wanted - borrow.got {
+            let refusal = Refusal { creditor: creditor.0, blocks_lendable };
+            self.held.outputs.push_back(Output::ToGManager(ControlBody::Refusal(refusal)));
         }
-        let refusal = Refusal { creditor: creditor.0, blocks_lendable };
-        self.held.outputs.push_back(Output::ToGManager(ControlBody::Refusal(refusal)));
         self.ask_next(id, now_ms);
     }
 
@@ -490,11 +543,14 @@ impl Debtor {
     }
 
     /// The creditor has taken entries (all of them, if `entries` is 0) of a lease back.
-    pub(super) fn on_revoked(&mut self, from: InstanceId, m: &LeaseRevoked) {
+    pub(super) fn on_revoked(&mut self, from: InstanceId, m: &LeaseRevoked, now_ms: u64) {
         let lease = LeaseId(m.lease);
         let unfinished = self.held.get(from, lease).is_some_and(|h| h.borrow.is_some());
         if m.entries == 0 || unfinished {
-            self.lose(from, lease);
+            // A borrow takes whole leases: what is left of this one goes back.
+            if let Some(held) = self.lose(from, lease).filter(|_| m.entries > 0) {
+                self.held.start_release((from, lease), held.quic_addr, held.epoch, 0..held.blocks, now_ms);
+            }
             return;
         }
         let entries = m.first..m.entries;

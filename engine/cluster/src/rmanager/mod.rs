@@ -30,12 +30,12 @@ pub use report::PlacementReport;
 use creditor::Creditor;
 use debtor::Debtor;
 use lagoon_kv::hash::ContentHash;
-use lagoon_kv::{Advance, BlockPool, LeaseHasher, Owner, PoolCounts, RemoteEntries};
+use lagoon_kv::{Advance, BlockIdentity, BlockPool, LeaseHasher, Owner, PoolCounts, RemoteEntries};
 use lagoon_protocol::{
     BorrowAdvice, ControlBody, Heartbeat, LeaseGrant, LeasePurpose, LeaseRefuse, LeaseRequest, Link, PlacementEntry,
     Recall, RefuseCode, TierWish,
 };
-use lagoon_types::{Epoch, InstanceId, KvRun, KvShape, LeaseId, LeaseRun, PhysBlock, SeqId, limits};
+use lagoon_types::{Epoch, InstanceId, KvRun, KvShape, KvSpace, LeaseId, LeaseRun, PhysBlock, SeqId, limits};
 use std::collections::BTreeMap;
 
 /// What an rManager manages, and how generous it is.
@@ -61,6 +61,8 @@ pub enum ConfigError {
     BlockTokens(u32),
     #[error("{blocks} blocks of {block_tokens} tokens exceed 32-bit slots")]
     TooManySlots { blocks: u32, block_tokens: u32 },
+    #[error("{0:?} is no space for the blocks of this instance")]
+    Space(KvSpace),
     #[error("the KV shape {0:?} holds nothing")]
     EmptyShape(KvShape),
     #[error("lease_ttl_ms is {0}: expected at least {min}", min = limits::LEASE_RENEW_MS * 3)]
@@ -166,14 +168,61 @@ impl RManager {
         self.debtor.set_instance(instance);
     }
 
-    // The owner.
-
-    /// Blocks for a sequence of this instance, all or nothing; best right behind `after`, its last local block.
-    pub fn allocate(&mut self, seq: SeqId, blocks: u32, after: Option<PhysBlock>) -> Option<Vec<PhysBlock>> {
-        self.pool.allocate(Owner::Own(seq), blocks, after)
+    /// Numbers blocks by addresses behind which memory is mapped. To be called before anything is allocated.
+    ///
+    /// # Errors
+    /// [`ConfigError`] if the space is not that of this instance's blocks, or its slots cannot be numbered.
+    pub fn address(&mut self, space: KvSpace) -> Result<(), ConfigError> {
+        let RManagerConfig { blocks_total: blocks, block_tokens, .. } = self.config;
+        if (space.blocks, space.block_tokens) != (blocks, block_tokens) || space.addresses().is_none() {
+            return Err(ConfigError::Space(space));
+        }
+        assert_eq!(self.available(), blocks, "addresses are chosen before they are given out");
+        self.pool = BlockPool::over(space);
+        Ok(())
     }
 
-    /// Gives a sequence's blocks back.
+    /// See [`BlockPool::take_freed`].
+    pub fn take_freed(&mut self) -> Vec<PhysBlock> {
+        self.pool.take_freed()
+    }
+
+    // The owner.
+
+    /// Blocks for a sequence of this instance, for its logical blocks `logical`, all or nothing. Where blocks are not
+    /// addressed by rows, best right behind `after`, its last local block.
+    pub fn allocate(
+        &mut self,
+        seq: SeqId,
+        logical: impl ExactSizeIterator<Item = u32>,
+        after: Option<PhysBlock>,
+    ) -> Option<Vec<PhysBlock>> {
+        self.pool.allocate_for(seq, logical, after)
+    }
+
+    /// Blocks that are kept of the longest prefix of `names`, for a sequence that has nothing here: see
+    /// [`BlockPool::adopt`].
+    pub fn adopt(&mut self, seq: SeqId, names: &[BlockIdentity]) -> Vec<PhysBlock> {
+        self.pool.adopt(seq, names)
+    }
+
+    /// Blocks that somebody has and that hold `names`: see [`BlockPool::held`].
+    #[must_use]
+    pub fn held_prefix(&self, names: &[BlockIdentity]) -> Vec<PhysBlock> {
+        self.pool.held(names)
+    }
+
+    /// Names what an own sealed block holds: see [`BlockPool::name`].
+    pub fn name(&mut self, block: PhysBlock, identity: BlockIdentity, depth: u32) {
+        self.pool.name(block, identity, depth);
+    }
+
+    /// What free blocks keep is not to be relied on any more.
+    pub fn drop_kept(&mut self) {
+        self.pool.drop_all();
+    }
+
+    /// Gives a sequence's blocks back. Those with a name keep what they hold.
     ///
     /// # Panics
     /// If one of them is not the sequence's.
@@ -245,7 +294,7 @@ impl RManager {
                 None
             }
             ControlBody::LeaseRevoked(m) => {
-                self.debtor.on_revoked(from, &m);
+                self.debtor.on_revoked(from, &m, now_ms);
                 None
             }
             _ => None,
@@ -298,7 +347,12 @@ impl RManager {
 
     /// As [`RManager::borrow`], in memory of this tier.
     pub fn borrow_in(&mut self, tier: TierWish, seq: SeqId, blocks: u32, now_ms: u64) -> BorrowId {
-        self.debtor.borrow(seq, blocks, tier, now_ms)
+        self.debtor.borrow(seq, blocks, tier, None, now_ms)
+    }
+
+    /// As [`RManager::borrow`], for a sequence that came at `since_ms` and does not run yet.
+    pub fn borrow_to_admit(&mut self, seq: SeqId, blocks: u32, since_ms: u64, now_ms: u64) -> BorrowId {
+        self.debtor.borrow(seq, blocks, TierWish::Any, Some(since_ms), now_ms)
     }
 
     /// As [`RManager::reserve`] for a move to host memory, wherever the gManager names some.
@@ -329,6 +383,12 @@ impl RManager {
     /// Own sequences will need so many blocks soon: they are not lent.
     pub fn set_growth_reserve(&mut self, blocks: u32) {
         self.creditor.growth_reserve = blocks;
+    }
+
+    /// An own request waits since then for memory that this instance has, and the pool's elder: nothing is lent to admit
+    /// a younger one than either.
+    pub fn set_waiting(&mut self, own_since_ms: Option<u64>, elder: Option<(InstanceId, u64)>) {
+        (self.creditor.waiting_since_ms, self.creditor.elder) = (own_since_ms, elder);
     }
 
     /// A creditor recalled blocks: nothing is borrowed from it before `until_ms`.
@@ -387,6 +447,79 @@ impl RManager {
             return Err(refuse);
         }
         self.creditor.on_request(from, request, now_ms, &mut self.pool)
+    }
+
+    /// An own sequence's blocks, which hold `tokens` tokens, become a lease of `debtor`'s sequence `seq`: the answer to its
+    /// request `request`, which it has not asked for in any other way. The bound on what is lent does not count them.
+    ///
+    /// # Panics
+    /// If one of them is not the sequence's.
+    pub fn hand_over(
+        &mut self,
+        own: SeqId,
+        (debtor, seq, request): (InstanceId, SeqId, u64),
+        blocks: Vec<PhysBlock>,
+        tokens: u32,
+        now_ms: u64,
+    ) -> LeaseGrant {
+        self.creditor.hand_over(Owner::Own(own), (debtor, seq, request), blocks, tokens, now_ms, &mut self.pool)
+    }
+
+    /// Transports may read a lent lease's memory until [`RManager::unpin`]: blocks of it that are given back are free only
+    /// then.
+    pub fn pin(&mut self, lease: LeaseId) {
+        self.creditor.pin(lease);
+    }
+
+    /// No transport reads it any more.
+    pub fn unpin(&mut self, lease: LeaseId) {
+        self.creditor.unpin(lease, &mut self.pool);
+    }
+
+    /// The debtor of a handed-over lease never took it: it is freed.
+    pub fn take_back(&mut self, debtor: InstanceId, lease: LeaseId, epoch: Epoch) {
+        let release = lagoon_protocol::LeaseRelease { lease: lease.0, epoch: epoch.0, entries: u32::MAX, first: 0 };
+        self.creditor.on_release(debtor, &release, &mut self.pool);
+    }
+
+    /// The debtor of a handed-over lease showed that it waits for it.
+    pub fn touch(&mut self, debtor: InstanceId, lease: LeaseId, now_ms: u64) {
+        let renew = lagoon_protocol::LeaseRenew { leases: vec![lease.0] };
+        self.creditor.on_renew(debtor, &renew, now_ms);
+    }
+
+    /// Lent blocks that the bound on what is lent does not count: see [`RManager::hand_over`].
+    #[must_use]
+    pub fn handed_over(&self) -> u32 {
+        self.creditor.handed_over()
+    }
+
+    /// Blocks of ended leases that transports still read.
+    #[must_use]
+    pub fn held_back(&self) -> u32 {
+        self.creditor.held_back()
+    }
+
+    /// A number for a prefill that another instance is asked for; apart from those of borrows.
+    pub fn next_request(&mut self) -> u64 {
+        self.debtor.next_request()
+    }
+
+    /// A worker computed KV for a sequence, and lends it since: it is held like a borrowed lease. `confirmed_ms` is when
+    /// the last message was sent that the creditor answered before it lent. False if it is held already.
+    pub fn take_over(
+        &mut self,
+        seq: SeqId,
+        lease: &BorrowedLease,
+        (ttl_ms, confirmed_ms): (u64, u64),
+        now_ms: u64,
+    ) -> bool {
+        self.debtor.take_over(seq, lease, (ttl_ms, confirmed_ms), now_ms)
+    }
+
+    /// A worker lends KV that nobody wants any more.
+    pub fn decline(&mut self, lease: &BorrowedLease, now_ms: u64) {
+        self.debtor.decline(lease, now_ms);
     }
 
     /// Rows of the request placement map for what others' requests have here.

@@ -59,6 +59,28 @@ fn write(rm: &mut RManager, (lease, epoch): (LeaseId, Epoch), layer: u32, tokens
     pieces
 }
 
+/// Age decides about memory for what does not run yet, and about nothing else.
+#[test]
+fn nothing_is_lent_to_admit_a_younger_request_than_one_that_waits() {
+    let mut rm = manager();
+    let asks = |rm: &mut RManager, from: InstanceId, id: u64, waited_ms: Option<u32>| {
+        let request = LeaseRequest { waited_ms, ..request(id, 1, 1) };
+        rm.on_lease_request(from, &request, 60_000).map_err(|refuse| refuse.blocks_lendable)
+    };
+    rm.set_waiting(Some(50_000), None);
+    assert_eq!(asks(&mut rm, A, 1, Some(9_999)), Err(12), "it has the blocks, and keeps them");
+    assert!(asks(&mut rm, A, 2, Some(10_001)).is_ok(), "an older one");
+    assert!(asks(&mut rm, A, 3, None).is_ok(), "one that runs");
+    // The pool's elder waits at A: B's younger requests and moves wait too, A's do not.
+    rm.set_waiting(None, Some((A, 40_000)));
+    assert!(asks(&mut rm, A, 4, Some(5_000)).is_ok());
+    assert!(asks(&mut rm, B, 5, Some(5_000)).is_err());
+    assert!(asks(&mut rm, B, 6, Some(20_001)).is_ok());
+    let moved = LeaseRequest { purpose: LeasePurpose::Move.into(), ..request(7, 1, 1) };
+    assert!(rm.on_lease_request(B, &moved, 60_000).is_err());
+    assert!(rm.on_lease_request(A, &LeaseRequest { request: 8, ..moved }, 60_000).is_ok());
+}
+
 #[test]
 fn configurations_that_cannot_work_are_named() {
     let with = |f: fn(&mut RManagerConfig)| {
@@ -79,12 +101,12 @@ fn lending_stops_at_the_cap_and_at_the_reserve() {
     lend(&mut rm, 1, 10);
     assert_eq!(rm.lendable(), 2, "the cap is 12");
     // Growth may use the reserve, lending may not.
-    assert!(rm.allocate(SeqId(1), 6, None).is_some());
+    assert!(rm.allocate(SeqId(1), 0..6, None).is_some());
     assert_eq!((rm.available(), rm.lendable()), (4, 0));
     let refuse = rm.on_lease_request(A, &request(2, 1, 1), 0).unwrap_err();
     assert_eq!((refuse.request, refuse.blocks_lendable), (2, 0));
-    assert!(rm.allocate(SeqId(1), 4, None).is_some());
-    assert!(rm.allocate(SeqId(1), 1, None).is_none());
+    assert!(rm.allocate(SeqId(1), 0..4, None).is_some());
+    assert!(rm.allocate(SeqId(1), 0..1, None).is_none());
 }
 
 #[test]
@@ -156,7 +178,7 @@ fn layers_are_written_in_order_and_only_once() {
 #[test]
 fn pieces_follow_the_physical_blocks() {
     let mut rm = manager();
-    let own = rm.allocate(SeqId(1), 20, None).unwrap();
+    let own = rm.allocate(SeqId(1), 0..20, None).unwrap();
     let odd: Vec<_> = own.iter().copied().filter(|b| b.0 % 2 == 1 || b.0 == 6).collect();
     rm.free(SeqId(1), &odd);
     // The longest extent (5, 6, 7) comes first, then the first of the equal ones.

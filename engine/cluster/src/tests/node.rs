@@ -144,7 +144,7 @@ impl Node {
         let seq = self.seqs.get_mut(&id).unwrap();
         assert!(seq.borrow.is_none());
         let local = local.min(blocks).min(self.rm.available());
-        let got = self.rm.allocate(id, local, seq.table.last_local()).unwrap();
+        let got = self.rm.allocate(id, seq.table.blocks()..seq.table.blocks() + local, seq.table.last_local()).unwrap();
         seq.table.push_local(&got);
         if blocks > local {
             seq.borrow = Some((self.rm.borrow(id, blocks - local, now_ms), now_ms));

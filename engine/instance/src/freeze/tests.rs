@@ -44,7 +44,9 @@ fn config() -> InstanceConfig {
         fetch_tokens: 0,
         link_bytes_per_s: 1e9,
         attention_flops: 1e9,
+        prefix_cache: true,
         target_step_ms: None,
+        transfer: None,
     }
 }
 
@@ -75,6 +77,7 @@ impl Scene {
         scene.on(Event::GManager(ControlBody::HeartbeatAck(ack)));
         let request = GenerateRequest {
             prompt: vec![1; 30],
+            answered: 0,
             max_tokens: 2,
             sampling: SamplingParams::default(),
             stop_ids: Vec::new(),

@@ -3,7 +3,7 @@
 //! Reads are bounded by one layer of one block each, so that the device is never held for long; all together by bytes in
 //! flight; and beside a step by the pace. A lease is written block by block in ascending order, as every lease is.
 
-use super::{Item, Move};
+use super::{Item, Move, Place};
 use crate::event::Effect;
 use crate::instance::Instance;
 use bytes::Bytes;
@@ -11,7 +11,7 @@ use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_kv::Placement;
 use lagoon_protocol::{BulkFrame, RefuseCode};
 use lagoon_runner::{Command, GuestRead, GuestTag, GuestWrite};
-use lagoon_types::limits::MOVE_RESERVE_MS;
+use lagoon_types::limits::{MOVE_RESERVE_MS, MOVE_WINDOW_MS};
 use lagoon_types::{InstanceId, LeaseId};
 
 impl Instance {
@@ -23,14 +23,17 @@ impl Instance {
     pub(crate) fn pump_moves(&mut self) {
         let layers = self.config.kv.layers;
         let layer_bytes = self.layer_bytes();
-        let most = self.moves.bytes_in_flight_max.max(2 * layer_bytes * u64::from(layers));
         let numbers: Vec<u64> = self.moves.moves.keys().copied().collect();
         for no in numbers {
+            let most = self.bytes_in_flight_max(no).max(2 * layer_bytes);
             loop {
                 let steps = self.lanes.iter().any(Option::is_some);
                 let busy = steps || !self.moves.pace.overlaps() && self.sched.running_len() > 0;
-                if self.moves.bytes_in_flight + layer_bytes > most || busy && !self.moves.pace.allows() {
+                if busy && !self.moves.pace.allows() {
                     return;
+                }
+                if self.moves.bytes_in_flight + layer_bytes > most {
+                    break;
                 }
                 let next = self.moves.moves.get_mut(&no).and_then(|m| m.items.iter_mut().find(|i| i.asked < layers));
                 let Some(item) = next else { break };
@@ -47,6 +50,18 @@ impl Instance {
                 }
             }
         }
+    }
+
+    /// Bytes that may be under way in all while a move goes on: the slower of its links is kept busy, and no more.
+    fn bytes_in_flight_max(&self, no: u64) -> u64 {
+        let Some(entry) = self.moves.moves.get(&no) else { return 0 };
+        let ends = [entry.source, entry.target];
+        let creditors = ends.iter().filter_map(|p| if let Place::At(creditor) = p { Some(*creditor) } else { None });
+        let creditors = creditors.chain(entry.lease.as_ref().map(|l| l.creditor));
+        let known = |creditor| self.peers.key(creditor).and_then(|peer| self.peers.known(peer));
+        let rates = creditors.filter_map(known).map(|k| k.bytes_per_s).filter(|rate| *rate > 0);
+        let carried = rates.min().map(|rate| rate.saturating_mul(MOVE_WINDOW_MS) / 1_000);
+        carried.map_or(self.moves.bytes_in_flight_max, |bytes| bytes.min(self.moves.bytes_in_flight_max))
     }
 
     /// Asks for one layer of a block. False if its source cannot be asked.
@@ -176,6 +191,7 @@ impl Instance {
         let tag = self.moves.tag((no, block, layer));
         self.guests.queue_write(kv.len());
         let write = GuestWrite { tag: Some(tag), layer, pieces: vec![(phys.0 * tokens, tokens)], kv };
+        self.release_freed();
         self.effects.push(Effect::Runner(Command::GuestWrite(write)));
     }
 

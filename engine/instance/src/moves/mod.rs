@@ -243,7 +243,8 @@ impl Instance {
 
     /// Blocks of a sequence at `source` that can move now and are in no move, ascending.
     fn candidates(&self, id: SeqId, source: Place) -> Vec<(u32, Placement)> {
-        let Some(seq) = self.seqs.get(&id).filter(|_| self.sched.is_running(id) || self.is_frozen(id)) else {
+        let movable = !self.prefills.is_job(id) && (self.sched.is_running(id) || self.is_frozen(id));
+        let Some(seq) = self.seqs.get(&id).filter(|_| movable) else {
             return Vec::new();
         };
         let of = self.moves.moves.values().filter(|m| m.seq == id);
@@ -374,13 +375,13 @@ impl Instance {
         }
         let (seq, source, first) = (entry.seq, entry.source, entry.first);
         let n = n.min(room);
-        let Some(own) = (n > 0).then(|| self.rm.allocate(seq, n, None)).flatten() else {
+        let chosen = self.choose(seq, source, first, n);
+        let logical: Vec<u32> = chosen.iter().map(|(block, _)| *block).collect();
+        let Some(own) = (n > 0).then(|| self.rm.allocate(seq, logical.into_iter(), None)).flatten() else {
             return self.close_move(no, "this instance has no room", false);
         };
-        let chosen = self.choose(seq, source, first, n);
         let items: Vec<Item> =
             chosen.into_iter().zip(&own).map(|(from, to)| self.item(from, Placement::Local(*to))).collect();
-        self.rm.free(seq, &own[items.len()..]);
         if let Some(entry) = self.moves.moves.get_mut(&no) {
             entry.items = items;
         }

@@ -19,6 +19,12 @@ impl SeqBlocks {
         self.holes
     }
 
+    /// Which blocks have no place, ascending.
+    #[must_use]
+    pub fn hole_blocks(&self) -> Vec<u32> {
+        (0..).zip(&self.blocks).filter(|(_, p)| matches!(p, Placement::Hole)).map(|(block, _)| block).collect()
+    }
+
     /// Positions whose KV is to be computed again, ascending.
     #[must_use]
     pub fn lost(&self) -> &[Range<u32>] {

@@ -5,7 +5,7 @@
 //! mapping, not by copying.
 
 use super::VmmError;
-use super::row::{Slot, Use};
+use super::row::Use;
 use super::state::{Plan, Vmm};
 use lagoon_types::KvRun;
 use std::ops::Range;
@@ -23,7 +23,7 @@ impl Vmm {
     }
 
     /// Lends `blocks` rBlocks more, behind what the guest has: they will hold the tokens from position `first_pos` on.
-    /// Cached stripes serve where no free one is left.
+    /// Kept stripes serve where no free one is left.
     ///
     /// # Errors
     /// [`VmmError::OutOfMemory`], [`VmmError::TooLong`] (compacting may help). Nothing has changed then.
@@ -58,8 +58,9 @@ impl Vmm {
             if self.rows[row].guests[block as usize].take().is_none() {
                 continue;
             }
-            for at in self.stripes_of(block) {
-                self.unmap(&mut plan, row, at, Slot::Vacant);
+            for at in self.stripes_of(block..block + 1) {
+                self.unmap_at(&mut plan, row, at);
+                self.rows[row].vacant.insert(at);
             }
             self.counters.recalled += 1;
         }
@@ -74,13 +75,13 @@ impl Vmm {
         for from in 0..u32::try_from(self.rows[row].guests.len()).expect("rBlocks fit u32") {
             let Some(first_pos) = self.rows[row].guests[from as usize] else { continue };
             if from != to {
-                for (source, target) in self.stripes_of(from).zip(self.stripes_of(to)) {
-                    let Some(Slot::Mapped(stripe)) = self.rows[row].slots.get(source).copied() else {
-                        panic!("a guest's block is mapped");
-                    };
+                for (source, target) in self.stripes_of(from..from + 1).zip(self.stripes_of(to..to + 1)) {
+                    let stripe = self.places.at(self.place_of(row, source)).stripe();
                     // At the new place first, so that the stripe is mapped somewhere at any time.
-                    self.map(&mut plan, row, target, stripe);
-                    self.unmap(&mut plan, row, source, Slot::Vacant);
+                    self.map_at(&mut plan, row, target, stripe.expect("a guest's block is mapped"));
+                    self.unmap_at(&mut plan, row, source);
+                    self.rows[row].vacant.remove(&target);
+                    self.rows[row].vacant.insert(source);
                 }
                 self.rows[row].guests[from as usize] = None;
                 self.rows[row].guests[to as usize] = Some(first_pos);
@@ -89,7 +90,9 @@ impl Vmm {
             to += 1;
         }
         self.rows[row].guests.truncate(to as usize);
-        self.rows[row].slots.truncate((to * self.layout.block_stripes()) as usize);
+        let high = to * self.layout.block_stripes();
+        self.rows[row].high = high;
+        self.rows[row].vacant.retain(|at| *at < high);
         plan
     }
 
@@ -98,7 +101,9 @@ impl Vmm {
         let blocks = u32::try_from(self.rows[row].guests.len()).expect("rBlocks fit u32");
         let plan = self.recall(row, 0..blocks);
         let entry = &mut self.rows[row];
-        (entry.used, entry.guests, entry.slots) = (Use::Idle, Vec::new(), Vec::new());
+        (entry.used, entry.high) = (Use::Idle, 0);
+        entry.guests.clear();
+        entry.vacant.clear();
         plan
     }
 
@@ -116,10 +121,5 @@ impl Vmm {
             }
         }
         runs
-    }
-
-    fn stripes_of(&self, block: u32) -> Range<usize> {
-        let stripes = self.layout.block_stripes() as usize;
-        block as usize * stripes..(block as usize + 1) * stripes
     }
 }

@@ -4,17 +4,22 @@
 //! memory and calls no driver. Whoever carries the commands out does it in their order and, if one fails, undoes those
 //! before it and gives the [`Plan`] back ([`Vmm::undo`]), after which the accounting is as it was.
 //!
-//! Rows are what the paper calls reqIds: ranges of virtual memory, one for each request that runs, and some for
+//! Addresses are given out by the caller ([`Vmm::hold`], [`Vmm::release`]), as [`crate::BlockPool`] does for the engine, or
+//! here by rows: what the paper calls reqIds, ranges of virtual memory, one for each request that runs, and some for
 //! guests (rBlocks lent to other instances). The unit of accounting is the stripe, see [`VmmLayout`].
 //!
 //! Invariants, asserted at every change and recounted by [`Vmm::check`]:
 //! * a virtual place holds at most one stripe; `free + stripes mapped somewhere == total`;
 //! * a stripe that is mapped more than once (a shared prefix) is never written: rows write behind their shared tokens,
-//!   and a row that is freed gives its shared stripes up rather than keep them for the next request;
-//! * nothing that a request or guest holds is unmapped but by its own release; only what is cached is reclaimed.
+//!   and a holder that ends has its shared stripes unmapped rather than kept for the next;
+//! * nothing that somebody holds is unmapped but by its own release; only what is kept is reclaimed.
 
+#[cfg(test)]
+mod direct_tests;
 mod guests;
 mod layout;
+mod places;
+mod requests;
 mod row;
 mod state;
 #[cfg(test)]
@@ -33,7 +38,7 @@ pub enum VmmError {
     #[error("{needed} bytes of addresses are needed and {available} are there: lower the batch or the context")]
     Addresses { needed: u64, available: u64 },
     /// No physical memory is left: the caller preempts a request and tries again. Nothing has changed.
-    #[error("{needed} page groups are needed and {available} are free or cached")]
+    #[error("{needed} page groups are needed and {available} are free or kept")]
     OutOfMemory { needed: u64, available: u64 },
     /// All rows are taken.
     #[error("every request id is in use")]

@@ -1,9 +1,9 @@
-//! [`Vmm`]: requests' rows, their growth, and what happens ahead of time.
+//! [`Vmm`]: what it is made of, and what happens ahead of time.
 
-use super::row::{Row, Slot, Use};
+use super::places::{Place, Places};
+use super::row::{Row, Use};
 use super::{VmmError, VmmLayout};
 use crate::extents::Extents;
-use lagoon_types::KvRun;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -22,11 +22,13 @@ pub enum Command {
 #[derive(Debug)]
 #[must_use = "the commands are to be carried out, or the plan undone"]
 pub struct Plan {
-    commands: Vec<Command>,
-    rows: BTreeMap<usize, Row>,
+    pub(super) commands: Vec<Command>,
+    /// What places were before, in the order of the changes.
+    pub(super) states: Vec<(u32, Place)>,
+    pub(super) rows: BTreeMap<usize, Row>,
     /// Ranges that were taken (true) or given back, in order.
-    ranges: Vec<(bool, Range<u32>)>,
-    next: Option<Option<usize>>,
+    pub(super) ranges: Vec<(bool, Range<u32>)>,
+    pub(super) next: Option<Option<usize>>,
     counters: VmmCounters,
 }
 
@@ -46,6 +48,8 @@ impl Plan {
 /// How much there is, and when to act ahead of need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct VmmConfig {
+    /// rBlocks of addresses, the first ones, that the caller gives out itself ([`Vmm::hold`]).
+    pub direct_blocks: u32,
     /// Requests that run at once (B).
     pub batch_max: u32,
     /// Tokens of the longest request (L).
@@ -62,7 +66,7 @@ pub struct VmmConfig {
     pub grow: bool,
     /// Stripes that are kept mapped in the row that the next request gets.
     pub eager_stripes: u32,
-    /// Cached stripes are reclaimed when fewer than this many are free.
+    /// Kept stripes are reclaimed when fewer than this many are free.
     pub reclaim_below: u32,
 }
 
@@ -75,9 +79,10 @@ pub struct VmmCounters {
     pub ahead: u64,
     /// Mapped for the next request id before it was asked for.
     pub eager: u64,
-    /// Found mapped by a request that had just come: what deferred reclamation saved.
+    /// Found mapped where they were wanted: by what deferred reclamation left, and for addresses that the caller gives out
+    /// by what was mapped ahead.
     pub reused: u64,
-    /// Cached, and unmapped for want of free ones.
+    /// Kept, and unmapped for want of free ones.
     pub reclaimed: u64,
     /// Mapped a second time for a shared prefix.
     pub shared: u64,
@@ -87,7 +92,7 @@ pub struct VmmCounters {
     pub lent: u64,
     pub recalled: u64,
     pub compacted: u64,
-    /// Steps that found no memory.
+    /// Times that there was no memory.
     pub refused: u64,
 }
 
@@ -96,19 +101,19 @@ pub struct VmmCounters {
 pub struct Vmm {
     pub(super) layout: VmmLayout,
     pub(super) config: VmmConfig,
+    pub(super) places: Places,
     pub(super) rows: Vec<Row>,
     /// Free rBlocks of addresses.
-    addresses: Extents,
+    pub(super) addresses: Extents,
     /// rBlocks of addresses in all.
     address_blocks: u32,
     /// rBlocks of a request's range at first, and at most.
-    first_blocks: u32,
-    most_blocks: u32,
-    /// Places where each stripe is mapped; 0 is free.
-    refs: Vec<u32>,
-    free: Vec<Stripe>,
+    pub(super) first_blocks: u32,
+    pub(super) most_blocks: u32,
     /// Idle row that the next request gets.
-    next: Option<usize>,
+    pub(super) next: Option<usize>,
+    /// Direct rBlocks that the next iteration may need, and those that the next request may begin with.
+    expected: [Vec<u32>; 2],
     pub(super) counters: VmmCounters,
 }
 
@@ -124,10 +129,11 @@ impl Vmm {
         let available = (config.address_bytes_max / block_bytes).min(numbered);
         let most = layout.blocks_for(config.context_max).max(1);
         let guests = u64::from(config.guests_max) * u64::from(config.guest_blocks_max);
-        let needed = u64::from(config.batch_max) * u64::from(most) + guests;
+        let fixed = u64::from(config.direct_blocks) + guests;
+        let needed = u64::from(config.batch_max) * u64::from(most) + fixed;
         let short = |available: u64| {
             // Half of what is left goes to the rows' first ranges, the rest is for those that grow.
-            let each = available.saturating_sub(guests) / 2 / u64::from(config.batch_max.max(1));
+            let each = available.saturating_sub(fixed) / 2 / u64::from(config.batch_max.max(1));
             u32::try_from(each).unwrap_or(u32::MAX).min(most)
         };
         let first = if needed <= available { most } else { short(available) };
@@ -137,24 +143,25 @@ impl Vmm {
         }
         let blocks = u32::try_from(needed.min(available)).expect("bounded by what u32 numbers");
         // Guests have their ranges for good, behind those of the requests.
-        let mut rows = vec![Row::new(); config.batch_max as usize];
+        let mut rows = vec![Row::new(0..0); config.batch_max as usize];
         let mut addresses = Extents::new(blocks);
+        addresses.take_at(0, config.direct_blocks);
         for guest in 1..=config.guests_max {
             let start = blocks - guest * config.guest_blocks_max;
             addresses.take_at(start, config.guest_blocks_max);
-            rows.push(Row { range: start..start + config.guest_blocks_max, ..Row::new() });
+            rows.push(Row::new(start..start + config.guest_blocks_max));
         }
         Ok(Self {
             layout,
             config,
+            places: Places::new(blocks * layout.block_stripes(), config.stripes),
             rows,
             addresses,
             address_blocks: blocks,
             first_blocks: first,
             most_blocks: most,
-            refs: vec![0; config.stripes as usize],
-            free: (0..config.stripes).rev().map(Stripe).collect(),
             next: None,
+            expected: [Vec::new(), Vec::new()],
             counters: VmmCounters::default(),
         })
     }
@@ -183,97 +190,17 @@ impl Vmm {
     /// Stripes that are mapped nowhere.
     #[must_use]
     pub fn free_stripes(&self) -> u32 {
-        u32::try_from(self.free.len()).expect("stripes fit u32")
+        self.places.free()
     }
 
-    /// Stripes that only idle rows hold.
+    /// Stripes that are mapped and nobody's.
     #[must_use]
-    pub fn cached_stripes(&self) -> u32 {
-        self.idle().map(|row| self.rows[row].mapped()).sum()
-    }
-
-    /// First slot of a row: a run of its token `t` has the base `slot0 + t`. 0 while nothing was ever mapped.
-    #[must_use]
-    pub fn slot0(&self, row: usize) -> u32 {
-        self.rows[row].range.start * self.layout.block_tokens()
-    }
-
-    /// Gives a request its row, marked active: the one prepared for it, else the idle row with most mapped.
-    ///
-    /// # Errors
-    /// [`VmmError::NoRow`].
-    pub fn alloc_reqid(&mut self) -> Result<usize, VmmError> {
-        let row = self.next.take().or_else(|| self.best_idle()).ok_or(VmmError::NoRow)?;
-        let entry = &mut self.rows[row];
-        assert_eq!(entry.used, Use::Idle, "the next row is idle");
-        entry.used = Use::Request;
-        entry.tokens = 0;
-        self.next = self.best_idle();
-        Ok(row)
-    }
-
-    /// Takes a request's row back. What it alone has mapped stays, for the next request; what it shares is unmapped.
-    ///
-    /// # Panics
-    /// If the row has no request.
-    pub fn free_reqid(&mut self, row: usize) -> Plan {
-        assert_eq!(self.rows[row].used, Use::Request, "row {row} has no request");
-        let mut plan = self.begin_with(row);
-        let shared: Vec<usize> =
-            self.rows[row].stripes().filter(|(_, s)| self.refs[s.0 as usize] > 1).map(|(at, _)| at).collect();
-        shared.into_iter().for_each(|at| self.unmap(&mut plan, row, at, Slot::Empty));
-        let entry = &mut self.rows[row];
-        entry.used = Use::Idle;
-        entry.tokens = 0;
-        entry.shared_tokens = 0;
-        entry.slots.iter_mut().filter(|slot| **slot == Slot::Vacant).for_each(|slot| *slot = Slot::Empty);
-        while entry.slots.last() == Some(&Slot::Empty) {
-            entry.slots.pop();
-        }
-        plan.next = Some(self.next);
-        self.next = self.best_idle();
-        plan
-    }
-
-    /// Makes physical memory lie behind the first `lengths[row]` tokens of every active row, all or nothing. Rows of no
-    /// request are 0. Cached stripes serve where no free one is left.
-    ///
-    /// # Errors
-    /// [`VmmError::OutOfMemory`] (preempt somebody), [`VmmError::TooLong`]. Nothing has changed then.
-    pub fn step(&mut self, lengths: &[u32]) -> Result<Plan, VmmError> {
-        assert_eq!(lengths.len(), self.config.batch_max as usize, "a length for every row");
-        let before = self.counters;
-        let mut plan = self.begin();
-        for (row, tokens) in lengths.iter().enumerate() {
-            if *tokens == 0 {
-                continue;
-            }
-            assert_eq!(self.rows[row].used, Use::Request, "row {row} has no request");
-            let first = self.rows[row].tokens == 0;
-            let cached = u64::from(self.rows[row].mapped().min(self.layout.stripes_for(*tokens)));
-            if let Err(error) = self.extend(&mut plan, row, *tokens, true) {
-                self.undo(plan);
-                self.counters.refused += 1;
-                return Err(error);
-            }
-            if first && self.rows[row].shared_tokens == 0 {
-                self.counters.reused += cached;
-            }
-        }
-        for (row, tokens) in lengths.iter().enumerate().filter(|(_, tokens)| **tokens > 0) {
-            if self.rows[row].tokens != *tokens {
-                self.keep(&mut plan, row);
-                self.rows[row].tokens = *tokens;
-            }
-        }
-        let maps = plan.commands.iter().filter(|c| matches!(c, Command::Map { .. })).count() as u64;
-        let moved = self.counters.moved - before.moved;
-        self.counters.in_step += maps - moved;
-        Ok(plan)
+    pub fn kept_stripes(&self) -> u32 {
+        self.places.kept()
     }
 
     /// What can be done while an iteration runs (§6.1): maps what every request needs to grow by one token, keeps the
-    /// next request's row prepared, and, if it may `reclaim`, unmaps cached stripes while few are free. Never fails and
+    /// next request's row prepared, and, if it may `reclaim`, unmaps kept stripes while few are free. Never fails and
     /// takes nothing from anybody: what cannot be had is left to the next step. Unmaps nothing else.
     pub fn ahead(&mut self, reclaim: bool) -> Plan {
         let mut plan = self.begin();
@@ -287,144 +214,134 @@ impl Vmm {
                 self.counters.ahead += u64::from(self.fill(&mut plan, row, stripes));
             }
         }
+        let wanted = std::mem::take(&mut self.expected[0]);
+        self.counters.ahead += u64::from(self.prepare(&mut plan, &wanted, 0));
         if reclaim && self.free_stripes() < self.config.reclaim_below {
-            self.reclaim(&mut plan, self.config.reclaim_below);
+            self.counters.reclaimed += u64::from(self.places.reclaim(&mut plan, self.config.reclaim_below));
         }
+        // Not below what makes the next call reclaim it again.
+        let wanted = std::mem::take(&mut self.expected[1]);
+        self.counters.eager += u64::from(self.prepare(&mut plan, &wanted, self.config.reclaim_below));
         if let Some(row) = self.next
             && (!self.rows[row].range.is_empty() || self.place(&mut plan, row, self.first_blocks))
         {
             let stripes = self.config.eager_stripes.min(self.range_stripes(row));
-            // Not below what makes the next call reclaim it again.
             let spare = self.free_stripes().saturating_sub(self.config.reclaim_below);
-            let mapped = self.rows[row].empty_below(stripes).count();
-            if mapped <= spare as usize {
+            if self.empty_below(row, stripes).len() <= spare as usize {
                 self.counters.eager += u64::from(self.fill(&mut plan, row, stripes));
+                self.give_up_row(&mut plan, row);
             }
         }
         plan
     }
 
-    /// Maps the front of `from`'s memory in `to`, too: as many whole rBlocks of the first `tokens` tokens as there are.
-    /// `to` is a request that has not begun. Returns the tokens that it need not compute.
+    // Addresses that the caller gives out.
+
+    /// Makes physical memory lie behind whole direct rBlocks, all or nothing: they are somebody's from now on. Those that
+    /// are already stay so.
     ///
     /// # Errors
-    /// [`VmmError::TooLong`], as [`Vmm::step`].
-    ///
-    /// # Panics
-    /// If `from` has not got those tokens, or `to` has begun.
-    pub fn share(&mut self, from: usize, to: usize, tokens: u32) -> Result<(Plan, u32), VmmError> {
-        let (source, target) = (&self.rows[from], &self.rows[to]);
-        assert!(from != to && source.used == Use::Request && target.used == Use::Request, "two requests share");
-        assert!(tokens <= source.tokens && target.tokens == 0, "what is shared is written, and nothing of ours is");
-        let blocks = tokens / self.layout.block_tokens();
-        let stripes = (blocks * self.layout.block_stripes()) as usize;
-        let front: Option<Vec<Stripe>> = (0..stripes)
-            .map(|at| match source.slots.get(at) {
-                Some(Slot::Mapped(stripe)) => Some(*stripe),
-                _ => None,
-            })
-            .collect();
-        let Some(front) = front.filter(|f| !f.is_empty()) else { return Ok((self.begin(), 0)) };
-        let tokens = blocks * self.layout.block_tokens();
-        let mut plan = self.begin_with(from);
-        self.keep(&mut plan, to);
-        if let Err(error) = self.ensure_range(&mut plan, to, tokens) {
-            self.undo(plan);
-            return Err(error);
-        }
-        for (at, stripe) in front.into_iter().enumerate() {
-            if matches!(self.rows[to].slots.get(at), Some(Slot::Mapped(_))) {
-                self.unmap(&mut plan, to, at, Slot::Empty);
-            }
-            self.map(&mut plan, to, at, stripe);
-            self.counters.shared += 1;
-        }
-        (self.rows[to].shared_tokens, self.rows[to].tokens) = (tokens, tokens);
-        self.rows[from].shared_tokens = self.rows[from].shared_tokens.max(tokens);
-        Ok((plan, tokens))
-    }
-
-    /// Unmaps rBlocks of a request that it does not hold here any more: lent, or behind its window. Growth leaves the
-    /// hole.
-    ///
-    /// # Panics
-    /// If the row has no request, or the blocks are not full yet.
-    pub fn vacate(&mut self, row: usize, blocks: Range<u32>) -> Plan {
-        assert_eq!(self.rows[row].used, Use::Request, "row {row} has no request");
-        assert!(blocks.end * self.layout.block_tokens() <= self.rows[row].tokens, "only full blocks move");
-        let mut plan = self.begin_with(row);
-        let stripes = self.layout.block_stripes();
-        for at in (blocks.start * stripes) as usize..(blocks.end * stripes) as usize {
-            match self.rows[row].slots.get(at) {
-                Some(Slot::Mapped(_)) => self.unmap(&mut plan, row, at, Slot::Vacant),
-                _ => self.rows[row].set(at, Slot::Vacant),
+    /// [`VmmError::OutOfMemory`]: preempt somebody. Nothing has changed then.
+    pub fn hold(&mut self, blocks: impl Iterator<Item = u32>) -> Result<Plan, VmmError> {
+        let mut plan = self.begin();
+        let mut missing = Vec::new();
+        // What is kept there first, so that it is not reclaimed for the others.
+        for block in blocks {
+            for place in self.direct(block) {
+                match self.places.at(place) {
+                    Place::Held(_) => {}
+                    Place::Kept(..) => self.counters.reused += u64::from(self.places.hold(&mut plan, place)),
+                    Place::Empty => missing.push(place),
+                }
             }
         }
-        plan
-    }
-
-    /// Maps memory behind vacated rBlocks again, which the caller then fills.
-    ///
-    /// # Errors
-    /// [`VmmError::OutOfMemory`]; nothing has changed then.
-    pub fn restore(&mut self, row: usize, blocks: Range<u32>) -> Result<Plan, VmmError> {
-        assert_eq!(self.rows[row].used, Use::Request, "row {row} has no request");
-        let mut plan = self.begin_with(row);
-        let stripes = self.layout.block_stripes();
-        let vacant: Vec<usize> = ((blocks.start * stripes) as usize..(blocks.end * stripes) as usize)
-            .filter(|at| self.rows[row].slots.get(*at) == Some(&Slot::Vacant))
-            .collect();
-        if let Err(error) = self.ensure_free(&mut plan, vacant.len()) {
+        missing.sort_unstable();
+        missing.dedup();
+        if let Err(error) = self.ensure_free(&mut plan, missing.len()) {
             self.undo(plan);
+            self.counters.refused += 1;
             return Err(error);
         }
-        for at in vacant {
-            let stripe = *self.free.last().expect("made sure of");
-            self.rows[row].set(at, Slot::Empty);
-            self.map(&mut plan, row, at, stripe);
+        for place in missing {
+            let stripe = self.places.next_free().expect("made sure of");
+            self.places.map(&mut plan, place, stripe);
+            self.counters.in_step += 1;
         }
         Ok(plan)
     }
 
-    /// The runs of a request's first `tokens` tokens: one, unless rBlocks were vacated.
-    #[must_use]
-    pub fn runs(&self, row: usize, tokens: u32) -> Vec<KvRun> {
-        let (mut runs, slot0): (Vec<KvRun>, u32) = (Vec::new(), self.slot0(row));
-        let (per, stripes) = (self.layout.block_tokens(), self.layout.block_stripes());
-        for block in 0..self.layout.blocks_for(tokens) {
-            let first_pos = block * per;
-            let len = per.min(tokens - first_pos);
-            if self.rows[row].slots.get((block * stripes) as usize) == Some(&Slot::Vacant) {
-                continue;
-            }
-            match runs.last_mut() {
-                Some(run) if run.first_pos + run.len == first_pos => run.len += len,
-                _ => runs.push(KvRun { base: slot0 + first_pos, len, first_pos }),
+    /// Nobody wants these direct rBlocks any more: they stay mapped until their memory is needed elsewhere, but for what
+    /// is shared, which is unmapped.
+    pub fn release(&mut self, blocks: Range<u32>) -> Plan {
+        let mut plan = self.begin();
+        // From behind, so that a row's front, which is needed first again, is reclaimed last.
+        for block in blocks.rev() {
+            self.direct(block).rev().for_each(|place| self.places.give_up(&mut plan, place));
+        }
+        plan
+    }
+
+    /// Maps the memory of held direct rBlocks at others, too, which nobody holds. Neither holder may write there any more.
+    ///
+    /// # Panics
+    /// If a source is not held, or a target is.
+    pub fn share_direct(&mut self, from: Range<u32>, to: u32) -> Plan {
+        let mut plan = self.begin();
+        for (from, to) in from.zip(to..) {
+            for (from, to) in self.direct(from).zip(self.direct(to)) {
+                let Place::Held(stripe) = self.places.at(from) else { panic!("what is shared is held") };
+                match self.places.at(to) {
+                    Place::Empty => {}
+                    Place::Kept(..) => self.places.unmap(&mut plan, to),
+                    Place::Held(_) => panic!("place {to} is somebody's"),
+                }
+                self.places.map(&mut plan, to, stripe);
+                self.counters.shared += 1;
             }
         }
-        runs
+        plan
     }
+
+    /// What [`Vmm::ahead`] is to map next: direct rBlocks that the next iteration may write first, and those that the next
+    /// request may begin with. Replaces what was said before.
+    pub fn expect(&mut self, ahead: impl Iterator<Item = u32>, next: impl Iterator<Item = u32>) {
+        self.expected = [ahead.collect(), next.collect()];
+    }
+
+    /// Whether memory lies behind a direct rBlock, and somebody holds it.
+    #[must_use]
+    pub fn is_held(&self, block: u32) -> bool {
+        self.direct(block).all(|place| matches!(self.places.at(place), Place::Held(_)))
+    }
+
+    /// The places of a direct rBlock.
+    fn direct(&self, block: u32) -> Range<u32> {
+        assert!(block < self.config.direct_blocks, "block {block} is beyond those that the caller gives out");
+        let stripes = self.layout.block_stripes();
+        block * stripes..(block + 1) * stripes
+    }
+
+    /// Maps empty places of direct rBlocks, for nobody yet, while more than `spare` are free. Returns how many.
+    fn prepare(&mut self, plan: &mut Plan, blocks: &[u32], spare: u32) -> u32 {
+        let mut mapped = 0;
+        for place in blocks.iter().flat_map(|block| self.direct(*block)).collect::<Vec<_>>() {
+            if self.places.at(place) == Place::Empty
+                && self.free_stripes() > spare
+                && let Some(stripe) = self.places.next_free()
+            {
+                self.places.map(plan, place, stripe);
+                self.places.give_up(plan, place);
+                mapped += 1;
+            }
+        }
+        mapped
+    }
+
+    // What all of it is made of.
 
     /// Takes a plan back whose commands could not be carried out, and were undone as far as they were.
     pub fn undo(&mut self, plan: Plan) {
-        for command in plan.commands.into_iter().rev() {
-            match command {
-                Command::Map { stripe, .. } => {
-                    let refs = &mut self.refs[stripe.0 as usize];
-                    *refs -= 1;
-                    if *refs == 0 {
-                        self.free.push(stripe);
-                    }
-                }
-                Command::Unmap { stripe, .. } => {
-                    let refs = &mut self.refs[stripe.0 as usize];
-                    if *refs == 0 {
-                        assert_eq!(self.free.pop(), Some(stripe), "plans are undone in the reverse order");
-                    }
-                    *refs += 1;
-                }
-            }
-        }
+        self.places.undo(&plan);
         for (taken, range) in plan.ranges.into_iter().rev() {
             if taken {
                 range.for_each(|block| self.addresses.give(block));
@@ -447,213 +364,43 @@ impl Vmm {
     /// # Panics
     /// If they differ.
     pub fn check(&self) {
-        let mut refs = vec![0; self.refs.len()];
-        let mut addresses: Vec<u32> = self.addresses.iter().collect();
+        self.places.check();
+        let mut addresses: Vec<u32> = self.addresses.iter().chain(0..self.config.direct_blocks).collect();
         for row in &self.rows {
             addresses.extend(row.range.clone());
+            let first = row.range.start * self.layout.block_stripes();
             let places = (row.range.end - row.range.start) * self.layout.block_stripes();
-            assert!(row.slots.len() <= places as usize, "mapped beyond the row's range");
-            row.stripes().for_each(|(_, s)| refs[s.0 as usize] += 1);
+            assert!(row.high <= places, "mapped beyond the row's range");
+            let state = |at: &u32| self.places.at(first + at);
+            assert!((row.high..places).all(|at| state(&at) == Place::Empty), "mapped behind the row's last");
+            assert!(row.vacant.iter().all(|at| state(at) == Place::Empty), "vacant places are empty");
+            let held = (0..row.high).any(|at| matches!(state(&at), Place::Held(_)));
+            assert!(row.used != Use::Idle || !held, "an idle row holds nothing");
         }
         addresses.sort_unstable();
         assert!(addresses.into_iter().eq(0..self.address_blocks), "addresses were lost or given twice");
-        assert_eq!(refs, self.refs, "stripes are mapped as often as is counted");
-        let mut free: Vec<u32> = self.free.iter().map(|s| s.0).collect();
-        free.sort_unstable();
-        let want = (0..).zip(&refs).filter(|(_, refs)| **refs == 0).map(|(at, _)| at);
-        assert!(free.into_iter().eq(want), "the free stripes are those mapped nowhere");
         if let Some(next) = self.next {
             assert_eq!(self.rows[next].used, Use::Idle, "the next row is idle");
         }
-        for row in self.idle() {
-            assert!(
-                self.rows[row].stripes().all(|(_, s)| self.refs[s.0 as usize] == 1),
-                "cached stripes are not shared"
-            );
-        }
     }
 
-    fn idle(&self) -> impl Iterator<Item = usize> + '_ {
-        (0..self.config.batch_max as usize).filter(|row| self.rows[*row].used == Use::Idle)
-    }
-
-    /// The idle row with most mapped, the first of equals.
-    fn best_idle(&self) -> Option<usize> {
-        self.idle().max_by_key(|row| (self.rows[*row].mapped(), std::cmp::Reverse(*row)))
-    }
-
-    /// Stripes that the row's range holds.
-    fn range_stripes(&self, row: usize) -> u32 {
-        let range = &self.rows[row].range;
-        (range.end - range.start) * self.layout.block_stripes()
-    }
-
-    fn begin(&self) -> Plan {
+    pub(super) fn begin(&self) -> Plan {
         let counters = self.counters;
-        Plan { commands: Vec::new(), rows: BTreeMap::new(), ranges: Vec::new(), next: None, counters }
+        let (commands, states, rows, ranges) = (Vec::new(), Vec::new(), BTreeMap::new(), Vec::new());
+        Plan { commands, states, rows, ranges, next: None, counters }
     }
 
-    /// A plan that changes this row.
-    pub(super) fn begin_with(&self, row: usize) -> Plan {
-        let mut plan = self.begin();
-        self.keep(&mut plan, row);
-        plan
-    }
-
-    /// Keeps the row as it is for [`Vmm::undo`], if it is not kept yet.
-    fn keep(&self, plan: &mut Plan, row: usize) {
-        plan.rows.entry(row).or_insert_with(|| self.rows[row].clone());
-    }
-
-    /// Makes `tokens` tokens of the row mapped, taking what is cached elsewhere if it may.
-    fn extend(&mut self, plan: &mut Plan, row: usize, tokens: u32, reclaim: bool) -> Result<(), VmmError> {
-        let stripes = self.layout.stripes_for(tokens);
-        let missing = self.rows[row].empty_below(stripes).count();
-        if missing == 0 {
-            return Ok(());
-        }
-        self.ensure_range(plan, row, tokens)?;
-        if reclaim {
-            self.ensure_free(plan, missing)?;
-        }
-        self.fill(plan, row, stripes);
-        Ok(())
-    }
-
-    /// Fills empty places among the row's first `stripes` from the free ones, as far as they go. Returns how many.
-    pub(super) fn fill(&mut self, plan: &mut Plan, row: usize, stripes: u32) -> u32 {
-        let places: Vec<usize> = self.rows[row].empty_below(stripes).collect();
-        let mut filled = 0;
-        for at in places {
-            let Some(&stripe) = self.free.last() else { break };
-            self.keep(plan, row);
-            self.map(plan, row, at, stripe);
-            filled += 1;
-        }
-        filled
-    }
-
-    /// Makes `wanted` stripes free, by unmapping cached ones if need be.
+    /// Makes `wanted` stripes free, by unmapping kept ones if need be.
     pub(super) fn ensure_free(&mut self, plan: &mut Plan, wanted: usize) -> Result<(), VmmError> {
-        let available = self.free_stripes() + self.cached_stripes();
-        if wanted > available as usize {
-            let groups = |stripes: u64| stripes * u64::from(self.layout.tensors());
-            return Err(VmmError::OutOfMemory { needed: groups(wanted as u64), available: groups(available.into()) });
+        let wanted = u32::try_from(wanted).unwrap_or(u32::MAX);
+        let groups = |stripes: u64| stripes * u64::from(self.layout.tensors());
+        match self.places.ensure_free(plan, wanted) {
+            Ok(reclaimed) => self.counters.reclaimed += u64::from(reclaimed),
+            Err(VmmError::OutOfMemory { needed, available }) => {
+                return Err(VmmError::OutOfMemory { needed: groups(needed), available: groups(available) });
+            }
+            Err(error) => return Err(error),
         }
-        self.reclaim(plan, u32::try_from(wanted).expect("at most what is available"));
         Ok(())
-    }
-
-    /// Unmaps cached stripes until `wanted` are free, or none is cached; the next request's row comes last.
-    fn reclaim(&mut self, plan: &mut Plan, wanted: u32) {
-        let mut rows: Vec<usize> = self.idle().collect();
-        rows.sort_by_key(|row| (self.next == Some(*row), *row));
-        for row in rows {
-            while self.free_stripes() < wanted {
-                let Some((at, _)) = self.rows[row].stripes().last() else { break };
-                self.keep(plan, row);
-                self.unmap(plan, row, at, Slot::Empty);
-                self.counters.reclaimed += 1;
-            }
-        }
-    }
-
-    pub(super) fn map(&mut self, plan: &mut Plan, row: usize, at: usize, stripe: Stripe) {
-        assert!(!matches!(self.rows[row].slots.get(at), Some(Slot::Mapped(_))), "place {at} of row {row} is taken");
-        if self.refs[stripe.0 as usize] == 0 {
-            assert_eq!(self.free.pop(), Some(stripe), "free stripes are taken from the end");
-        }
-        self.refs[stripe.0 as usize] += 1;
-        self.rows[row].set(at, Slot::Mapped(stripe));
-        plan.commands.push(Command::Map { stripe, place: self.place_of(&self.rows[row].range, at) });
-    }
-
-    pub(super) fn unmap(&mut self, plan: &mut Plan, row: usize, at: usize, leave: Slot) {
-        let Some(Slot::Mapped(stripe)) = self.rows[row].slots.get(at).copied() else {
-            panic!("nothing is mapped at place {at} of row {row}");
-        };
-        self.rows[row].set(at, leave);
-        self.release(stripe);
-        plan.commands.push(Command::Unmap { stripe, place: self.place_of(&self.rows[row].range, at) });
-    }
-
-    fn release(&mut self, stripe: Stripe) {
-        let refs = &mut self.refs[stripe.0 as usize];
-        *refs -= 1;
-        if *refs == 0 {
-            self.free.push(stripe);
-        }
-    }
-
-    fn place_of(&self, range: &Range<u32>, at: usize) -> u32 {
-        range.start * self.layout.block_stripes() + u32::try_from(at).expect("places fit u32")
-    }
-
-    /// Makes the row's range hold `tokens` tokens; what is mapped moves along if it has to lie elsewhere.
-    pub(super) fn ensure_range(&mut self, plan: &mut Plan, row: usize, tokens: u32) -> Result<(), VmmError> {
-        let needed = self.layout.blocks_for(tokens);
-        let has = self.rows[row].range.len();
-        if needed as usize <= has {
-            return Ok(());
-        }
-        let most = if row < self.config.batch_max as usize { self.most_blocks } else { self.config.guest_blocks_max };
-        let too_long = VmmError::TooLong { tokens, max: most.saturating_mul(self.layout.block_tokens()) };
-        if needed > most {
-            return Err(too_long);
-        }
-        let doubled = u32::try_from(2 * has).unwrap_or(u32::MAX);
-        let generous = needed.max(self.first_blocks).max(doubled).min(most);
-        if self.place(plan, row, generous) || self.place(plan, row, needed) {
-            return Ok(());
-        }
-        // Idle rows need no addresses: what they cache goes with them.
-        let idle: Vec<usize> = self.idle().filter(|idle| *idle != row).collect();
-        for idle in idle {
-            self.keep(plan, idle);
-            let cached: Vec<usize> = self.rows[idle].stripes().map(|(at, _)| at).collect();
-            for at in cached.into_iter().rev() {
-                self.unmap(plan, idle, at, Slot::Empty);
-                self.counters.reclaimed += 1;
-            }
-            let range = std::mem::replace(&mut self.rows[idle].range, 0..0);
-            self.give_range(plan, range);
-            if self.place(plan, row, needed) {
-                return Ok(());
-            }
-        }
-        Err(too_long)
-    }
-
-    /// Moves the row to a free range of `blocks` rBlocks, if there is one.
-    fn place(&mut self, plan: &mut Plan, row: usize, blocks: u32) -> bool {
-        let Some((start, len)) = self.addresses.best(blocks) else { return false };
-        if len < blocks || blocks == 0 {
-            return false;
-        }
-        self.keep(plan, row);
-        assert_eq!(self.addresses.take_at(start, blocks), blocks, "the extent holds them");
-        let range = start..start + blocks;
-        plan.ranges.push((true, range.clone()));
-        let old = std::mem::replace(&mut self.rows[row].range, range.clone());
-        // At the new place first, so that every stripe is mapped somewhere at any time.
-        let mapped: Vec<(usize, Stripe)> = self.rows[row].stripes().collect();
-        for (at, stripe) in &mapped {
-            self.refs[stripe.0 as usize] += 1;
-            plan.commands.push(Command::Map { stripe: *stripe, place: self.place_of(&range, *at) });
-        }
-        for (at, stripe) in mapped {
-            self.release(stripe);
-            plan.commands.push(Command::Unmap { stripe, place: self.place_of(&old, at) });
-            self.counters.moved += 1;
-        }
-        self.give_range(plan, old);
-        true
-    }
-
-    fn give_range(&mut self, plan: &mut Plan, range: Range<u32>) {
-        if !range.is_empty() {
-            range.clone().for_each(|block| self.addresses.give(block));
-            plan.ranges.push((false, range));
-        }
     }
 }

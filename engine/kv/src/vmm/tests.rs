@@ -9,11 +9,12 @@ use proptest::prelude::*;
 use std::collections::BTreeMap;
 
 /// 3 stripes hold 4 tokens.
-fn shape() -> VmmShape {
+pub(super) fn shape() -> VmmShape {
     VmmShape { layers: 3, kv_heads: 1, head_dim: 2, element_bytes: 2, page_group_bytes: 16, layers_per_group: 3 }
 }
 
-const CONFIG: VmmConfig = VmmConfig {
+pub(super) const CONFIG: VmmConfig = VmmConfig {
+    direct_blocks: 0,
     batch_max: 3,
     context_max: 24,
     guests_max: 2,
@@ -27,7 +28,7 @@ const CONFIG: VmmConfig = VmmConfig {
 
 /// Memory by stripe and byte, and what is mapped where. One tensor stands for all, as they are alike.
 #[derive(Default)]
-struct Memory {
+pub(super) struct Memory {
     places: BTreeMap<u32, u32>,
     cells: BTreeMap<(u32, u64), u64>,
 }
@@ -52,7 +53,7 @@ impl Memory {
     }
 
     /// Carries a plan out, unless the `fail`th command fails: then everything is taken back.
-    fn run(&mut self, vmm: &mut Vmm, plan: Plan, fail: Option<usize>) -> bool {
+    pub(super) fn run(&mut self, vmm: &mut Vmm, plan: Plan, fail: Option<usize>) -> bool {
         let commands = plan.commands().to_vec();
         if let Some(at) = fail.filter(|at| *at < commands.len()) {
             commands[..at].iter().for_each(|c| self.apply(*c));
@@ -75,14 +76,14 @@ impl Memory {
         (*self.places.get(&place).unwrap_or_else(|| panic!("place {place} is not mapped")), byte % page)
     }
 
-    fn write(&mut self, layout: &VmmLayout, slot: u32, value: u64) {
+    pub(super) fn write(&mut self, layout: &VmmLayout, slot: u32, value: u64) {
         for byte in Self::bytes(layout, slot) {
             let cell = self.cell(layout, byte);
             self.cells.insert(cell, value);
         }
     }
 
-    fn assert_holds(&self, layout: &VmmLayout, slot: u32, value: u64) {
+    pub(super) fn assert_holds(&self, layout: &VmmLayout, slot: u32, value: u64) {
         for byte in Self::bytes(layout, slot) {
             assert_eq!(self.cells.get(&self.cell(layout, byte)), Some(&value), "slot {slot}");
         }
@@ -393,9 +394,9 @@ fn the_next_request_is_prepared_and_cached_memory_reclaimed() {
     // Everything is used; what is cached is taken.
     let _ = vmm.step(&[24, 24, 0]).unwrap();
     let _ = vmm.free_reqid(1);
-    assert_eq!((vmm.free_stripes(), vmm.cached_stripes()), (40 - 36, 18));
+    assert_eq!((vmm.free_stripes(), vmm.kept_stripes()), (40 - 36, 18));
     let _ = vmm.alloc_reqid().unwrap();
-    assert_eq!(vmm.cached_stripes(), 0, "the new request took the cached row");
+    assert_eq!(vmm.kept_stripes(), 0, "the new request took the cached row");
     let _ = vmm.free_reqid(1);
     let third = vmm.open_guest().unwrap();
     let _ = vmm.lend(third, 4, 0).unwrap();

@@ -179,8 +179,8 @@ impl Reader {
             ttl_ms: m.ttl_ms,
         });
         (conn.complete_sent_ms, conn.renew_now, conn.renewal) = (None, true, None);
-        let (writer, arenas) = (conn.writer, m.arenas.clone());
-        self.out.push_back(ReaderOutput::Open { conn: id, writer, epoch: m.epoch, layout, arenas });
+        let (writer, arenas, addr) = (conn.writer, m.arenas.clone(), m.addr.clone());
+        self.out.push_back(ReaderOutput::Open { conn: id, writer, epoch: m.epoch, layout, arenas, addr });
         Ok(())
     }
 
@@ -238,6 +238,21 @@ impl Reader {
         self.forget_if_idle(id);
     }
 
+    /// This process was declared dead and begins anew: writers have ended all that they kept for it.
+    pub fn begin_anew(&mut self, incarnation: u64, now_ms: u64) {
+        self.now_ms = now_ms;
+        self.config.incarnation = incarnation;
+        let ids: Vec<ConnId> = self.conns.keys().copied().collect();
+        for id in ids {
+            self.lose_writer(id, "this instance was declared dead");
+            match self.conns.get(&id).map(|conn| conn.state) {
+                Some(State::Up) => self.close(id),
+                Some(State::Connecting { .. }) => self.send_connect(id),
+                Some(State::Closing) | None => {}
+            }
+        }
+    }
+
     /// The control session with a writer was lost: what was sent may not have arrived.
     pub fn on_session_down(&mut self, writer: InstanceId, now_ms: u64) {
         self.now_ms = now_ms;
@@ -280,6 +295,8 @@ impl Reader {
         let blocks = m.blocks.iter().flat_map(|run| run.first..run.first.saturating_add(run.count));
         let blocks: Vec<u32> = blocks.take(limits::EXPORT_BLOCKS_MAX + 1).collect();
         let (checks, rest) = m.checks.as_chunks::<{ Check::BYTES }>();
+        let some = (m.layers > 0).then(|| m.first_layer..m.first_layer.saturating_add(m.layers));
+        let view = peer.conversion.view.within(some.as_ref());
         let fits = blocks.len() <= limits::EXPORT_BLOCKS_MAX && checks.len() == blocks.len() && rest.is_empty();
         let offer = Offer {
             conn: id,
@@ -288,8 +305,12 @@ impl Reader {
             request: m.request,
             first_token: m.first_token,
             tokens: m.tokens,
+            layers: view.map(|view| view.layers).unwrap_or_default(),
         };
-        if !fits || u64::from(m.tokens).div_ceil(peer.layout.block_tokens().into()) != blocks.len() as u64 {
+        if !fits
+            || offer.layers.is_empty()
+            || u64::from(m.tokens).div_ceil(peer.layout.block_tokens().into()) != blocks.len() as u64
+        {
             // It contradicts itself: the writer shall not keep it for us.
             return self.complete(id, m.export, TransferOutcome::Abandoned);
         }

@@ -29,6 +29,7 @@ use lagoon_protocol::{ControlBody, RefuseCode, TransferArena, TransferConnected}
 use lagoon_types::{InstanceId, limits};
 use std::{
     collections::{BTreeMap, VecDeque},
+    ops::Range,
     sync::Arc,
 };
 
@@ -103,6 +104,8 @@ pub struct Offer {
     pub request: u64,
     pub first_token: u32,
     pub tokens: u32,
+    /// Layers of the model: some of those that both have, or all.
+    pub layers: Range<u32>,
 }
 
 /// Why a pull failed.
@@ -161,6 +164,8 @@ pub enum ReaderOutput {
         epoch: u64,
         layout: Arc<Layout>,
         arenas: Vec<TransferArena>,
+        /// As `TransferConnected::addr`.
+        addr: String,
     },
     /// Give the path up, then report [`Reader::on_path_down`].
     Close {
@@ -359,6 +364,23 @@ impl Reader {
         local_first: u32,
         now_ms: u64,
     ) -> Result<PullId, PullRefused> {
+        self.pull_from(conn, export, 0, local, local_first, now_ms)
+    }
+
+    /// As [`Reader::pull`], but only the writer's rBlocks of the export from number `first` on. The COMPLETE at its end is
+    /// that of the whole export.
+    ///
+    /// # Errors
+    /// As [`Reader::pull`].
+    pub fn pull_from(
+        &mut self,
+        conn: ConnId,
+        export: u64,
+        first: u32,
+        local: Vec<u32>,
+        local_first: u32,
+        now_ms: u64,
+    ) -> Result<PullId, PullRefused> {
         self.now_ms = now_ms;
         let (reader, max) = (Arc::clone(&self.layout), self.config.conn_requests_max);
         let entry = self.conns.get_mut(&conn).ok_or(PullRefused::UnknownExport)?;
@@ -368,16 +390,22 @@ impl Reader {
         let peer = entry.peer.as_ref().ok_or(PullRefused::UnknownExport)?;
         let offered = entry.offers.get(&export).ok_or(PullRefused::UnknownExport)?;
         let layouts = (reader, Arc::clone(&peer.layout));
-        let blocks = offered.blocks.clone();
-        let pull = Pull::new(layouts, Arc::clone(&peer.conversion), offered.offer.tokens, blocks, local, local_first)?;
-        let Some(offered) = entry.offers.remove(&export) else { return Err(PullRefused::UnknownExport) };
+        let blocks: Vec<u32> = offered.blocks.iter().skip(first as usize).copied().collect();
+        let before = first.saturating_mul(peer.layout.block_tokens());
+        let tokens = offered.offer.tokens.saturating_sub(before);
+        let mut conversion = Arc::clone(&peer.conversion);
+        if conversion.view.layers != offered.offer.layers {
+            Arc::make_mut(&mut conversion).view.layers = offered.offer.layers.clone();
+        }
+        let pull = Pull::new(layouts, conversion, tokens, blocks, local, local_first)?;
+        let Some(mut offered) = entry.offers.remove(&export) else { return Err(PullRefused::UnknownExport) };
         let pull = Arc::new(pull);
         let layers = pull.pieces() / pull.blocks();
         let id = PullId(self.number());
         let pulling = Pulling {
             conn,
             export,
-            expected: offered.checks,
+            expected: offered.checks.split_off(first as usize),
             missing: (0..pull.pieces()).map(|piece| pull.piece_bytes(piece)).collect(),
             checks: vec![None; pull.pieces()],
             unchecked: vec![layers; pull.blocks()],

@@ -10,7 +10,7 @@ pub(crate) mod memory;
 use lagoon_protocol::ControlBody;
 use lagoon_transfer::{
     ConnId, Dim, Failure, FreeReason, GrantId, Landed, Lander, Offer, PullId, Pulls, ReadFailure, Reader, ReaderConfig,
-    ReaderOutput, Transaction, View, Writer, WriterConfig, WriterOutput, check_block,
+    ReaderOutput, Span, Transaction, View, Writer, WriterConfig, WriterOutput, check_block,
 };
 use lagoon_types::{DType, InstanceId};
 use memory::{HEADS, LAYERS, Memory};
@@ -129,6 +129,8 @@ pub(crate) struct World {
     rng: ChaCha8Rng,
     faults: bool,
     quiet: bool,
+    /// Exports may be of some layers only.
+    pub(crate) parts: bool,
     readers: Vec<ReaderNode>,
     writers: Vec<WriterNode>,
     paths: BTreeMap<u64, Path>,
@@ -226,6 +228,7 @@ impl World {
             rng,
             faults,
             quiet: false,
+            parts: false,
             readers,
             writers,
             paths: BTreeMap::new(),
@@ -367,12 +370,18 @@ impl World {
         }
         let blocks: Vec<u32> = node.free.split_off(node.free.len() - count);
         node.memory.store(request, &blocks, 0..tokens);
+        let layers = (self.parts && self.rng.random_bool(0.5)).then(|| {
+            let first = self.rng.random_range(view.layers.clone());
+            first..self.rng.random_range(first + 1..=view.layers.end)
+        });
+        let view = view.within(layers.as_ref()).unwrap();
+        let span = Span { first_token: 0, tokens, layers };
         let checks = blocks.iter().enumerate().map(|(n, block)| {
             let here = (tokens - u32::try_from(n).unwrap() * size).min(size);
             check_block(&node.memory.layout, &view, *block, here, &node.memory.regions).unwrap()
         });
         let checks = checks.collect();
-        let export = node.sm.export(to, request, (0, tokens), blocks.clone(), checks, self.now_ms).unwrap();
+        let export = node.sm.export(to, request, span, blocks.clone(), checks, self.now_ms).unwrap();
         node.owned.insert(export, (to, to_life, blocks));
         self.count("exported");
         self.drain_writer(writer);

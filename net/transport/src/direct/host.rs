@@ -210,7 +210,7 @@ mod tests {
         let server = ArenaServer::start(&socket, &arenas).unwrap();
         let view = fetch_arena(&server.arenas()[1], 8192).unwrap();
         let mut out = [0; 3];
-        view.copy(100, &mut out).unwrap();
+        view.copy(100, &mut out, None).unwrap();
         assert_eq!(&out, b"abc");
         assert!(matches!(fetch_arena(&server.arenas()[0], 8192), Err(HostError::Io { .. })), "another size");
         let mut forged = server.arenas()[0].clone();
@@ -222,7 +222,7 @@ mod tests {
         drop(server);
         assert!(fetch_arena(&last, 4096).is_err(), "nobody listens any more");
         // What was mapped stays.
-        view.copy(100, &mut out).unwrap();
+        view.copy(100, &mut out, None).unwrap();
         assert!(!host_identity().is_empty() && host_identity() == host_identity());
         std::fs::remove_dir_all(dir).unwrap();
     }

@@ -36,8 +36,8 @@ pub struct LanesConfig {
     pub lanes: usize,
 }
 
-/// Bytes taken from QUIC at once.
-const READ_BYTES_MAX: usize = 1 << 20;
+/// Chunks taken from QUIC at once: each is what a datagram brought, or several.
+const READ_CHUNKS_MAX: usize = 32;
 
 /// What waits on one lane.
 #[derive(Debug, Default)]
@@ -136,7 +136,7 @@ async fn run(
     let (connection, mut send, recv, rest) =
         dialed.map_err(|_elapsed| format!("no direct connection within {} ms", deadline.as_millis()))??;
     let writing = write(lane, &mut send);
-    let reading = Receiver { lane, landing, recv, rest }.run();
+    let reading = Receiver { lane, landing, recv, rest, chunks: VecDeque::new() }.run();
     let result = tokio::select! {
         result = writing => result,
         result = reading => result,
@@ -206,6 +206,8 @@ struct Receiver<'a> {
     landing: &'a Landing,
     recv: RecvStream,
     rest: Bytes,
+    /// What was taken from QUIC behind `rest`.
+    chunks: VecDeque<Bytes>,
 }
 
 impl fmt::Debug for Receiver<'_> {
@@ -239,14 +241,16 @@ impl Receiver<'_> {
     }
 
     async fn more(&mut self) -> Result<bool, String> {
-        match self.recv.read_chunk(READ_BYTES_MAX, true).await {
-            Ok(Some(chunk)) => {
-                self.rest = chunk.bytes;
-                Ok(true)
-            }
-            Ok(None) => Ok(false),
-            Err(error) => Err(error.to_string()),
+        if self.chunks.is_empty() {
+            // One lock of the connection, and one look at its credit, for all of them.
+            let mut taken = [const { Bytes::new() }; READ_CHUNKS_MAX];
+            let count = self.recv.read_chunks(&mut taken).await.map_err(|error| error.to_string())?;
+            self.chunks.extend(taken.into_iter().take(count.unwrap_or(0)));
         }
+        let next = self.chunks.pop_front();
+        let more = next.is_some();
+        self.rest = next.unwrap_or_default();
+        Ok(more)
     }
 
     async fn next_frame(&mut self, frames: &mut DirectReader) -> Result<Option<DirectFrame>, String> {

@@ -126,8 +126,8 @@ impl Worker {
                 let outside = lagoon_transfer::RegionError::Failed("a region that is no arena".to_owned());
                 let arena = arena.ok_or(outside)?;
                 let mut at = segment.remote.offset;
-                lander.push_with(segment.remote.bytes, &mut |target| {
-                    arena.copy(at, target)?;
+                lander.push_with(segment.remote.bytes, &mut |target, hash| {
+                    arena.copy(at, target, hash)?;
                     at = at.saturating_add(u64::try_from(target.len()).unwrap_or(u64::MAX));
                     Ok(())
                 })

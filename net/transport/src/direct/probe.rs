@@ -1,4 +1,4 @@
-//! How fast a path is, measured at start, and a warning when that is far under what it should be.
+//! How fast a path is, measured when it is opened: bounded in bytes and in time.
 
 use super::lanes::{LanesConfig, dial};
 use crate::Node;
@@ -14,12 +14,16 @@ use std::{
 const SHARE_MIN: f64 = 0.5;
 /// Time that a measurement may take.
 const DEADLINE: Duration = Duration::from_secs(10);
+/// Bytes of shared memory that are measured, and how often: less than a tenth of a second at memory's rate.
+const SHARED_BYTES: usize = 32 << 20;
+const ROUNDS: usize = 3;
 /// Bytes of one probe.
 const PROBE_BYTES: u64 = 4 << 20;
 
 /// A measured path.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Probe {
+    /// As [`super::Path::name`].
     pub path: &'static str,
     pub bytes_per_s: f64,
     /// What the path should reach; 0 where that is unknown.
@@ -33,15 +37,23 @@ impl Probe {
         self.bytes_per_s < self.expected_bytes_per_s * SHARE_MIN
     }
 
-    /// Logs the rate, as a warning when it is far under expectation.
-    pub fn report(&self) {
-        let (path, gb_per_s) = (self.path, self.bytes_per_s / 1e9);
-        if self.is_slow() {
-            let expected_gb_per_s = self.expected_bytes_per_s / 1e9;
-            tracing::warn!(path, gb_per_s, expected_gb_per_s, "a path for KV is far slower than it should be");
-        } else {
-            tracing::info!(path, gb_per_s, "a path for KV was measured");
+    /// Measures shared memory of another process: what one thread copies out of it, beside what it copies of this
+    /// process's own memory at the same moment. What is copied is discarded, so that it does not matter who writes it.
+    ///
+    /// # Errors
+    /// When the memory cannot be read.
+    #[cfg(target_os = "linux")]
+    pub fn of_arena(arena: &lagoon_backend::ArenaView) -> Result<Self, String> {
+        let bytes = arena.bytes().min(SHARED_BYTES);
+        let mut target = vec![2u8; bytes];
+        let mut bytes_per_s = 0f64;
+        for _ in 0..ROUNDS {
+            let start = Instant::now();
+            arena.copy(0, &mut target, None).map_err(|error| error.to_string())?;
+            black_box(&target);
+            bytes_per_s = bytes_per_s.max(rate(u64::try_from(bytes).unwrap_or(0), start));
         }
+        Ok(Self { path: "same host", bytes_per_s, expected_bytes_per_s: memcpy_bytes_per_s(bytes) })
     }
 }
 
@@ -54,7 +66,7 @@ fn rate(bytes: u64, start: Instant) -> f64 {
 #[must_use]
 pub fn memcpy_bytes_per_s(bytes: usize) -> f64 {
     let (source, mut target) = (vec![1u8; bytes], vec![2u8; bytes]);
-    let rates = (0..3).map(|_| {
+    let rates = (0..ROUNDS).map(|_| {
         let start = Instant::now();
         target.copy_from_slice(black_box(&source));
         black_box(&target);

@@ -190,12 +190,154 @@ fn bulk() -> Vec<(&'static str, BulkFrame)> {
 
 /// Every kind of frame with its recording's name.
 pub(crate) fn samples() -> Vec<(String, Frame)> {
-    let control = membership().into_iter().chain(contract());
+    let control = membership().into_iter().chain(contract()).chain(disaggregated()).chain(transfer());
     control
         .map(|(name, body)| (format!("control_{name}"), body.into()))
         .chain(partials().into_iter().map(|(name, frame)| (format!("partials_{name}"), frame.into())))
         .chain(bulk().into_iter().map(|(name, frame)| (format!("bulk_{name}"), frame.into())))
         .collect()
+}
+
+fn disaggregated() -> Vec<(&'static str, ControlBody)> {
+    let worker =
+        Worker { instance: 4, quic_addr: "10.0.0.4:7000".into(), role: Role::Prefill.into(), blocks_total: 900 };
+    let sampling = PrefillSampling {
+        temperature: 0.5,
+        top_k: 40,
+        top_p: 0.9,
+        min_p: 0.05,
+        seed: 7,
+        logprobs: Some(2),
+        index: 3,
+        return_logits: true,
+    };
+    let request = PrefillRequest {
+        request: 12,
+        seq: 34,
+        total: 5,
+        first: 0,
+        tokens: vec![1, 200, 30_000],
+        sampling: Some(sampling),
+        push: false,
+    };
+    let ready = PrefillReady {
+        request: 12,
+        lease: 77,
+        epoch: 88,
+        blocks: 1,
+        ttl_ms: 15_000,
+        token: 9,
+        logprob: Some(-0.5),
+        top: vec![PrefillTop { id: 9, logprob: -0.5 }, PrefillTop { id: 10, logprob: -1.5 }],
+        logits: bytes(8, 1).to_vec(),
+        export: 99,
+        why: "because".into(),
+        queued_ms: 11,
+        prefill_ms: 222,
+        queued_tokens: 3333,
+    };
+    vec![
+        ("workers", ControlBody::Workers(Workers { version: 0xabc, workers: vec![worker] })),
+        ("prefill_request", ControlBody::PrefillRequest(request)),
+        ("prefill_ready", ControlBody::PrefillReady(ready)),
+        (
+            "prefill_refused",
+            ControlBody::PrefillRefused(PrefillRefused { request: 12, reason: "full".into(), queued_tokens: 5 }),
+        ),
+        ("prefill_renew", ControlBody::PrefillRenew(PrefillRenew { seq: 2, requests: vec![12, 13] })),
+        (
+            "prefill_renewed",
+            ControlBody::PrefillRenewed(PrefillRenewed { seq: 2, unknown: vec![13], queued_tokens: 4096 }),
+        ),
+        ("prefill_cancel", ControlBody::PrefillCancel(PrefillCancel { requests: vec![12] })),
+    ]
+}
+
+fn transfer_layout() -> TransferLayout {
+    let axis = |dim: TransferDim, size, stride| TransferAxis { dim: dim.into(), size, stride };
+    let plane = TransferPlane {
+        region: 1,
+        base: 4096,
+        axes: vec![
+            axis(TransferDim::Block, 9, 4096),
+            axis(TransferDim::Token, 16, 256),
+            axis(TransferDim::Kv, 2, 128),
+            axis(TransferDim::Head, 4, 32),
+            axis(TransferDim::Elem, 32, 1),
+        ],
+        dtype: DType::F16.code().into(),
+        first_layer: 3,
+        part: TransferPart::Keys.into(),
+    };
+    TransferLayout {
+        model_hash: bytes(32, 2).to_vec(),
+        block_tokens: 16,
+        blocks: 9,
+        first_layer: 3,
+        layers: 1,
+        first_head: 4,
+        heads: 4,
+        head_dim: 32,
+        region_bytes: vec![1 << 16, 1 << 33],
+        planes: vec![plane],
+    }
+}
+
+fn transfer() -> Vec<(&'static str, ControlBody)> {
+    let connect = TransferConnect {
+        conn: 5,
+        incarnation: 0xfeed,
+        attempt: 2,
+        layout: Some(transfer_layout()),
+        loss_allowed: true,
+        host: "host-a".into(),
+    };
+    let connected = TransferConnected {
+        conn: 5,
+        attempt: 2,
+        incarnation: 0xbeef,
+        epoch: 3,
+        completed: 41,
+        layout: Some(transfer_layout()),
+        credit_bytes: 64 << 20,
+        ttl_ms: 15_000,
+        arenas: vec![TransferArena { region: 1, socket: "/run/kv".into(), token: bytes(32, 3).to_vec() }],
+        addr: "10.0.0.4:7010".into(),
+    };
+    let export = TransferExport {
+        conn: 5,
+        export: 99,
+        request: 12,
+        first_token: 32,
+        tokens: 40,
+        blocks: vec![TransferBlocks { first: 7, count: 2 }, TransferBlocks { first: 2, count: 1 }],
+        checks: bytes(48, 4).to_vec(),
+        first_layer: 0,
+        layers: 0,
+    };
+    let complete = TransferComplete {
+        conn: 5,
+        seq: 42,
+        export: 99,
+        outcome: TransferOutcome::Abandoned.into(),
+        incarnation: 0xbeef,
+    };
+    vec![
+        ("transfer_connect", ControlBody::TransferConnect(connect)),
+        ("transfer_connected", ControlBody::TransferConnected(connected)),
+        (
+            "transfer_refused",
+            ControlBody::TransferRefused(TransferRefused { conn: 5, attempt: 2, reason: "f16 is not f32".into() }),
+        ),
+        ("transfer_export", ControlBody::TransferExport(export)),
+        ("transfer_renew", ControlBody::TransferRenew(TransferRenew { conn: 5, exports: vec![99, 100], seq: 8 })),
+        ("transfer_renewed", ControlBody::TransferRenewed(TransferRenewed { conn: 5, unknown: vec![100], seq: 8 })),
+        ("transfer_complete", ControlBody::TransferComplete(complete)),
+        (
+            "transfer_completed",
+            ControlBody::TransferCompleted(TransferCompleted { conn: 5, seq: 42, incarnation: 0xbeef }),
+        ),
+    ]
 }
 
 /// The recorded preface.

@@ -139,6 +139,17 @@ fn one_that_refused_one_that_is_drained_and_one_that_borrows_get_nothing() {
     assert!(!plan(&pool(vec![full(), instance(&[10; 20], &[])])).is_empty());
 }
 
+/// It would still have to borrow, and what left would only have moved.
+#[test]
+fn nothing_leaves_a_creditor_for_a_request_that_it_could_not_hold_alone() {
+    let mut view = pool(vec![instance(&[1_000], &[]), instance(&[60; 13], &[1_001]), instance(&[10; 30], &[])]);
+    lend(&mut view, (1, 0), 2, 150);
+    let reclaims = |view: &PoolView| plan(view).iter().filter(|o| o.why == Why::Reclaim).count();
+    assert_eq!(reclaims(&view), 0);
+    view.instances.get_mut(&InstanceId(2)).unwrap().load.queue_blocks = vec![100];
+    assert!(reclaims(&view) > 0);
+}
+
 #[test]
 fn a_creditor_in_need_gets_its_blocks_back() {
     // Room at home: home. None: to the third.

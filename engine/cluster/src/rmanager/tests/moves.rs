@@ -69,7 +69,7 @@ fn a_lease_that_is_sealed_whole_does_not_expire_early_and_growth_never_does() {
 #[test]
 fn only_a_swap_may_use_the_reserve() {
     let mut rm = manager();
-    rm.allocate(SeqId(1), 15, None).unwrap();
+    rm.allocate(SeqId(1), 0..15, None).unwrap();
     assert_eq!(reserve_here(&mut rm, 1, 2, LeasePurpose::Move), Err(0));
     assert_eq!(reserve_here(&mut rm, 2, 2, LeasePurpose::Growth), Err(0));
     reserve_here(&mut rm, 3, 5, LeasePurpose::Swap).unwrap();
@@ -192,6 +192,40 @@ fn entries_that_a_creditor_took_are_lost_and_not_released() {
     assert_eq!((outputs(&mut rm).len(), rm.borrowed()), (1, 3));
     assert_eq!(revoke(&mut rm, A, 3, 6), lost(3..6));
     assert_eq!(rm.borrowed(), 0);
+}
+
+/// A borrow that waits for its last part keeps what was granted while its creditor is not connected. It hears on the next
+/// connection of what was taken back meanwhile, looks for that elsewhere, and gives the rest of the lease back.
+#[test]
+fn a_part_of_a_borrow_that_was_taken_back_is_looked_for_elsewhere() {
+    let mut rm = manager();
+    let id = rm.borrow(SeqId(5), 6, 0);
+    let q = query(&mut rm);
+    advise(&mut rm, q.query, &[A, B], 0);
+    let (_, first) = asked(&mut rm);
+    grant(&mut rm, A, first.request, 7, 4, 1);
+    let (to, second) = asked(&mut rm);
+    assert_eq!((to, second.blocks), (B, 2));
+    rm.on_peer_down(A, 2);
+    assert_eq!(rm.on_peer_hello(A, 1, 3), []);
+    assert_eq!((rm.borrowed(), outputs(&mut rm)), (4, vec![]));
+    let taken = LeaseRevoked { lease: 7, reason: String::new(), first: 2, entries: 4 };
+    for _ in 0..2 {
+        rm.on_peer_control(A, ControlBody::LeaseRevoked(taken.clone()), 4);
+    }
+    let [Output::ToPeer { instance: A, body: ControlBody::LeaseRelease(back), .. }] = &outputs(&mut rm)[..] else {
+        panic!("the rest is given back, once")
+    };
+    assert_eq!((back.lease, back.first, back.entries, rm.borrowed()), (7, 0, 4, 0));
+    grant(&mut rm, B, second.request, 8, 2, 5);
+    let q = query(&mut rm);
+    assert_eq!(q.blocks, 4);
+    advise(&mut rm, q.query, &[C], 6);
+    let (_, third) = asked(&mut rm);
+    grant(&mut rm, C, third.request, 9, 4, 7);
+    let out = outputs(&mut rm);
+    let [Output::Borrowed { borrow, leases, .. }] = &out[..] else { panic!("{out:?}") };
+    assert_eq!((*borrow, leases.iter().map(|l| l.creditor).collect::<Vec<_>>()), (id, vec![B, C]));
 }
 
 #[test]

@@ -1,0 +1,230 @@
+//! What lets a streamed answer go on elsewhere when the server that gives it is lost.
+//!
+//! Whoever forwards a stream (the gateway) asks for its journal with the header [`HEADER`]. Each event then has comment
+//! lines of its own in front, which say in tokens what the client has been told once it has the event: an [`Entry`]
+//! each. All of them make a [`Resume`], which is sent to another server in the field [`FIELD`] of the same request. That
+//! one computes prompt and answer so far as a prompt, and streams what is missing, under the same id: tokens at their
+//! places in the answer, text from the same character on.
+
+use serde::{Deserialize, Serialize};
+
+/// Asks for the journal of a streamed answer.
+pub const HEADER: &str = "x-lagoon-journal";
+/// The field of a request whose answer was begun elsewhere.
+pub const FIELD: &str = "lagoon_resume";
+/// What a line of the journal begins with: a comment of server-sent events.
+const LINE: &str = ": lagoon ";
+/// Tokens of one answer that are remembered at most, over all its sequences: 16 MiB.
+const TOKENS_MAX: usize = 4 << 20;
+
+/// What all events of an answer have in common.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Began {
+    pub id: String,
+    /// Seconds since 1970.
+    pub created: u64,
+    /// Of the first sequence: the request may have left it to the server.
+    pub seed: u64,
+}
+
+/// What was said of one sequence.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Said {
+    pub tokens: Vec<u32>,
+    /// Its finish reason was said, too.
+    pub finished: bool,
+}
+
+/// One line of the journal.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Entry {
+    /// Once, before all others.
+    Began(Began),
+    /// What the event adds to a sequence.
+    Said { index: usize, tokens: Vec<u32>, finished: bool },
+    /// All was said: nothing but the end mark follows.
+    Ended,
+    /// The event is the answer's error. `again`: another server may do better.
+    Failed { again: bool },
+}
+
+impl Entry {
+    /// Its line, the line break included.
+    pub(crate) fn line(&self) -> String {
+        format!("{LINE}{}\n", serde_json::to_string(self).expect("entries serialise"))
+    }
+}
+
+/// An answer that was begun elsewhere.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Resume {
+    pub began: Began,
+    /// Per sequence of the request; of those that are left out, nothing was said.
+    pub sequences: Vec<Said>,
+}
+
+impl Resume {
+    /// `request`, which is a JSON object with fields, as it is sent to another server.
+    #[must_use]
+    pub fn request(&self, request: &[u8]) -> Vec<u8> {
+        let object = request.trim_ascii_end();
+        let object = object.strip_suffix(b"}").unwrap_or(object);
+        let resume = serde_json::to_string(self).expect("a resumption serialises");
+        [object, format!(r#","{FIELD}":{resume}}}"#).as_bytes()].concat()
+    }
+}
+
+/// What a client has been told, by a stream's events.
+#[derive(Debug, Default)]
+pub struct Journal {
+    began: Option<Began>,
+    sequences: Vec<Said>,
+    tokens: usize,
+    /// An event passed that no entry explains: what was said is not known.
+    gap: bool,
+    /// All was said but the end mark; and that, too.
+    ended: bool,
+    done: bool,
+}
+
+/// What an event is to whoever forwards it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Read {
+    /// To be forwarded: the journal counts it as said.
+    Event(Vec<u8>),
+    /// An error. `again`: another server may do better, and then the client need not see it.
+    Error { event: Vec<u8>, again: bool },
+}
+
+impl Journal {
+    /// Reads one event, which ends with an empty line, and takes the journal's lines out of it.
+    pub fn read(&mut self, event: &[u8]) -> Read {
+        let mut kept = Vec::with_capacity(event.len());
+        let (mut explained, mut error) = (false, None);
+        for line in event.split_inclusive(|byte| *byte == b'\n') {
+            let Some(entry) = line.strip_prefix(LINE.as_bytes()) else {
+                kept.extend_from_slice(line);
+                continue;
+            };
+            explained = true;
+            match serde_json::from_slice(entry) {
+                Ok(Entry::Began(began)) => self.began = Some(began),
+                Ok(Entry::Said { index, tokens, finished }) => self.note(index, Said { tokens, finished }),
+                Ok(Entry::Ended) => self.ended = true,
+                Ok(Entry::Failed { again }) => error = Some(again),
+                Err(_) => self.gap = true,
+            }
+        }
+        if kept.starts_with(b"data: [DONE]") {
+            self.done = true;
+        } else if !explained && kept.starts_with(b"data") {
+            // Comments of others, which keep a connection alive, say nothing.
+            self.gap = true;
+        }
+        match error {
+            Some(again) => Read::Error { event: kept, again },
+            None => Read::Event(kept),
+        }
+    }
+
+    fn note(&mut self, index: usize, said: Said) {
+        self.tokens += said.tokens.len();
+        if index >= crate::limits::SEQUENCES_MAX || self.tokens > TOKENS_MAX {
+            self.gap = true;
+            return;
+        }
+        if self.sequences.len() <= index {
+            self.sequences.resize(index + 1, Said::default());
+        }
+        let sequence = &mut self.sequences[index];
+        sequence.tokens.extend(said.tokens);
+        sequence.finished |= said.finished;
+    }
+
+    /// Whether another server can go on with the answer.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        !self.gap
+    }
+
+    /// All was said; the end mark may be missing.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        self.ended || self.done
+    }
+
+    /// The end mark was said.
+    #[must_use]
+    pub fn is_done(&self) -> bool {
+        self.done
+    }
+
+    /// What another server needs to go on; `None` if nothing was said yet.
+    #[must_use]
+    pub fn resume(&self) -> Option<Resume> {
+        Some(Resume { began: self.began.clone()?, sequences: self.sequences.clone() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn began() -> Began {
+        Began { id: "cmpl-1".to_owned(), created: 7, seed: u64::MAX }
+    }
+
+    fn said(index: usize, tokens: &[u32], finished: bool) -> Entry {
+        Entry::Said { index, tokens: tokens.to_vec(), finished }
+    }
+
+    #[test]
+    fn a_journal_is_what_its_events_said_and_its_lines_do_not_show() {
+        let mut journal = Journal::default();
+        assert_eq!(journal.resume(), None);
+        let event = format!("{}{}data: a\n\n", Entry::Began(began()).line(), said(1, &[5, 6], false).line());
+        assert_eq!(journal.read(event.as_bytes()), Read::Event(b"data: a\n\n".to_vec()));
+        let event = format!("{}data: b\n\n", said(0, &[], true).line());
+        assert_eq!(journal.read(event.as_bytes()), Read::Event(b"data: b\n\n".to_vec()));
+        let event = format!("{}data: c\n\n", said(1, &[7], false).line());
+        assert_eq!(journal.read(event.as_bytes()), Read::Event(b"data: c\n\n".to_vec()));
+        let sequences = vec![Said { tokens: vec![], finished: true }, Said { tokens: vec![5, 6, 7], finished: false }];
+        assert_eq!(journal.resume(), Some(Resume { began: began(), sequences }));
+        assert!(journal.is_whole());
+        let event = format!("{}data: {{\"usage\":1}}\n\n", Entry::Ended.line());
+        assert_eq!(journal.read(event.as_bytes()), Read::Event(b"data: {\"usage\":1}\n\n".to_vec()));
+        assert!(journal.has_ended() && !journal.is_done());
+        let event = format!("{}data: x\n\n", Entry::Failed { again: true }.line());
+        assert_eq!(journal.read(event.as_bytes()), Read::Error { event: b"data: x\n\n".to_vec(), again: true });
+    }
+
+    /// Servers that keep no journal, and entries that nobody understands.
+    #[test]
+    fn an_event_that_no_entry_explains_is_a_gap() {
+        for event in [&b"data: {}\n\n"[..], b": lagoon {\"new\":1}\ndata: {}\n\n", b": lagoon nonsense\ndata: {}\n\n"] {
+            let mut journal = Journal::default();
+            assert!(journal.read(b": keep alive\n\n") == Read::Event(b": keep alive\n\n".to_vec()));
+            assert!(journal.is_whole());
+            assert_eq!(journal.read(event), Read::Event(b"data: {}\n\n".to_vec()));
+            assert!(!journal.is_whole());
+        }
+        let mut journal = Journal::default();
+        assert_eq!(journal.read(b"data: [DONE]\n\n"), Read::Event(b"data: [DONE]\n\n".to_vec()));
+        assert!(journal.is_whole() && journal.is_done());
+        journal.read(format!("{}data: {{}}\n\n", said(usize::MAX, &[1], false).line()).as_bytes());
+        assert!(!journal.is_whole());
+    }
+
+    #[test]
+    fn a_resumed_request_is_the_request_with_one_field_more() {
+        let resume = Resume { began: began(), sequences: vec![Said { tokens: vec![5], finished: false }] };
+        let request: serde_json::Value =
+            serde_json::from_slice(&resume.request(b" {\"prompt\": \"a}\", \"n\": 1 } \n")).unwrap();
+        assert_eq!((&request["prompt"], &request["n"]), (&"a}".into(), &1.into()));
+        assert_eq!(serde_json::from_value::<Resume>(request[FIELD].clone()).unwrap(), resume);
+    }
+}

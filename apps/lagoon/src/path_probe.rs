@@ -1,0 +1,152 @@
+//! What a path to a prefill worker's KV carries, measured when it is first opened, beside what it should carry.
+//!
+//! Expectations, and why:
+//! * shared memory: what one thread copies of its own memory at the same moment. A path copies from the other process's
+//!   pages as from its own; far less means pages of another NUMA node, or pages that are not there.
+//! * QUIC: the link's speed if the kernel tells it (`/sys/class/net/*/speed`), and never more than
+//!   [`QUIC_BYTES_PER_S`], what a core encrypts, sends and checks on one connection with room to spare (3 GB/s and more were measured on
+//!   loopback). Far less means lost packets, small socket buffers or no segmentation offload; `lagoon doctor` tells.
+
+use lagoon_transport::direct::Probe;
+use serde::Serialize;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+
+/// See the module's documentation.
+const QUIC_BYTES_PER_S: f64 = 1e9;
+/// Bytes that a QUIC path is measured with.
+pub(crate) const QUIC_PROBE_BYTES: u64 = 16 << 20;
+/// A memory so small is copied too fast to tell.
+const TELLING_BYTES: usize = 1 << 20;
+
+/// A path that was measured.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct PathRow {
+    /// The prefill worker's number.
+    pub(crate) worker: u32,
+    /// `same host` or `quic`.
+    pub(crate) path: &'static str,
+    pub(crate) bytes_per_s: f64,
+    /// 0 where nothing is expected.
+    pub(crate) expected_bytes_per_s: f64,
+    /// What the expectation is of.
+    pub(crate) expected_as: String,
+}
+
+impl PathRow {
+    /// Of shared memory of so many bytes.
+    pub(crate) fn shared(worker: u32, probe: Probe, bytes: usize) -> Self {
+        let tells = bytes >= TELLING_BYTES;
+        let expected_as = if tells { "one thread's memcpy" } else { "nothing: the memory is too small to tell" };
+        Self {
+            worker,
+            path: probe.path,
+            bytes_per_s: probe.bytes_per_s,
+            expected_bytes_per_s: if tells { probe.expected_bytes_per_s } else { 0.0 },
+            expected_as: expected_as.to_owned(),
+        }
+    }
+
+    pub(crate) fn quic(worker: u32, probe: Probe, expected_as: String) -> Self {
+        Self {
+            worker,
+            path: probe.path,
+            bytes_per_s: probe.bytes_per_s,
+            expected_bytes_per_s: probe.expected_bytes_per_s,
+            expected_as,
+        }
+    }
+
+    fn is_slow(&self) -> bool {
+        let (bytes_per_s, expected_bytes_per_s) = (self.bytes_per_s, self.expected_bytes_per_s);
+        Probe { path: self.path, bytes_per_s, expected_bytes_per_s }.is_slow()
+    }
+
+    /// In words.
+    pub(crate) fn line(&self) -> String {
+        let expected = match self.expected_bytes_per_s {
+            0.0 => String::new(),
+            bytes_per_s => format!("{:.2} GB/s, ", bytes_per_s / 1e9),
+        };
+        format!(
+            "KV of prefill worker {}: {:.2} GB/s by {} (expected: {expected}{})",
+            self.worker,
+            self.bytes_per_s / 1e9,
+            self.path,
+            self.expected_as
+        )
+    }
+
+    /// Says it, and warns if the path is far slower than it should be.
+    #[allow(clippy::print_stderr, reason = "what is measured at start is for people, and stdout is for scripts")]
+    pub(crate) fn report(&self, announce: bool) {
+        if self.is_slow() {
+            let line = self.line();
+            tracing::warn!("{line}\nhint: `lagoon doctor` tells what UDP and the memory of this machine allow");
+        } else if announce {
+            eprintln!("{}", self.line());
+        }
+    }
+}
+
+/// What one QUIC connection to `addr` should carry, in bytes per second, and what that is.
+pub(crate) fn expect_quic(addr: SocketAddr) -> (f64, String) {
+    let link = std::fs::read_to_string("/proc/net/route").ok().and_then(|routes| match addr.ip() {
+        IpAddr::V4(ip) => route(&routes, ip),
+        IpAddr::V6(_) => None,
+    });
+    let speed = link.and_then(|link| {
+        let megabits =
+            std::fs::read_to_string(format!("/sys/class/net/{link}/speed")).ok()?.trim().parse::<u32>().ok()?;
+        Some((link, f64::from(megabits) * 1e6 / 8.0))
+    });
+    match speed {
+        Some((link, bytes_per_s)) if bytes_per_s < QUIC_BYTES_PER_S => (bytes_per_s, format!("the speed of {link}")),
+        _ => (QUIC_BYTES_PER_S, "one core's QUIC".to_owned()),
+    }
+}
+
+/// The interface that leads to `ip`, by the kernel's table (numbers in the host's byte order, in hexadecimal).
+fn route(table: &str, ip: Ipv4Addr) -> Option<String> {
+    let ip = u32::from_ne_bytes(ip.octets());
+    let rows = table.lines().skip(1).filter_map(|line| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let hex = |field: Option<&&str>| u32::from_str_radix(field?, 16).ok();
+        let (destination, mask) = (hex(fields.get(1))?, hex(fields.get(7))?);
+        (ip & mask == destination).then(|| (mask.count_ones(), (*fields.first().unwrap_or(&"")).to_owned()))
+    });
+    // A loopback address is in no table.
+    rows.filter(|_| ip.to_ne_bytes()[0] != 127).max().map(|(_, link)| link)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[cfg(target_endian = "little")]
+    fn the_narrowest_route_names_the_link() {
+        let table = "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT\n\
+                     eth0 00000000 0100000A 0003 0 0 0 00000000 0 0 0\n\
+                     eth1 0000000A 00000000 0001 0 0 0 000000FF 0 0 0\n\
+                     eth2 0001000A 00000000 0001 0 0 0 00FFFFFF 0 0 0\n";
+        let to = |ip: &str| route(table, ip.parse().unwrap());
+        assert_eq!(to("8.8.8.8").as_deref(), Some("eth0"));
+        assert_eq!(to("10.9.0.1").as_deref(), Some("eth1"));
+        assert_eq!(to("10.0.1.7").as_deref(), Some("eth2"));
+        assert_eq!(to("127.0.0.1"), None);
+        assert_eq!(route("garbage\nx y\n", "10.0.0.1".parse().unwrap()), None);
+    }
+
+    #[test]
+    fn a_path_far_under_its_expectation_is_slow() {
+        let probe = |bytes_per_s| Probe { path: "same host", bytes_per_s, expected_bytes_per_s: 8e9 };
+        assert!(!PathRow::shared(3, probe(4.1e9), 32 << 20).is_slow());
+        assert!(PathRow::shared(3, probe(3.9e9), 32 << 20).is_slow());
+        assert!(!PathRow::shared(3, probe(1e3), 1000).is_slow());
+        let row = PathRow::shared(3, probe(3.9e9), 32 << 20);
+        assert_eq!(
+            row.line(),
+            "KV of prefill worker 3: 3.90 GB/s by same host (expected: 8.00 GB/s, one thread's memcpy)"
+        );
+    }
+}

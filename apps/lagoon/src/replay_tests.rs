@@ -1,0 +1,291 @@
+//! Instances that are lost in the middle of answers: real servers with scripted engines, cut at every event.
+
+use super::*;
+use crate::gateway::Backends;
+use crate::gateway::tests::{backend, broken_server, complete, dead, gateway_with};
+use lagoon_http::scripted::{self, ScriptedEngine, Step};
+use lagoon_types::{GenerateRequest, RequestError};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+
+/// Characters of one to four bytes, each byte a token.
+const TEXT: &str = "aé漢🌊b — ünd §";
+
+fn limits() -> ReplayLimits {
+    let (deadline, pause) = (Duration::from_millis(300), Duration::from_millis(5));
+    ReplayLimits { replays_max: 4, deadline, pause, silence: Duration::from_millis(50) }
+}
+
+/// Passes requests on to `server` and its answers back, and breaks the connection after so many of an answer's events,
+/// in the middle of the next.
+async fn cut_after(server: &str, events: usize) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let server: SocketAddr = server.trim_start_matches("http://").parse().unwrap();
+    tokio::spawn(async move {
+        loop {
+            let (client, _) = listener.accept().await.unwrap();
+            let (mut from, mut to) = client.into_split();
+            let (mut answer, mut request) = TcpStream::connect(server).await.unwrap().into_split();
+            let asking = tokio::spawn(async move { tokio::io::copy(&mut from, &mut request).await });
+            tokio::spawn(async move {
+                let (mut ends, mut last) = (0, 0);
+                while ends < events || last != b'{' {
+                    // The end of the answer, or the gateway's.
+                    let Ok(byte) = answer.read_u8().await else { break };
+                    ends += usize::from(byte == b'\n' && last == b'\n');
+                    last = byte;
+                    if to.write_u8(byte).await.is_err() {
+                        break;
+                    }
+                }
+                asking.abort();
+            });
+        }
+    });
+    url
+}
+
+/// What a client hears of each sequence, in order, and what concerns all, without what differs between two runs.
+async fn hear(url: &str, route: &str, body: &Value) -> BTreeMap<String, Vec<Value>> {
+    let response = reqwest::Client::new().post(format!("{url}{route}")).json(body).send().await.unwrap();
+    assert_eq!(response.status(), 200);
+    let text = response.text().await.unwrap();
+    assert!(!text.contains(": lagoon"), "{text}");
+    let mut heard = BTreeMap::<String, Vec<Value>>::new();
+    let mut names = std::collections::BTreeSet::new();
+    for event in text.split_terminator("\n\n") {
+        let data = event.strip_prefix("data: ").unwrap_or_else(|| panic!("{event:?} in {text}"));
+        if data == "[DONE]" {
+            heard.entry("all".to_owned()).or_default().push(json!("done"));
+            continue;
+        }
+        let mut event: Value = serde_json::from_str(data).unwrap();
+        names.insert((event["id"].take().to_string(), event["created"].take().to_string()));
+        let index = event["choices"][0]["index"].as_u64();
+        heard.entry(index.map_or("all".to_owned(), |index| index.to_string())).or_default().push(event);
+    }
+    assert_eq!(names.len(), 1, "an answer has one id: {names:?}");
+    heard
+}
+
+#[tokio::test]
+async fn a_stream_that_is_cut_at_any_event_says_what_it_would_have_said() {
+    let asks = [
+        ("/v1/completions", json!({"prompt": "a", "max_tokens": 40, "stream": true, "logprobs": 1})),
+        (
+            "/v1/completions",
+            json!({"prompt": ["a", "b"], "n": 2, "max_tokens": 9, "stream": true, "ignore_eos": true,
+            "return_token_ids": true, "return_logits": true, "stream_options": {"include_usage": true}}),
+        ),
+        (
+            "/v1/chat/completions",
+            json!({"messages": [{"role": "user", "content": "hi"}], "stream": true, "logprobs": true,
+            "top_logprobs": 2, "stop": ["b — x", "§"]}),
+        ),
+        (
+            "/v1/chat/completions",
+            json!({"messages": [{"role": "user", "content": "hi"}], "stream": true, "n": 2,
+            "max_tokens": 3, "return_token_ids": true, "stream_options": {"include_usage": true}}),
+        ),
+    ];
+    for (route, ask) in asks {
+        let (first, second) = (ScriptedEngine::saying(TEXT), ScriptedEngine::saying(TEXT));
+        let server = scripted::spawn(scripted::state(first.clone())).await;
+        let other = scripted::spawn(scripted::state(second.clone())).await;
+        let undisturbed = hear(&server, route, &ask).await;
+        let events: usize = undisturbed.values().map(Vec::len).sum();
+        assert!(events > 4, "{undisturbed:?}");
+        for cut in 0..events {
+            let (firsts, seconds) = (first.requests().len(), second.requests().len());
+            let cutting = cut_after(&server, cut).await;
+            let backends = vec![backend("cut", &cutting, 1_000_000), backend("whole", &other, 1)];
+            let url = gateway_with(Arc::new(backends), limits()).await;
+            assert_eq!(hear(&url, route, &ask).await, undisturbed, "{ask} cut after {cut} events");
+            // What goes on is the same request, of the same seed, after what was said.
+            let begun = &first.requests()[firsts..];
+            for request in &second.requests()[seconds..] {
+                let answered = request.answered as usize;
+                let prompt = &request.prompt[..request.prompt.len() - answered];
+                let same = |b: &&GenerateRequest| b.prompt == prompt && b.sampling == request.sampling;
+                assert!(begun.iter().any(|b| same(&b)) || cut == 0, "{request:?} is none of {begun:?}");
+            }
+        }
+    }
+}
+
+/// Every instance loses it after some events; the last one says the rest.
+#[tokio::test]
+async fn a_stream_survives_as_many_losses_as_are_allowed_and_no_more() {
+    let ask = json!({"prompt": "a", "max_tokens": 40, "stream": true});
+    for (losses, survives) in [(4, true), (5, false)] {
+        let mut backends = Vec::new();
+        for n in 0..losses {
+            let server = scripted::spawn(scripted::state(ScriptedEngine::saying(TEXT))).await;
+            backends.push(backend(&format!("cut{n}"), &cut_after(&server, 2).await, 1000 - n));
+        }
+        let whole = scripted::spawn(scripted::state(ScriptedEngine::saying(TEXT))).await;
+        backends.push(backend("whole", &whole, 1));
+        // More than one list of candidates is long.
+        let url = gateway_with(Arc::new(backends), limits()).await;
+        let (status, _, text) = complete(&url, &ask).await;
+        assert_eq!(status, 200);
+        assert_eq!(text.ends_with("data: [DONE]\n\n"), survives, "{text}");
+        if !survives {
+            let error: Value = serde_json::from_str(text.rsplit("data: ").next().unwrap()).unwrap();
+            assert_eq!(error["error"]["code"], "instance_lost");
+            assert!(error["error"]["message"].as_str().unwrap().contains("hint: "), "{error}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn when_no_other_instance_is_left_the_client_is_told_in_time() {
+    let server = scripted::spawn(scripted::state(ScriptedEngine::saying(TEXT))).await;
+    let full = ScriptedEngine::new(|_| Err(RequestError::QueueFull { queued: 1, limit: 1 }));
+    let full = scripted::spawn(scripted::state(full)).await;
+    for other in [dead(), full] {
+        // The instance that was lost does not come back: a server that answers once.
+        let once = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", once.local_addr().unwrap());
+        let cutting: SocketAddr = cut_after(&server, 3).await.trim_start_matches("http://").parse().unwrap();
+        tokio::spawn(async move {
+            let (mut client, _) = once.accept().await.unwrap();
+            drop(once);
+            let mut server = TcpStream::connect(cutting).await.unwrap();
+            let _ = tokio::io::copy_bidirectional(&mut client, &mut server).await;
+        });
+        let backends = vec![backend("cut", &url, 1000), backend("other", &other, 1)];
+        let url = gateway_with(Arc::new(backends), limits()).await;
+        let (status, _, text) = complete(&url, &json!({"prompt": "a", "max_tokens": 40, "stream": true})).await;
+        let error: Value = serde_json::from_str(text.rsplit("data: ").next().unwrap()).unwrap();
+        assert_eq!((status, &error["error"]["code"]), (200, &json!("instance_lost")), "{text}");
+        assert_eq!(text.matches("data: ").count(), 4, "three events, and the error: {text}");
+    }
+}
+
+#[tokio::test]
+async fn a_request_that_is_lost_before_its_answer_is_given_to_another_instance() {
+    for stream in [false, true] {
+        let other = ScriptedEngine::saying("ok");
+        let server = scripted::spawn(scripted::state(other.clone())).await;
+        let backends = vec![backend("lost", &broken_server("").await, 1_000_000), backend("i2", &server, 1)];
+        let url = gateway_with(Arc::new(backends), limits()).await;
+        let (status, instance, text) = complete(&url, &json!({"prompt": "a", "stream": stream})).await;
+        assert_eq!((status, instance.as_str()), (200, "i2"), "{text}");
+        assert_eq!(other.requests().len(), 1);
+        // What may have done something is not done twice.
+        let response = reqwest::Client::new().post(format!("{url}/tokenize")).json(&json!({"prompt": "a"}));
+        let response = response.send().await.unwrap();
+        assert_eq!(response.status(), 503);
+        assert_eq!(response.json::<Value>().await.unwrap()["error"]["code"], "instance_lost");
+    }
+}
+
+/// An engine at fault is like one that is lost; a request at fault is not.
+#[tokio::test]
+async fn an_engine_that_fails_is_replaced_and_a_bad_request_is_not() {
+    let failures = [
+        (RequestError::Unavailable("the device failed".to_owned()), true),
+        (RequestError::Internal("a bug".to_owned()), false),
+        (RequestError::Invalid("no".to_owned()), false),
+    ];
+    for (error, again) in failures {
+        let failing = ScriptedEngine::new(move |_| Ok(vec![Step::Token(b'o'.into()), Step::Fail(error.clone())]));
+        let other = ScriptedEngine::saying("ok");
+        let one = scripted::spawn(scripted::state(failing)).await;
+        let two = scripted::spawn(scripted::state(other.clone())).await;
+        let backends = vec![backend("failing", &one, 1000), backend("other", &two, 1)];
+        let url = gateway_with(Arc::new(backends), limits()).await;
+        let (_, _, text) = complete(&url, &json!({"prompt": "a", "stream": true})).await;
+        assert_eq!(text.ends_with("data: [DONE]\n\n"), again, "{text}");
+        assert_eq!(text.contains("\"error\""), !again, "{text}");
+        assert_eq!(
+            other.requests().iter().map(|r| r.answered).collect::<Vec<_>>(),
+            if again { vec![1] } else { vec![] }
+        );
+    }
+}
+
+/// Instances of which the first is dead to the pool, and its connection stands all the same.
+struct FirstIsDead(Vec<Backend>);
+
+impl Backends for FirstIsDead {
+    fn serving(&self) -> Vec<Backend> {
+        self.0.clone()
+    }
+
+    fn is_dead(&self, http_addr: SocketAddr) -> bool {
+        self.0[0].http_addr == http_addr
+    }
+}
+
+#[tokio::test]
+async fn an_instance_that_is_silent_and_dead_to_the_pool_is_lost_and_the_living_may_be_silent() {
+    let silent = || ScriptedEngine::new(|_| Ok(vec![Step::Token(b'o'.into()), Step::Hang]));
+    let (dead, slow) = (silent(), silent());
+    let one = scripted::spawn(scripted::state(dead.clone())).await;
+    let two = scripted::spawn(scripted::state(slow.clone())).await;
+    let backends = FirstIsDead(vec![backend("dead", &one, 1000), backend("slow", &two, 1)]);
+    let url = gateway_with(Arc::new(backends), limits()).await;
+    let request = reqwest::Client::new().post(format!("{url}/v1/completions"));
+    let mut response = request.json(&json!({"prompt": "a", "stream": true})).send().await.unwrap();
+    assert!(response.chunk().await.unwrap().unwrap().starts_with(b"data: "));
+    // Nothing runs on at the one that was given up; the other one goes on, and is cancelled when the client leaves.
+    dead.wait_cancelled(1).await;
+    assert!(response.chunk().await.unwrap().unwrap().starts_with(b"data: "));
+    tokio::time::sleep(4 * limits().silence).await;
+    assert_eq!((slow.requests().len(), slow.cancelled(), dead.requests().len()), (1, 0, 1));
+    drop(response);
+    slow.wait_cancelled(1).await;
+}
+
+/// While no instance takes it, a client may leave, too.
+#[tokio::test]
+async fn a_client_that_leaves_while_another_instance_is_looked_for_is_forgotten() {
+    let engine = ScriptedEngine::saying(TEXT);
+    let server = scripted::spawn(scripted::state(engine.clone())).await;
+    let full = ScriptedEngine::new(|_| Err(RequestError::QueueFull { queued: 1, limit: 1 }));
+    let other = scripted::spawn(scripted::state(full.clone())).await;
+    let backends = vec![backend("cut", &cut_after(&server, 2).await, 1000), backend("full", &other, 1)];
+    let limits = ReplayLimits { replays_max: usize::MAX, deadline: Duration::from_secs(3600), ..limits() };
+    let url = gateway_with(Arc::new(backends), limits).await;
+    let request = reqwest::Client::new().post(format!("{url}/v1/completions"));
+    let mut response = request.json(&json!({"prompt": "a", "stream": true})).send().await.unwrap();
+    let _ = response.chunk().await.unwrap().unwrap();
+    let asked = || engine.requests().len() + full.requests().len();
+    while asked() < 5 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    drop(response);
+    // Once what was under way has ended, nobody is asked any more.
+    let mut seen = asked();
+    loop {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        if asked() == seen {
+            break;
+        }
+        seen = asked();
+    }
+}
+
+#[test]
+fn events_are_found_however_they_are_cut() {
+    let text = b"data: a\n\ndata: b\r\n\r\n: c\n\nrest";
+    for first in 0..text.len() {
+        for second in first..text.len() {
+            let mut pending = Pending::default();
+            let mut events = Vec::new();
+            for piece in [&text[..first], &text[first..second], &text[second..]] {
+                pending.push(piece).unwrap();
+                while let Some(event) = pending.next() {
+                    events.push(String::from_utf8(event).unwrap());
+                }
+            }
+            assert_eq!(events, ["data: a\n\n", "data: b\r\n\r\n", ": c\n\n"], "cut at {first} and {second}");
+            assert_eq!(pending.rest().unwrap(), "rest");
+        }
+    }
+}

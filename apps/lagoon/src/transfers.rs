@@ -1,0 +1,474 @@
+//! KV transfer of a node: its exports, which threads of their own serve over an endpoint of their own, and the paths on
+//! which it reads others' KV. The instance's loop only hands orders in and takes what happened; reads go on while it
+//! stands still.
+
+use crate::args::{EngineArgs, KvTransferArg, TransferPathArg};
+use crate::device::Sizes;
+use crate::path_probe::{self, PathRow};
+use anyhow::Context;
+use lagoon_instance::{InstanceConfig, TransferConfig, TransferEffect, TransferEvent};
+use lagoon_protocol::TransferArena;
+use lagoon_runner::KvArena;
+use lagoon_transfer::{Check, ConnId, Layout, Region, Span, Writer, WriterConfig, WriterOutput, check_block};
+use lagoon_transport::direct::{
+    ArenaServer, ExportServer, Landing, LanesConfig, MemoryPath, OnEvent, Path, PathEvent, Probe, ReadJob, fetch_arena,
+    host_identity,
+};
+use lagoon_transport::{Bound, Identity, Node, TransportConfig};
+use lagoon_types::limits::WORKERS_MAX;
+use lagoon_types::{InstanceId, SeqId};
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use tokio::runtime::Runtime;
+use tokio::sync::mpsc;
+
+/// QUIC connections to one writer, in parallel.
+const LANES: usize = 2;
+/// Threads that copy from one writer's memory on this host.
+const COPIERS: usize = 2;
+
+/// What a node's own threads tell its loop.
+#[derive(Debug)]
+pub(crate) enum Told {
+    Event(TransferEvent),
+    /// The checks of blocks that are to be exported.
+    Checks {
+        of: Part,
+        checks: Result<Vec<Check>, String>,
+    },
+    /// A path stands, or why it does not.
+    Opened {
+        conn: ConnId,
+        path: Result<Box<dyn Path>, String>,
+    },
+    /// What a path carries.
+    Probed(Result<PathRow, String>),
+}
+
+/// What an instance wants to be exported: see [`TransferEffect::Export`].
+#[derive(Debug)]
+pub(crate) struct Part {
+    job: SeqId,
+    reader: InstanceId,
+    request: u64,
+    part: Span,
+    blocks: Vec<u32>,
+}
+
+/// A connection's path.
+#[derive(Debug)]
+enum Slot {
+    /// What is to be read when it stands; `None` if it was given up.
+    Opening(Option<Vec<ReadJob>>),
+    Open(Box<dyn Path>),
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(crate) struct Transfers {
+    server: Arc<ExportServer>,
+    regions: Arc<[Arc<dyn Region>]>,
+    node: Node,
+    /// Nobody talks to this endpoint but readers; what else comes is never read.
+    _bound: Bound,
+    runtime: Option<Runtime>,
+    _arenas: ArenaServer,
+    _sockets: TempDir,
+    paths: BTreeMap<ConnId, Slot>,
+    meter: Meter,
+    /// Paths that were measured, and the workers to which one was begun to be.
+    measured: Vec<PathRow>,
+    probed: BTreeSet<InstanceId>,
+    announce: bool,
+    /// Bounded by the reads that the instance has under way and the exports that it asked for.
+    tell: mpsc::UnboundedSender<Told>,
+    told: mpsc::UnboundedReceiver<Told>,
+}
+
+/// The time in which anything is being read.
+#[derive(Debug, Default)]
+struct Meter {
+    in_flight: BTreeMap<ConnId, u64>,
+    /// When something began to be read, if anything is.
+    since: Option<Instant>,
+    busy: Duration,
+}
+
+impl Meter {
+    fn begin(&mut self, conn: ConnId) {
+        *self.in_flight.entry(conn).or_default() += 1;
+        self.since.get_or_insert_with(Instant::now);
+    }
+
+    fn end(&mut self, conn: ConnId) {
+        let left = self.in_flight.get_mut(&conn).map_or(0, |reads| {
+            *reads = reads.saturating_sub(1);
+            *reads
+        });
+        if left == 0 {
+            self.down(conn);
+        }
+    }
+
+    /// Its reads end with a path.
+    fn down(&mut self, conn: ConnId) {
+        self.in_flight.remove(&conn);
+        if self.in_flight.is_empty() {
+            self.busy += self.since.take().map_or(Duration::ZERO, |since| since.elapsed());
+        }
+    }
+
+    fn busy(&self) -> Duration {
+        self.busy + self.since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
+}
+
+/// What an instance needs to know of its memory to take part. Where the path is QUIC, others on this host do not share
+/// memory with it either.
+pub(crate) fn config(of: &InstanceConfig, sizes: Sizes, engine: &EngineArgs) -> anyhow::Result<TransferConfig> {
+    let far = engine.transfer_path == TransferPathArg::Quic;
+    let host = if far { String::new() } else { host_identity() };
+    let config = TransferConfig::new(of.model_hash, of.kv, (sizes.blocks_total, of.block_tokens), host)
+        .context("describe the KV store to others")?;
+    Ok(TransferConfig { push: engine.kv_transfer == KvTransferArg::Push, ..config })
+}
+
+impl Transfers {
+    /// Serves `arenas`, the memory of the instance that `config` is of, on `listen`.
+    pub(crate) fn start(
+        config: &InstanceConfig,
+        arenas: &[KvArena],
+        (listen, advertise): (SocketAddr, Option<SocketAddr>),
+        identity: &Identity,
+    ) -> anyhow::Result<Self> {
+        let layout = config.transfer.as_ref().context("this instance's memory is not described")?.layout.clone();
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .thread_name("lagoon-transfer")
+            .enable_all()
+            .build()
+            .context("start threads for KV transfer")?;
+        let bound = {
+            let _network = runtime.enter();
+            Node::bind(listen, identity, TransportConfig::default())
+                .with_context(|| format!("serve KV on {listen}\nhint: --transfer-quic names another address"))?
+        };
+        let node = bound.node.clone();
+        let port = node.local_addr().port();
+        let addr = advertise.map_or(node.local_addr(), |addr| SocketAddr::new(addr.ip(), port));
+        let sockets =
+            tempfile::Builder::new().prefix("lagoon-kv-").tempdir().context("make a directory for sockets")?;
+        let offered: Vec<(u32, KvArena)> = (0..).zip(arenas.iter().cloned()).collect();
+        let arena_server =
+            ArenaServer::start(&sockets.path().join("arenas"), &offered).context("offer KV on this host")?;
+        let writer = WriterConfig {
+            incarnation: config.incarnation,
+            host: host_identity(),
+            arenas: arena_server.arenas().to_vec(),
+            addr: addr.to_string(),
+            ..WriterConfig::default()
+        };
+        let regions: Vec<Arc<dyn Region>> = arenas.iter().map(|arena| Arc::new(arena.clone()) as _).collect();
+        let started = Instant::now();
+        let clock = move || u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let server = ExportServer::new(Writer::new(layout, writer), regions.clone(), clock);
+        node.serve_direct(Some(Arc::clone(&server)));
+        let (tell, told) = mpsc::unbounded_channel();
+        Ok(Self {
+            server,
+            regions: regions.into(),
+            node,
+            _bound: bound,
+            runtime: Some(runtime),
+            _arenas: arena_server,
+            _sockets: sockets,
+            paths: BTreeMap::new(),
+            meter: Meter::default(),
+            measured: Vec::new(),
+            probed: BTreeSet::new(),
+            announce: false,
+            tell,
+            told,
+        })
+    }
+
+    /// Says what paths carry.
+    #[must_use]
+    pub(crate) fn announcing(mut self, announce: bool) -> Self {
+        self.announce = announce;
+        self
+    }
+
+    /// The time in which anything was read, in microseconds.
+    pub(crate) fn reading_us(&self) -> u64 {
+        u64::try_from(self.meter.busy().as_micros()).unwrap_or(u64::MAX)
+    }
+
+    /// The paths that were measured: the latest of each worker.
+    pub(crate) fn measured(&self) -> &[PathRow] {
+        &self.measured
+    }
+
+    /// What happened next.
+    pub(crate) async fn next(&mut self) -> Option<Told> {
+        self.told.recv().await
+    }
+
+    fn event(&self, event: TransferEvent) {
+        // The receiver is this struct's own.
+        let _ = self.tell.send(Told::Event(event));
+    }
+
+    fn blocking(&self, work: impl FnOnce() -> Told + Send + 'static) {
+        let tell = self.tell.clone();
+        if let Some(runtime) = &self.runtime {
+            // The loop may be gone by then.
+            runtime.spawn_blocking(move || _ = tell.send(work()));
+        }
+    }
+
+    /// Carries out what the instance wants; what comes of it is told. `me` is its number.
+    pub(crate) fn carry_out(&mut self, effect: TransferEffect) {
+        match effect {
+            TransferEffect::ToWriter { from, body } => self.server.with(|w, now| w.on_control(from, &body, now)),
+            TransferEffect::Export { job, reader, request, part, blocks } => {
+                self.check_blocks(Part { job, reader, request, part, blocks });
+            }
+            TransferEffect::Revoke { export } => self.server.with(|w, now| w.revoke(export, now)),
+            TransferEffect::Fence { reader, incarnation } => {
+                self.server.with(|w, now| w.fence(reader, incarnation, now));
+            }
+            TransferEffect::Open { conn, reader, writer, addr, epoch, layout, arenas } => {
+                self.open(conn, (reader, writer), &addr, epoch, &layout, arenas);
+            }
+            TransferEffect::Close { conn } => match self.paths.get_mut(&conn) {
+                Some(Slot::Open(path)) => path.close(),
+                Some(Slot::Opening(jobs)) => *jobs = None,
+                None => self.event(TransferEvent::Down { conn }),
+            },
+            TransferEffect::Read { conn, read, transaction, pulls } => {
+                let job = ReadJob { read, transaction, pulls };
+                if self.paths.contains_key(&conn) {
+                    self.meter.begin(conn);
+                }
+                match self.paths.get_mut(&conn) {
+                    Some(Slot::Open(path)) => path.read(job),
+                    Some(Slot::Opening(jobs)) => jobs.iter_mut().for_each(|jobs| jobs.push(job.clone())),
+                    // It went down; its end was told.
+                    None => {}
+                }
+            }
+            TransferEffect::Check { pull, piece, of } => {
+                let regions = Arc::clone(&self.regions);
+                self.blocking(move || {
+                    let check = of.check_landed(piece, &regions).map_err(|error| error.to_string());
+                    Told::Event(TransferEvent::Checked { pull, piece, check })
+                });
+            }
+        }
+        self.drain();
+    }
+
+    /// What the loop was told; an event for the instance, if it is one.
+    pub(crate) fn on_told(&mut self, told: Told) -> Option<TransferEvent> {
+        match told {
+            Told::Event(event) => {
+                match &event {
+                    TransferEvent::Down { conn } => {
+                        self.paths.remove(conn);
+                        self.meter.down(*conn);
+                    }
+                    TransferEvent::Read { conn, .. } => self.meter.end(*conn),
+                    _ => {}
+                }
+                Some(event)
+            }
+            Told::Checks { of: Part { job, reader, request, part, blocks }, checks } => {
+                let export = checks.and_then(|checks| {
+                    let made = self.server.with(|w, now| w.export(reader, request, part, blocks, checks, now));
+                    made.map_err(|error| error.to_string())
+                });
+                // What the writer says of the export follows.
+                let drained = TransferEvent::Exported { job, export };
+                self.drain();
+                Some(drained)
+            }
+            Told::Opened { conn, path } => {
+                self.on_opened(conn, path);
+                None
+            }
+            Told::Probed(row) => {
+                self.on_probed(row);
+                None
+            }
+        }
+    }
+
+    /// Time passes.
+    pub(crate) fn tick(&mut self) {
+        self.server.with(Writer::tick);
+        self.drain();
+    }
+
+    /// Hands on what the writer wants.
+    fn drain(&self) {
+        while let Some(output) = self.server.with(|w, _| w.poll()) {
+            match output {
+                WriterOutput::Send { to, body } => self.event(TransferEvent::FromWriter { to, body }),
+                WriterOutput::Freed { export, .. } => self.event(TransferEvent::Freed { export }),
+                WriterOutput::Cut { reader, epoch } => self.server.cut(reader, epoch),
+                WriterOutput::Connected { reader, .. } => tracing::debug!(%reader, "a decode worker may read KV"),
+            }
+        }
+    }
+
+    fn check_blocks(&self, of: Part) {
+        let server = Arc::clone(&self.server);
+        self.blocking(move || {
+            let (layout, view) = server.with(|w, _| (Arc::clone(w.layout()), w.view(of.reader).cloned()));
+            let view = view.and_then(|view| view.within(of.part.layers.as_ref()));
+            let checks = view.ok_or_else(|| format!("{} is not connected", of.reader)).and_then(|view| {
+                let size = layout.block_tokens();
+                let check = |(n, block): (u32, &u32)| {
+                    let filled = size.min(of.part.tokens.saturating_sub(n * size));
+                    check_block(&layout, &view, *block, filled, server.regions()).map_err(|error| error.to_string())
+                };
+                (0..).zip(&of.blocks).map(check).collect()
+            });
+            Told::Checks { of, checks }
+        });
+    }
+
+    fn landing(&self, conn: ConnId) -> Landing {
+        let tell = self.tell.clone();
+        let on_event: OnEvent = Arc::new(move |event| {
+            let event = match event {
+                PathEvent::Read { read, result } => TransferEvent::Read { conn, read, result },
+                PathEvent::Down { reason } => {
+                    tracing::info!(conn = conn.0, reason, "a path to a prefill worker's KV ended");
+                    TransferEvent::Down { conn }
+                }
+            };
+            // The loop may be gone.
+            let _ = tell.send(Told::Event(event));
+        });
+        Landing { regions: Arc::clone(&self.regions), verify: true, on_event }
+    }
+
+    /// Opens the best path there is: shared memory if the writer is on this host, else QUIC.
+    fn open(
+        &mut self,
+        conn: ConnId,
+        (reader, writer): (InstanceId, InstanceId),
+        addr: &str,
+        epoch: u64,
+        layout: &Arc<Layout>,
+        arenas: Vec<TransferArena>,
+    ) {
+        let first = self.probed.insert(writer);
+        let (tell, runtime) = (self.tell.clone(), self.runtime.as_ref().map(|runtime| runtime.handle().clone()));
+        let (node, landing, addr, layout) =
+            (self.node.clone(), self.landing(conn), addr.to_owned(), Arc::clone(layout));
+        self.paths.insert(conn, Slot::Opening(Some(Vec::new())));
+        self.blocking(move || {
+            let near = map_arenas(&layout, &arenas).and_then(|views| {
+                let views = views.ok_or_else(|| "it is on another host".to_owned())?;
+                if let (true, Some(view)) = (first, views.first()) {
+                    let row = Probe::of_arena(view).map(|probe| PathRow::shared(writer.0, probe, view.bytes()));
+                    // The loop may be gone.
+                    let _ = tell.send(Told::Probed(row));
+                }
+                MemoryPath::shared(views, COPIERS, &landing).map_err(|error| error.to_string())
+            });
+            let path = match near {
+                Ok(path) => Ok(Box::new(path) as Box<dyn Path>),
+                Err(reason) => {
+                    tracing::debug!(conn = conn.0, reason, "KV is read over QUIC");
+                    let config = LanesConfig { reader, epoch, lanes: LANES };
+                    let addr = addr.parse::<SocketAddr>().map_err(|error| format!("{addr:?}: {error}"));
+                    if let (true, Ok(addr), Some(runtime)) = (first, &addr, runtime) {
+                        runtime.spawn(probe_quic(
+                            node.clone(),
+                            *addr,
+                            LanesConfig { lanes: 1, ..config },
+                            writer,
+                            tell,
+                        ));
+                    }
+                    addr.map(|addr| Box::new(node.open_direct(addr, config, &landing)) as Box<dyn Path>)
+                }
+            };
+            Told::Opened { conn, path }
+        });
+    }
+
+    fn on_probed(&mut self, row: Result<PathRow, String>) {
+        match row {
+            Ok(row) => {
+                row.report(self.announce);
+                self.measured.retain(|other| other.worker != row.worker);
+                // Workers that left are forgotten when there are more than a pool has.
+                self.measured.drain(..(self.measured.len() + 1).saturating_sub(WORKERS_MAX));
+                self.measured.push(row);
+            }
+            Err(why) => tracing::info!(why, "a path to a prefill worker's KV was not measured"),
+        }
+    }
+
+    fn on_opened(&mut self, conn: ConnId, path: Result<Box<dyn Path>, String>) {
+        let waiting = self.paths.remove(&conn);
+        match (path, waiting) {
+            (Ok(path), Some(Slot::Opening(Some(jobs)))) => {
+                tracing::info!(conn = conn.0, path = path.name(), "a prefill worker's KV can be read");
+                jobs.into_iter().for_each(|job| path.read(job));
+                self.paths.insert(conn, Slot::Open(path));
+            }
+            // Given up meanwhile: its end is told when it is dropped.
+            (Ok(path), _) => path.close(),
+            (Err(reason), _) => {
+                tracing::warn!(conn = conn.0, reason, "no path to a prefill worker's KV");
+                self.event(TransferEvent::Down { conn });
+            }
+        }
+    }
+}
+
+/// Measures a QUIC path, beside what it carries already.
+async fn probe_quic(
+    node: Node,
+    addr: SocketAddr,
+    config: LanesConfig,
+    writer: InstanceId,
+    tell: mpsc::UnboundedSender<Told>,
+) {
+    let (expected, expected_as) = path_probe::expect_quic(addr);
+    let probe = node.probe_direct(addr, config, path_probe::QUIC_PROBE_BYTES, expected).await;
+    // The loop may be gone.
+    let _ = tell.send(Told::Probed(probe.map(|probe| PathRow::quic(writer.0, probe, expected_as))));
+}
+
+/// The writer's memory, if it offers all of it on this host.
+fn map_arenas(layout: &Layout, arenas: &[TransferArena]) -> Result<Option<Vec<lagoon_backend::ArenaView>>, String> {
+    let sizes = layout.region_bytes();
+    if arenas.len() != sizes.len() {
+        return Ok(None);
+    }
+    let view = |(region, bytes): (usize, &u64)| {
+        let offer = arenas.iter().find(|arena| arena.region as usize == region).ok_or("a region is missing")?;
+        fetch_arena(offer, *bytes).map_err(|error| error.to_string())
+    };
+    sizes.iter().enumerate().map(view).collect::<Result<Vec<_>, String>>().map(Some)
+}
+
+impl Drop for Transfers {
+    fn drop(&mut self) {
+        self.node.serve_direct(None);
+        self.paths.clear();
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}

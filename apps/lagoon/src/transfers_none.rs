@@ -1,0 +1,61 @@
+//! KV transfer needs shared memory that only Linux has: elsewhere nothing is exported and nothing read.
+
+use crate::args::EngineArgs;
+use crate::device::Sizes;
+use crate::path_probe::PathRow;
+use lagoon_instance::{InstanceConfig, TransferConfig, TransferEffect, TransferEvent};
+use lagoon_runner::KvArena;
+use lagoon_transport::Identity;
+use std::net::SocketAddr;
+
+/// Nothing is ever told.
+#[derive(Debug)]
+pub(crate) enum Told {}
+
+/// There is none.
+#[derive(Debug)]
+pub(crate) enum Transfers {}
+
+pub(crate) fn config(_of: &InstanceConfig, _sizes: Sizes, _engine: &EngineArgs) -> anyhow::Result<TransferConfig> {
+    anyhow::bail!("prefill and decode workers need Linux\nhint: leave out --role")
+}
+
+impl Transfers {
+    pub(crate) fn start(
+        _config: &InstanceConfig,
+        _arenas: &[KvArena],
+        _listen: (SocketAddr, Option<SocketAddr>),
+        _identity: &Identity,
+    ) -> anyhow::Result<Self> {
+        anyhow::bail!("prefill and decode workers need Linux\nhint: leave out --role")
+    }
+
+    #[must_use]
+    pub(crate) fn announcing(self, _announce: bool) -> Self {
+        self
+    }
+
+    pub(crate) fn reading_us(&self) -> u64 {
+        match *self {}
+    }
+
+    pub(crate) fn measured(&self) -> &[PathRow] {
+        match *self {}
+    }
+
+    pub(crate) async fn next(&mut self) -> Option<Told> {
+        match *self {}
+    }
+
+    pub(crate) fn carry_out(&mut self, _effect: TransferEffect) {
+        match *self {}
+    }
+
+    pub(crate) fn on_told(&mut self, told: Told) -> Option<TransferEvent> {
+        match told {}
+    }
+
+    pub(crate) fn tick(&mut self) {
+        match *self {}
+    }
+}

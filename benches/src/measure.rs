@@ -1,0 +1,34 @@
+//! What is said of every measurement: the middle of its runs, the machine and the commit.
+
+#[must_use]
+pub fn mean(values: &[f64]) -> f64 {
+    values.iter().sum::<f64>() / values.len() as f64
+}
+
+/// NaN where there is none.
+#[must_use]
+pub fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// The processor's name, where the system tells it.
+#[must_use]
+pub fn device() -> Option<String> {
+    let info = std::fs::read_to_string("/proc/cpuinfo").ok()?;
+    let line = info.lines().find(|line| line.starts_with("model name"))?;
+    line.split_once(':').map(|(_, name)| name.trim().to_owned())
+}
+
+/// Threads that run at once.
+#[must_use]
+pub fn hardware_threads() -> usize {
+    std::thread::available_parallelism().map_or(0, usize::from)
+}
+
+/// The commit that is measured, where git knows it.
+#[must_use]
+pub fn commit() -> Option<String> {
+    let output = std::process::Command::new("git").args(["describe", "--always", "--dirty"]).output().ok()?;
+    Some(String::from_utf8(output.stdout).ok()?.trim().to_owned()).filter(|text| !text.is_empty())
+}

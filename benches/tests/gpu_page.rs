@@ -1,0 +1,99 @@
+//! The page about GPUs, from a report that was made up here: its numbers are no measurement, and it is written to a folder of
+//! the test's.
+
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use lagoon_benches::gpu_page::{BEGIN, END, PageError, page};
+use serde_json::{Value, json};
+use std::path::Path;
+use std::process::Command;
+
+/// The page as it is committed.
+fn committed() -> String {
+    std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/gpu.md")).unwrap()
+}
+
+fn made_up() -> Value {
+    json!({
+        "measured_on_gpu": true, "label": "made-up", "driver": "CUDA 0.0", "kernels": "made-up",
+        "device": { "name": "Made-up device" },
+        "targets": [{ "name": "a target", "at_least": 0.5, "found": 0.125, "met": false }],
+        "sections": {
+            "decode": { "state": "ok", "found": { "copy_gb_per_s": 9.0, "rows": [
+                { "batch": 16, "context": 8192, "dtype": "bf16", "layers_per_group": 1, "gb_per_s": 7.0 },
+                { "batch": 16, "context": 16384, "dtype": "bf16", "layers_per_group": 1, "gb_per_s": 8.0 }] } },
+            "vmm": { "state": "ok", "found": {
+                "calls": { "cuMemUnmap_us": 77.125, "paper_table_3_us": { "map": 2, "set_access": 38, "unmap": 34 } },
+                "decode_steps_of_figure_12": [
+                    { "layers_per_group": 1, "overlapped": false, "each_step_us": [1.0, 900.0, 1.0] },
+                    { "layers_per_group": 1, "overlapped": true, "each_step_us": [1.0, 1.0, 1.0] }] } },
+            "torch": { "state": "absent", "found": { "absent": "python3 is not installed" } },
+            "demo": { "state": "failed", "found": { "error": "it broke" } },
+        },
+    })
+}
+
+#[test]
+fn a_report_fills_the_page() {
+    let made = page(&committed(), &made_up()).unwrap();
+    for text in [
+        "Measured on Made-up device",
+        "| a target | 0.500 | 0.125 | no |",
+        "| unmap | 77.125 | 34 |",
+        "| map and set access | not measured | 40.000 |",
+        "`torch`: absent: python3 is not installed",
+        "`demo`: failed: it broke",
+        "plots/gpu-memory.svg",
+    ] {
+        assert!(made.text.contains(text), "{text}");
+    }
+    assert_eq!(made.figures.len(), 3);
+    assert!(made.figures.iter().all(|(_, svg)| svg.starts_with("<svg") && svg.contains("</svg>")));
+    // Filling again replaces what was filled.
+    assert_eq!(page(&made.text, &made_up()).unwrap().text, made.text);
+}
+
+#[test]
+fn what_measures_nothing_fills_nothing() {
+    let mut report = made_up();
+    report["measured_on_gpu"] = json!(false);
+    assert_eq!(page(&committed(), &report).unwrap_err(), PageError::NotMeasured);
+    assert_eq!(page("no place", &made_up()).unwrap_err(), PageError::NoPlace);
+    // An empty report is a page that says so everywhere.
+    let empty = page(&committed(), &json!({ "measured_on_gpu": true })).unwrap();
+    assert!(empty.text.matches("Not in this report.").count() >= 8);
+}
+
+#[test]
+fn the_program_writes_page_and_figures() {
+    let docs = Path::new(env!("CARGO_TARGET_TMPDIR")).join("made-up-docs");
+    std::fs::create_dir_all(docs.join("plots")).unwrap();
+    std::fs::write(docs.join("gpu.md"), format!("# Made up\n{BEGIN}\n{END}\nafter\n")).unwrap();
+    std::fs::write(docs.join("report.json"), made_up().to_string()).unwrap();
+    let run = || {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_gpu-page"));
+        command.arg(docs.join("report.json")).arg("--docs").arg(&docs).output().unwrap()
+    };
+    assert!(run().status.success());
+    let text = std::fs::read_to_string(docs.join("gpu.md")).unwrap();
+    assert!(text.starts_with("# Made up\n") && text.ends_with("after\n") && text.contains("Made-up device"));
+    assert!(std::fs::read_to_string(docs.join("plots/gpu-work.svg")).unwrap().starts_with("<svg"));
+    std::fs::write(docs.join("report.json"), "{}").unwrap();
+    let refused = run();
+    assert!(!refused.status.success() && String::from_utf8_lossy(&refused.stderr).contains("not measured on a GPU"));
+}
+
+/// Until a GPU's report is committed, the page has no number and says why.
+#[test]
+fn the_committed_page_has_numbers_only_with_a_report() {
+    let text = committed();
+    let (_, rest) = text.split_once(BEGIN).unwrap();
+    let (middle, _) = rest.split_once(END).unwrap();
+    let report = Path::new(env!("CARGO_MANIFEST_DIR")).join("results/gpu-check.json");
+    if report.exists() {
+        let report = serde_json::from_slice(&std::fs::read(report).unwrap()).unwrap();
+        assert_eq!(page(&text, &report).unwrap().text, text, "cargo xtask gpu-page");
+    } else {
+        assert!(middle.contains("Nothing was measured on a GPU yet") && !middle.contains("plots/gpu-"), "{middle}");
+    }
+}

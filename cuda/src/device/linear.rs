@@ -1,0 +1,133 @@
+//! Linear layers of a device: cuBLASLt for many rows where it is installed, own kernels for few and where it is not.
+//!
+//! Activations are f32 and enter 16-bit products as one or two terms (see [`crate::kernels::linear`]); the library multiplies
+//! the terms one after the other into the same output, so that products of bf16 need no room between. In f16 each row has a
+//! scale, which the library cannot apply: terms are multiplied as one matrix into scratch, and `gemm_reduce` adds and scales.
+
+use super::CudaDevice;
+use super::lane::Lane;
+use crate::blas::{Blas, CublasLt, Shape};
+use crate::driver::{Context, CudaError};
+use crate::kernels::attention::Precision;
+use crate::kernels::linear::{Launches, Product, is_streamed, workspace_bytes};
+use crate::kernels::weight_ld;
+use lagoon_types::DType;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// What multiplies in linear layers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum LinearLayers {
+    /// cuBLASLt where it is installed, for more rows than stream the weight.
+    #[default]
+    Auto,
+    /// The same with this file.
+    File(PathBuf),
+    /// This project's kernels only.
+    Own,
+}
+
+/// What the device has for them.
+#[derive(Debug)]
+pub(super) enum Linear {
+    Library(Box<Blas>),
+    /// Why there is no library.
+    Own(String),
+}
+
+impl Linear {
+    pub(super) fn open(context: &Arc<Context>, wanted: &LinearLayers, tf32: bool) -> Self {
+        let found = match wanted {
+            LinearLayers::Auto => CublasLt::find(),
+            LinearLayers::File(file) => CublasLt::open(file),
+            LinearLayers::Own => Err("asked for".to_owned()),
+        };
+        let opened = found.and_then(|library| Blas::new(library, context, tf32).map_err(|error| error.to_string()));
+        opened.map_or_else(Self::Own, |blas| Self::Library(Box::new(blas)))
+    }
+
+    pub(super) fn name(&self) -> String {
+        match self {
+            Self::Library(blas) => format!("{}; own kernels for few rows", blas.name()),
+            Self::Own(reason) => format!("own kernels ({reason})"),
+        }
+    }
+}
+
+impl CudaDevice {
+    /// One product.
+    pub(super) fn product(&mut self, product: &Product) -> Result<(), CudaError> {
+        let Self { lanes, linear, at, tuning, .. } = self;
+        let lane = &mut lanes[*at];
+        // The library's workspace is the first lane's.
+        if let Linear::Library(blas) = linear
+            && *at == 0
+            && product.bias == 0
+            && !is_streamed(product.rows, product.dtype)
+            && by_library(lane, blas, product, tuning.precision)?
+        {
+            return Ok(());
+        }
+        by_own_kernels(lane, product, tuning.precision, tuning.sms)
+    }
+}
+
+fn by_own_kernels(lane: &mut Lane, product: &Product, precision: Precision, sms: u32) -> Result<(), CudaError> {
+    let bytes = workspace_bytes(product.rows, product.n, product.k, product.dtype, sms);
+    let workspace = lane.scratch(usize::try_from(bytes).expect("scratch fits"))?;
+    match product.launches(workspace, precision, sms) {
+        Launches::Stream(launch) => lane.launch(&launch),
+        Launches::Tiles { split, gemm, reduce } => {
+            split.iter().try_for_each(|launch| lane.launch(launch))?;
+            lane.launch(&gemm)?;
+            reduce.iter().try_for_each(|launch| lane.launch(launch))
+        }
+    }
+}
+
+/// Whether the library has something for the shape; then it is called.
+fn by_library(lane: &mut Lane, blas: &mut Blas, p: &Product, precision: Precision) -> Result<bool, CudaError> {
+    let ldw = u32::try_from(weight_ld(p.k as usize, p.dtype.size())).expect("columns fit");
+    let shape = Shape { rows: p.rows, n: p.n, k: p.k, ldx: p.x_stride, ldw, ldo: p.out_stride, dtype: p.dtype };
+    let bytes = |address: u64| usize::try_from(address).expect("scratch fits");
+    // Where the terms end tells what they take.
+    let Some(terms) = p.terms(0, precision) else {
+        // Rows that do not begin at multiples of 16 bytes are not what the library was promised.
+        let aligned = p.x_stride.is_multiple_of(4) && p.out_stride.is_multiple_of(4);
+        let call = if aligned { blas.call(shape, p.x, p.w, p.out, p.add)? } else { None };
+        return call.map_or(Ok(false), |call| lane.blas(call).map(|()| true));
+    };
+    let shape = Shape { ldx: terms.ld, ..shape };
+    if p.dtype == DType::BF16 {
+        if !p.out_stride.is_multiple_of(4) {
+            return Ok(false);
+        }
+        let workspace = lane.scratch(bytes(terms.end))?;
+        let terms = p.terms(workspace, precision).expect("of bf16");
+        let Some(first) = blas.call(shape, terms.hi, p.w, p.out, p.add)? else { return Ok(false) };
+        lane.launch(&terms.split)?;
+        lane.blas(first)?;
+        if terms.terms == 2
+            && let Some(second) = blas.call(shape, terms.lo, p.w, p.out, true)?
+        {
+            lane.blas(second)?;
+        }
+        return Ok(true);
+    }
+    // Rows of a partial result begin at multiples of 16 bytes if their number of columns is one of 4.
+    if !p.n.is_multiple_of(4) {
+        return Ok(false);
+    }
+    let rows = p.rows * terms.terms;
+    let partial = terms.end.next_multiple_of(256);
+    let workspace = lane.scratch(bytes(partial) + rows as usize * p.n as usize * 4)?;
+    let terms = p.terms(workspace, precision).expect("of f16");
+    let partial = workspace + partial;
+    let Some(call) = blas.call(Shape { rows, ldo: p.n, ..shape }, terms.hi, p.w, partial, false)? else {
+        return Ok(false);
+    };
+    lane.launch(&terms.split)?;
+    lane.blas(call)?;
+    lane.launch(&p.reduce(partial, terms.scale, terms.terms))?;
+    Ok(true)
+}

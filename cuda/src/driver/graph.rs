@@ -1,0 +1,68 @@
+//! Graphs: work of a stream that is recorded once and launched as one.
+
+use super::{Context, CudaError, Stream, check, released};
+use cudarc::driver::sys;
+use std::sync::Arc;
+
+/// Work that was captured from a stream, with the parameters that it had then.
+#[derive(Debug)]
+pub struct Graph {
+    context: Arc<Context>,
+    handle: sys::CUgraphExec,
+}
+
+// SAFETY: graphs may be launched from any thread, one at a time.
+unsafe impl Send for Graph {}
+
+impl Graph {
+    /// Captures what `work` calls in `stream`, which does not happen then. The capture is this thread's: others may
+    /// allocate and map meanwhile; `work` may not wait.
+    ///
+    /// # Errors
+    /// What `work` or the driver says; the stream is as before.
+    pub fn capture(stream: &Stream, work: impl FnOnce() -> Result<(), CudaError>) -> Result<Self, CudaError> {
+        let context = stream.context();
+        context.make_current()?;
+        let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream lives.
+        check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(stream.handle(), mode) })?;
+        let worked = work();
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: the stream lives and captures, on this thread; the driver fills the live handle. It ends the capture also
+        // where that has become invalid.
+        let ended = check("cuStreamEndCapture", unsafe { sys::cuStreamEndCapture(stream.handle(), &raw mut graph) });
+        let made = worked.and(ended).and_then(|()| {
+            let mut handle = std::ptr::null_mut();
+            // SAFETY: the graph was just made; the driver fills the live handle.
+            let code = unsafe { sys::cuGraphInstantiateWithFlags(&raw mut handle, graph, 0) };
+            check("cuGraphInstantiate", code).map(|()| Self { context: Arc::clone(context), handle })
+        });
+        if !graph.is_null() {
+            // SAFETY: made above, destroyed once; what was instantiated does not need it.
+            released(unsafe { sys::cuGraphDestroy(graph) });
+        }
+        made
+    }
+
+    /// Launches it in `stream`.
+    ///
+    /// # Errors
+    /// What the driver says of the launch.
+    ///
+    /// # Safety
+    /// Everything that the captured work uses is still as it was promised for the capture.
+    pub unsafe fn launch(&self, stream: &Stream) -> Result<(), CudaError> {
+        self.context.make_current()?;
+        // SAFETY: both live; the rest is the caller's promise.
+        check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(self.handle, stream.handle()) })
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        if self.context.make_current().is_ok() {
+            // SAFETY: instantiated once, destroyed once; who drops it has waited for its launches.
+            released(unsafe { sys::cuGraphExecDestroy(self.handle) });
+        }
+    }
+}

@@ -1,0 +1,259 @@
+//! Steps that are replayed as graphs, over the fake driver: equal to launching each kernel, bit for bit, whatever changes
+//! between steps; captured again where shapes or buffers change; bounded; and given up where capturing fails.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+#[macro_use]
+#[path = "support/fake.rs"]
+#[allow(dead_code, unused_macros, reason = "each test binary uses some of it")]
+mod fake;
+#[path = "support/shim.rs"]
+#[allow(dead_code, unreachable_pub, reason = "each test binary uses some of it")]
+mod shim;
+
+use fake::{Fake, UNKNOWN};
+use lagoon_backend::conformance::Data;
+use lagoon_backend::{AttnBatch, AttnRows, Device, Mode, Partials};
+use lagoon_cuda::kernels::attention::{DecodeClass, Tuning};
+use lagoon_cuda::{CudaDevice, CudaKv, CudaOptions, CudaTensor, CudaWeight, LinearLayers};
+use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const G: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64 };
+const SHAPE: KvShape = KvShape { layers: 2, kv_heads: 2, head_dim: 64, dtype: DType::F16 };
+const HIDDEN: usize = 96;
+const VOCAB: u32 = 40;
+/// Slots of a sequence in the store.
+const ROOM: u32 = 300;
+
+fn with_fake(name: &str, test: impl FnOnce(&Fake)) {
+    static SEED: AtomicU64 = AtomicU64::new(2);
+    let ready = shim::library().and_then(|kernels| {
+        let fake = Fake::new(1 << 30, 1 << 16, SEED.fetch_add(1, Ordering::Relaxed))?;
+        fake.kernels(&kernels);
+        Ok(fake)
+    });
+    match ready {
+        Ok(fake) => {
+            test(&fake);
+            fake.finish();
+        }
+        Err(reason) => fake::skip(name, &reason),
+    }
+}
+
+fn open(no_graphs: bool, linear: LinearLayers) -> CudaDevice {
+    let class = DecodeClass { warps: 2, stages: 2, blocks_per_sm: 1, piece_keys_min: 64 };
+    let tuning = Some(Tuning { classes: [class; 3], ..Tuning::untuned(4) });
+    CudaDevice::open(b"any image", CudaOptions { tuning, linear, no_graphs, ..CudaOptions::default() }).unwrap()
+}
+
+/// A model of two layers, and what its steps need.
+struct Model {
+    embed: CudaWeight,
+    norm: CudaWeight,
+    qkv: CudaWeight,
+    o: CudaWeight,
+    kv: CudaKv,
+    x: CudaTensor,
+    normed: CudaTensor,
+    projected: CudaTensor,
+    rope: CudaTensor,
+    attn: Partials<CudaTensor>,
+    logits: CudaTensor,
+}
+
+impl Model {
+    fn new(device: &mut CudaDevice, batch: usize) -> Self {
+        let mut data = Data::new(3);
+        Self {
+            embed: data.weight(device, DType::BF16, VOCAB as usize, HIDDEN).0,
+            norm: data.weight(device, DType::F32, 1, HIDDEN).0,
+            qkv: data.weight(device, DType::BF16, G.qkv_dim(), HIDDEN).0,
+            o: data.weight(device, DType::F16, HIDDEN, G.q_dim()).0,
+            kv: device.kv(SHAPE, batch * ROOM as usize).unwrap(),
+            x: device.tensor(batch, HIDDEN).unwrap(),
+            normed: device.tensor(batch, HIDDEN).unwrap(),
+            projected: device.tensor(batch, G.qkv_dim()).unwrap(),
+            rope: device.tensor(batch, 64).unwrap(),
+            attn: device.partials(batch, G).unwrap(),
+            logits: device.tensor(batch, VOCAB as usize).unwrap(),
+        }
+    }
+
+    /// One decoding step of the rows at these positions, as the runner makes it; the logits.
+    fn step(&mut self, d: &mut CudaDevice, positions: &[u32], alibi: bool) -> Vec<f32> {
+        let rows = positions.len();
+        d.begin_repeatable().unwrap();
+        let angles: Vec<f32> =
+            positions.iter().flat_map(|pos| (0..64).map(move |i| ((pos * (i % 32)) as f32 * 0.01).sin())).collect();
+        d.write(&mut self.rope, 0, &angles).unwrap();
+        let ids: Vec<u32> = positions.iter().map(|pos| pos * 7 % VOCAB).collect();
+        d.embed(&self.embed, &ids, &mut self.x).unwrap();
+        let at = |row: u32| row * ROOM;
+        let slots: Vec<u32> = (0..).zip(positions).map(|(row, pos)| at(row) + pos).collect();
+        // Two runs each where there are enough keys, so that a table is read.
+        let (mut seqs, mut runs) = (Vec::new(), Vec::new());
+        for (row, pos) in (0..).zip(positions) {
+            let run0 = u32::try_from(runs.len()).unwrap();
+            let cut = pos / 3;
+            if cut > 0 {
+                runs.push(KvRun { base: at(row), len: cut, first_pos: 0 });
+            }
+            let rest = pos + 1 - cut - u32::from(cut > 0);
+            runs.push(KvRun { base: at(row) + pos + 1 - rest, len: rest, first_pos: pos + 1 - rest });
+            let count = u32::try_from(runs.len()).unwrap() - run0;
+            seqs.push(AttnRows { row0: row, rows: 1, pos0: *pos, run0, runs: count });
+        }
+        let alibi = alibi.then_some(Alibi { bias_max: 8.0 });
+        let batch = AttnBatch { geometry: G, scale: 0.125, window: None, alibi, seqs: &seqs, runs: &runs };
+        for layer in 0..2 {
+            d.rms_norm(&self.x, &self.norm, 1e-5, rows, &mut self.normed).unwrap();
+            d.matmul(&self.normed, &self.qkv, rows, Mode::Set, &mut self.projected).unwrap();
+            d.rope_append(&mut self.projected, &self.rope, G, &slots, &mut self.kv, layer).unwrap();
+            d.attention(&self.projected, &batch, &self.kv, layer, &mut self.attn).unwrap();
+            d.matmul(&self.attn.out, &self.o, rows, Mode::Add, &mut self.x).unwrap();
+        }
+        d.matmul(&self.x, &self.embed, rows, Mode::Set, &mut self.logits).unwrap();
+        let mut out = Vec::new();
+        d.read(&self.logits, 0..rows, 0..VOCAB as usize, &mut out).unwrap();
+        out
+    }
+}
+
+/// Bits of what some steps give: growing contexts of `rows` sequences of different lengths, from `first` on.
+fn run(device: &mut CudaDevice, model: &mut Model, rows: u32, first: u32, steps: u32) -> Vec<u32> {
+    let mut bits = Vec::new();
+    for step in 0..steps {
+        let positions: Vec<u32> = (0..rows).map(|row| first + step + row * 17 % 90).collect();
+        bits.extend(model.step(device, &positions, false).iter().map(|v| v.to_bits()));
+    }
+    bits
+}
+
+#[test]
+fn a_replay_equals_launching_bit_for_bit() {
+    for _ in 0..3 {
+        with_fake("a_replay_equals_launching_bit_for_bit", |_| {
+            let mut results = Vec::new();
+            for no_graphs in [true, false] {
+                let mut device = open(no_graphs, LinearLayers::Own);
+                let mut model = Model::new(&mut device, 20);
+                // From one piece a sequence to several; streams of weights, then tiles.
+                let mut bits = run(&mut device, &mut model, 3, 0, 12);
+                bits.extend(run(&mut device, &mut model, 3, 190, 12));
+                bits.extend(run(&mut device, &mut model, 18, 150, 6));
+                results.push(bits);
+                let (counters, kept, off) = device.graphs();
+                assert_eq!(off, None);
+                if no_graphs {
+                    assert_eq!((counters.captured, counters.replayed, counters.eager), (0, 0, 0));
+                } else {
+                    assert!(counters.replayed >= 12, "{counters:?}");
+                    assert_eq!(counters.eager + counters.captured + counters.replayed, 30, "{counters:?}");
+                    assert_eq!(kept as u64, counters.captured);
+                }
+            }
+            assert!(results[0].iter().all(|bits| f32::from_bits(*bits).is_finite()));
+            assert_eq!(results[0], results[1]);
+        });
+    }
+}
+
+#[test]
+fn another_shape_or_buffer_is_captured_again() {
+    with_fake("another_shape_or_buffer_is_captured_again", |_| {
+        let mut device = open(false, LinearLayers::Own);
+        let mut plain = open(true, LinearLayers::Own);
+        let (mut model, mut expected) = (Model::new(&mut device, 4), Model::new(&mut plain, 4));
+        let mut same = |device: &mut CudaDevice, model: &mut Model, rows, first, steps| {
+            let got = run(device, model, rows, first, steps);
+            assert_eq!(got, run(&mut plain, &mut expected, rows, first, steps));
+            device.graphs().0
+        };
+        let first = same(&mut device, &mut model, 2, 20, 5);
+        assert_eq!((first.eager, first.captured, first.replayed), (1, 1, 3));
+        let more_rows = same(&mut device, &mut model, 3, 20, 5);
+        assert_eq!((more_rows.captured, more_rows.replayed), (2, 6));
+        let back = same(&mut device, &mut model, 2, 25, 2);
+        assert_eq!((back.captured, back.replayed), (2, 8), "both shapes are kept");
+        // Activations elsewhere: the old graph would read what is gone.
+        model.x = device.tensor(4, HIDDEN).unwrap();
+        let moved = same(&mut device, &mut model, 2, 27, 3);
+        assert_eq!((moved.eager, moved.captured, moved.replayed), (3, 3, 9));
+    });
+}
+
+#[test]
+fn biases_are_uploaded_with_a_listed_step() {
+    with_fake("biases_are_uploaded_with_a_listed_step", |_| {
+        let mut results = Vec::new();
+        for no_graphs in [true, false] {
+            let mut device = open(no_graphs, LinearLayers::Own);
+            let mut model = Model::new(&mut device, 2);
+            let steps = (0..5u32).flat_map(|step| model.step(&mut device, &[step + 60, step + 130], true));
+            results.push(steps.collect::<Vec<f32>>());
+            assert_eq!(device.graphs().0.replayed, if no_graphs { 0 } else { 3 });
+        }
+        assert_eq!(results[0], results[1]);
+    });
+}
+
+#[test]
+fn graphs_are_bounded() {
+    with_fake("graphs_are_bounded", |fake| {
+        let mut device = open(false, LinearLayers::Own);
+        let mut model = Model::new(&mut device, 40);
+        for rows in 1..=34 {
+            run(&mut device, &mut model, rows, 5, 2);
+        }
+        let (counters, kept, _) = device.graphs();
+        assert_eq!((counters.captured, counters.evicted, kept), (34, 2, 32));
+        assert_eq!(fake.counts().graphs, 32, "those that went were released");
+    });
+}
+
+/// A driver that cannot capture costs graphs, not steps.
+#[test]
+fn a_capture_that_fails_is_launched_as_it_is() {
+    for function in ["cuStreamBeginCapture", "cuStreamEndCapture", "cuGraphInstantiateWithFlags"] {
+        with_fake("a_capture_that_fails_is_launched_as_it_is", |fake| {
+            let (mut device, mut plain) = (open(false, LinearLayers::Own), open(true, LinearLayers::Own));
+            let (mut model, mut expected) = (Model::new(&mut device, 2), Model::new(&mut plain, 2));
+            fake.fail(function, 1, UNKNOWN);
+            let got = run(&mut device, &mut model, 2, 20, 4);
+            assert_eq!(got, run(&mut plain, &mut expected, 2, 20, 4), "{function}");
+            let (counters, kept, off) = device.graphs();
+            assert!(off.is_some_and(|reason| reason.contains("UNKNOWN")), "{function}: {off:?}");
+            assert_eq!((counters.eager, counters.captured, kept), (4, 0, 0), "{function}");
+        });
+    }
+}
+
+/// Work of other kinds in the middle of a step ends the list, and keeps its place in the order; a step that was given up
+/// never happens.
+#[test]
+fn what_cannot_be_listed_settles_first() {
+    with_fake("what_cannot_be_listed_settles_first", |_| {
+        let mut device = open(false, LinearLayers::Own);
+        let (mut x, mut out) = (device.tensor(2, 8).unwrap(), device.tensor(2, 4).unwrap());
+        let spare = device.tensor(2, 4).unwrap();
+        let mut kv = device.kv(SHAPE, 10).unwrap();
+        let token = vec![0u8; SHAPE.layer_token_bytes()];
+        for round in 0..4u16 {
+            device.begin_repeatable().unwrap();
+            device.write(&mut x, 0, &[f32::from(round) + 1.0; 16]).unwrap();
+            device.silu_mul(&x, 2, &mut out).unwrap();
+            device.kv_write(&mut kv, 0, 0, &token).unwrap();
+            device.write(&mut x, 0, &[0.0; 16]).unwrap();
+            let mut got = Vec::new();
+            device.read(&out, 0..2, 0..4, &mut got).unwrap();
+            let x = f32::from(round) + 1.0;
+            assert!(got.iter().all(|v| (v - x * x / (1.0 + (-x).exp())).abs() < 1e-4), "{got:?}");
+            // Given up: the next step begins, and what this one would have written is not.
+            device.begin_repeatable().unwrap();
+            device.gather_rows(&spare, &[0, 1], &mut out).unwrap();
+        }
+        device.begin_repeatable().unwrap();
+        device.sync().unwrap();
+    });
+}

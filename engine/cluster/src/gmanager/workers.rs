@@ -1,0 +1,68 @@
+//! Who prefills for others (KVDirect §4.2: the cluster scheduler keeps the addresses of the active workers).
+//!
+//! A decode worker's heartbeat names the list that it knows; if there is another one, it is sent. So whatever is lost, every
+//! decode worker has the list a heartbeat later, and nothing is sent while nothing changes. The workers keep their
+//! connections to each other when the gManager dies.
+
+use super::GManager;
+use lagoon_protocol::{ControlBody, Heartbeat, Role, Worker, Workers};
+use lagoon_types::{InstanceId, limits};
+use std::collections::BTreeMap;
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(super) struct WorkerList {
+    version: u64,
+    workers: BTreeMap<InstanceId, Worker>,
+}
+
+impl WorkerList {
+    pub(super) fn new(term: u64) -> Self {
+        // Not 0, and far from those of other terms.
+        Self { version: term.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1, workers: BTreeMap::new() }
+    }
+
+    fn set(&mut self, id: InstanceId, worker: Option<Worker>) {
+        if self.workers.get(&id) == worker.as_ref() {
+            return;
+        }
+        match worker {
+            Some(worker) => drop(self.workers.insert(id, worker)),
+            None => drop(self.workers.remove(&id)),
+        }
+        self.version = self.version.wrapping_add(2);
+    }
+
+    /// An instance left the books.
+    pub(super) fn remove(&mut self, id: InstanceId) {
+        self.set(id, None);
+    }
+}
+
+impl GManager {
+    /// A member may have become a worker that takes prompts, or have ceased to be one.
+    pub(super) fn settle_worker(&mut self, id: InstanceId) {
+        let Some(member) = self.members.get(&id) else { return };
+        let of = &member.registration;
+        let role = Role::try_from(of.role).unwrap_or(Role::Instance);
+        let takes = role.prefills() && !member.is_fenced() && !member.is_draining();
+        let worker = takes.then(|| Worker {
+            instance: id.0,
+            quic_addr: of.quic_addr.clone(),
+            role: of.role,
+            blocks_total: of.blocks_total,
+        });
+        self.workers.set(id, worker);
+    }
+
+    /// Sends the list to a decode worker that knows another one.
+    pub(super) fn tell_workers(&mut self, id: InstanceId, heartbeat: &Heartbeat) {
+        let decodes = |of: &super::member::Member| of.registration.role == i32::from(Role::Decode);
+        if heartbeat.workers == self.workers.version || !self.members.get(&id).is_some_and(decodes) {
+            return;
+        }
+        let workers = self.workers.workers.values().take(limits::WORKERS_MAX).cloned().collect();
+        let list = Workers { version: self.workers.version, workers };
+        self.send(id, ControlBody::Workers(list));
+    }
+}

@@ -1,0 +1,549 @@
+//! The decode worker: which prefill workers there are, who is given which prompt, and what becomes of it.
+//!
+//! It keeps a connection to every worker that the gManager announced, also while there is no gManager. A prompt goes to
+//! the connected worker with the fewest queued tokens; what a worker refuses, loses or does not answer goes to another
+//! one, with the tokens that were generated meanwhile, so that none is said twice. When none takes it for a while, this
+//! instance computes it itself.
+
+use super::Key;
+use super::landing::Landing;
+use crate::event::Effect;
+use crate::instance::Instance;
+use lagoon_cluster::BorrowedLease;
+use lagoon_kv::RemoteEntries;
+use lagoon_protocol::{
+    ControlBody, PrefillCancel, PrefillReady, PrefillRefused, PrefillRenew, PrefillRenewed, PrefillRequest,
+    PrefillSampling, Role, Workers,
+};
+use lagoon_transfer::Offer;
+use lagoon_types::limits::{
+    ADMISSION_DEADLINE_MS, CONNECT_DEADLINE_MS, LEASE_RENEW_MS, LEASE_TTL_MS, PREFILL_ASKED_MAX, PREFILL_GRACE_MS,
+    PREFILL_REST_MS, PREFILL_TOKENS_MAX, PREFILL_TRIES_MAX, PREFILL_WAIT_MS, WORKERS_MAX,
+};
+use lagoon_types::{Epoch, InstanceId, LeaseId, RequestError, SeqId, TokenEvent, TokenLogprobs};
+use std::collections::BTreeMap;
+
+/// A worker that computes prompts for others.
+#[derive(Debug)]
+pub(super) struct WorkerState {
+    pub(super) quic_addr: String,
+    role: Role,
+    blocks_total: u32,
+    /// The gManager's last list has it. One that is not there is given nothing more.
+    listed: bool,
+    /// As it last said, and what it was given since.
+    queued_tokens: u64,
+    dialled_ms: Option<u64>,
+    /// The question after its requests that it was sent last, if it was not answered.
+    asked: Option<(u64, u64)>,
+    asked_ms: u64,
+    /// Why its KV cannot be read.
+    pub(super) unreadable: Option<String>,
+}
+
+/// Where the prompt of a sequence is.
+#[derive(Debug)]
+pub(super) enum Stage {
+    /// With nobody.
+    Waiting,
+    /// Being computed, as this request; what is confirmed of it was sent then. Pushed, it is read already.
+    Asked { worker: InstanceId, request: u64, tokens: u32, confirmed_ms: u64, landing: Option<Landing> },
+    /// Computed; it waits for memory here.
+    Ready(Handed),
+    /// Computed, and being read since then.
+    Pulling { handed: Handed, landing: Landing, since_ms: u64 },
+}
+
+impl Stage {
+    /// What it is read into.
+    pub(super) fn landing(&self) -> Option<&Landing> {
+        match self {
+            Self::Asked { landing, .. } => landing.as_ref(),
+            Self::Pulling { landing, .. } => Some(landing),
+            Self::Waiting | Self::Ready(_) => None,
+        }
+    }
+
+    pub(super) fn landing_mut(&mut self) -> Option<&mut Landing> {
+        match self {
+            Self::Asked { landing, .. } => landing.as_mut(),
+            Self::Pulling { landing, .. } => Some(landing),
+            Self::Waiting | Self::Ready(_) => None,
+        }
+    }
+}
+
+/// KV that a worker computed.
+#[derive(Clone, Debug)]
+pub(super) struct Handed {
+    pub(super) lease: BorrowedLease,
+    /// Tokens that it is of.
+    pub(super) tokens: u32,
+    pub(super) request: u64,
+    /// Its export, or the last one.
+    pub(super) export: u64,
+    /// It can be read, as this.
+    pub(super) offer: Option<Offer>,
+    pub(super) ready_ms: u64,
+    pub(super) queued_ms: u64,
+    pub(super) prefill_ms: u64,
+    /// The worker's connection broke: it has until then to come back.
+    pub(super) lost_at_ms: Option<u64>,
+}
+
+impl Handed {
+    pub(super) fn entries(&self, first: u32) -> RemoteEntries {
+        let BorrowedLease { creditor, lease, epoch, blocks, .. } = self.lease;
+        RemoteEntries { creditor, lease, epoch, first, entries: blocks }
+    }
+}
+
+/// A sequence whose prompt is computed elsewhere.
+#[derive(Debug)]
+pub(crate) struct Away {
+    pub(super) stage: Stage,
+    pub(super) since_ms: u64,
+    /// When it was given to the worker that has it.
+    pub(super) asked_ms: u64,
+    tries: u32,
+    /// Until then it waits for a worker.
+    wait_by_ms: u64,
+    /// Workers that refused it, and until when they are not asked again.
+    resting: BTreeMap<InstanceId, u64>,
+}
+
+impl Away {
+    fn new(now_ms: u64) -> Self {
+        let wait_by_ms = now_ms + PREFILL_WAIT_MS;
+        Self {
+            stage: Stage::Waiting,
+            since_ms: now_ms,
+            asked_ms: now_ms,
+            tries: 0,
+            wait_by_ms,
+            resting: BTreeMap::new(),
+        }
+    }
+
+    pub(super) fn landing(&self) -> usize {
+        self.stage.landing().map_or(0, |landing| landing.blocks.len())
+    }
+
+    pub(super) fn handed(&self) -> Option<&Handed> {
+        match &self.stage {
+            Stage::Ready(handed) | Stage::Pulling { handed, .. } => Some(handed),
+            Stage::Waiting | Stage::Asked { .. } => None,
+        }
+    }
+
+    fn handed_mut(&mut self) -> Option<&mut Handed> {
+        match &mut self.stage {
+            Stage::Ready(handed) | Stage::Pulling { handed, .. } => Some(handed),
+            Stage::Waiting | Stage::Asked { .. } => None,
+        }
+    }
+}
+
+impl Instance {
+    /// The gManager's list of workers.
+    pub(crate) fn on_workers(&mut self, m: &Workers) {
+        self.prefills.version = m.version;
+        self.prefills.workers.values_mut().for_each(|w| w.listed = false);
+        for worker in m.workers.iter().take(WORKERS_MAX).filter(|w| Some(InstanceId(w.instance)) != self.id) {
+            let entry = self.prefills.workers.entry(InstanceId(worker.instance)).or_insert_with(|| WorkerState {
+                quic_addr: String::new(),
+                role: worker.role(),
+                blocks_total: 0,
+                listed: true,
+                queued_tokens: 0,
+                dialled_ms: None,
+                asked: None,
+                asked_ms: 0,
+                unreadable: None,
+            });
+            entry.quic_addr.clone_from(&worker.quic_addr);
+            (entry.role, entry.blocks_total, entry.listed) = (worker.role(), worker.blocks_total, true);
+        }
+        self.tick_workers();
+    }
+
+    /// Connects to workers that are not connected, and forgets those that left and have nothing of this instance.
+    pub(crate) fn tick_workers(&mut self) {
+        let now_ms = self.now_ms;
+        let users: Vec<InstanceId> = self.prefills.away.values().filter_map(worker_of).collect();
+        // Without a gManager nobody leaves.
+        let leaves = |id: &InstanceId, w: &WorkerState| self.registered && !w.listed && !users.contains(id);
+        let gone = self.prefills.workers.iter().filter(|(id, w)| leaves(id, w));
+        let gone: Vec<InstanceId> = gone.map(|(id, _)| *id).collect();
+        for id in gone {
+            self.prefills.workers.remove(&id);
+            self.disconnect_reader(id);
+        }
+        let ids: Vec<InstanceId> = self.prefills.workers.keys().copied().collect();
+        for id in ids {
+            let connected = self.peers.key(id).is_some();
+            let Some(worker) = self.prefills.workers.get_mut(&id) else { continue };
+            if connected {
+                worker.dialled_ms = None;
+                self.connect_reader(id);
+                self.ask_worker(id);
+            } else if worker.dialled_ms.is_none_or(|at| now_ms >= at + CONNECT_DEADLINE_MS / 5) {
+                worker.dialled_ms = Some(now_ms);
+                let quic_addr = worker.quic_addr.clone();
+                self.effects.push(Effect::Connect { instance: id, quic_addr });
+            }
+        }
+    }
+
+    /// Says which requests are still wanted, and asks how much the worker has to do.
+    fn ask_worker(&mut self, id: InstanceId) {
+        let now_ms = self.now_ms;
+        let silent = |worker: &WorkerState| worker.asked.is_some_and(|(_, at)| now_ms > at + LEASE_TTL_MS / 2);
+        if self.prefills.workers.get(&id).is_some_and(silent) {
+            self.redo_asked(id, "the worker does not answer");
+        }
+        let requests = self.prefills.away.values().filter_map(|away| match away.stage {
+            Stage::Asked { worker, request, .. } if worker == id => Some(request),
+            _ => None,
+        });
+        let requests: Vec<u64> = requests.collect();
+        self.prefills.renewals += 1;
+        let seq = self.prefills.renewals;
+        let Some(worker) = self.prefills.workers.get_mut(&id) else { return };
+        if now_ms < worker.asked_ms + LEASE_RENEW_MS && worker.asked_ms != 0 {
+            return;
+        }
+        worker.asked_ms = now_ms;
+        worker.asked.get_or_insert((seq, now_ms)).0 = seq;
+        self.send_worker(id, ControlBody::PrefillRenew(PrefillRenew { seq, requests }));
+    }
+
+    fn send_worker(&mut self, id: InstanceId, body: ControlBody) {
+        if let Some(peer) = self.peers.key(id) {
+            self.effects.push(Effect::Control { peer, body });
+        }
+    }
+
+    pub(super) fn on_prefill_renewed(&mut self, from: InstanceId, m: &PrefillRenewed) {
+        let Some(worker) = self.prefills.workers.get_mut(&from) else { return };
+        let sent_ms = worker.asked_ms;
+        let Some((_, _)) = worker.asked.take_if(|(seq, _)| *seq == m.seq) else { return };
+        worker.queued_tokens = m.queued_tokens;
+        let mut lost = Vec::new();
+        for (seq, away) in &mut self.prefills.away {
+            let Stage::Asked { worker, request, confirmed_ms, .. } = &mut away.stage else { continue };
+            // It may have been asked after the question.
+            if *worker != from || away.asked_ms >= sent_ms {
+                continue;
+            }
+            if m.unknown.contains(request) {
+                lost.push(*seq);
+            } else {
+                *confirmed_ms = (*confirmed_ms).max(sent_ms);
+            }
+        }
+        lost.into_iter().for_each(|seq| self.redo(seq, "the worker does not know it"));
+    }
+
+    /// A new sequence's prompt is to be computed elsewhere.
+    pub(crate) fn send_away(&mut self, seq: SeqId) {
+        self.prefills.away.insert(seq, Away::new(self.now_ms));
+    }
+
+    /// Whether prompts of this instance's requests are computed by others.
+    pub(crate) fn sends_away(&self) -> bool {
+        self.config.role == Role::Decode && self.prefills.reader.is_some()
+    }
+
+    /// Gives prompts that nobody has to workers.
+    pub(crate) fn dispatch(&mut self) {
+        let waiting = |away: &Away| matches!(away.stage, Stage::Waiting);
+        let waiting = self.prefills.away.iter().filter(|(_, away)| waiting(away));
+        let ids: Vec<SeqId> = waiting.map(|(seq, _)| *seq).collect();
+        for seq in ids {
+            match self.choose_worker(seq) {
+                Some(worker) if self.pushes() => {
+                    let Some(landing) = self.reserve(seq) else { return self.wait_for_memory(seq) };
+                    self.ask_prefill(seq, worker, Some(landing));
+                }
+                Some(worker) => self.ask_prefill(seq, worker, None),
+                None if self.prefills.away.get(&seq).is_some_and(|a| a.wait_by_ms <= self.now_ms) => {
+                    self.compute_here(seq);
+                }
+                None => {}
+            }
+        }
+    }
+
+    /// The worker with the fewest queued tokens of those that could do it now; one that also decodes only if no other can.
+    fn choose_worker(&self, seq: SeqId) -> Option<InstanceId> {
+        let (now_ms, away) = (self.now_ms, self.prefills.away.get(&seq)?);
+        let needed = self.seqs.get(&seq)?.len().div_ceil(self.config.block_tokens);
+        let mut asked: BTreeMap<InstanceId, usize> = BTreeMap::new();
+        self.prefills.away.values().filter_map(worker_of).for_each(|worker| *asked.entry(worker).or_default() += 1);
+        let can = |(id, worker): &(&InstanceId, &WorkerState)| {
+            worker.listed
+                && worker.blocks_total >= needed
+                && self.peers.key(**id).is_some()
+                && self.is_readable(**id)
+                && asked.get(*id).is_none_or(|n| *n < PREFILL_ASKED_MAX)
+                && away.resting.get(*id).is_none_or(|until_ms| *until_ms <= now_ms)
+        };
+        let rank = |worker: &WorkerState| (worker.role != Role::Prefill, worker.queued_tokens);
+        self.prefills.workers.iter().filter(can).min_by_key(|(_, worker)| rank(worker)).map(|(id, _)| *id)
+    }
+
+    /// The oldest prompt that nobody has waits for memory here, and all others behind it. They do not wait for workers.
+    fn wait_for_memory(&mut self, oldest: SeqId) {
+        let now_ms = self.now_ms;
+        let waiting = |away: &&mut Away| matches!(away.stage, Stage::Waiting);
+        self.prefills.away.values_mut().filter(waiting).for_each(|away| away.wait_by_ms = now_ms + PREFILL_WAIT_MS);
+        if self.prefills.away.get(&oldest).is_some_and(|away| now_ms > away.asked_ms + ADMISSION_DEADLINE_MS) {
+            let message = format!("no memory became free within {} s", ADMISSION_DEADLINE_MS / 1000);
+            self.fail(oldest, RequestError::Unavailable(message));
+        }
+    }
+
+    fn ask_prefill(&mut self, id: SeqId, worker: InstanceId, landing: Option<Landing>) {
+        let Some(seq) = self.seqs.get(&id) else { return };
+        let request = self.rm.next_request();
+        let sampling = &seq.sampling;
+        let sampling = PrefillSampling {
+            temperature: sampling.temperature,
+            top_k: sampling.top_k,
+            top_p: sampling.top_p,
+            min_p: sampling.min_p,
+            seed: sampling.seed,
+            logprobs: sampling.logprobs,
+            index: u64::from(seq.generated()),
+            return_logits: seq.return_logits,
+        };
+        let (total, now_ms) = (seq.len(), self.now_ms);
+        let mut first = 0;
+        let mut messages = Vec::new();
+        for tokens in seq.tokens.chunks(PREFILL_TOKENS_MAX) {
+            let (sampling, push) = ((first == 0).then_some(sampling), first == 0 && landing.is_some());
+            messages.push(PrefillRequest { request, seq: id.0, total, first, tokens: tokens.to_vec(), sampling, push });
+            first += u32::try_from(tokens.len()).unwrap_or(u32::MAX);
+        }
+        messages.into_iter().for_each(|m| self.send_worker(worker, ControlBody::PrefillRequest(m)));
+        if let Some(worker) = self.prefills.workers.get_mut(&worker) {
+            worker.queued_tokens += u64::from(total);
+        }
+        if let Some(away) = self.prefills.away.get_mut(&id) {
+            away.stage = Stage::Asked { worker, request, tokens: total, confirmed_ms: now_ms, landing };
+            away.asked_ms = now_ms;
+            away.tries += 1;
+        }
+    }
+
+    fn asked_as(&self, key: Key) -> Option<SeqId> {
+        let is = |away: &Away| matches!(away.stage, Stage::Asked { worker, request, .. } if (worker, request) == key);
+        self.prefills.away.iter().find(|(_, away)| is(away)).map(|(seq, _)| *seq)
+    }
+
+    pub(super) fn on_prefill_refused(&mut self, from: InstanceId, m: &PrefillRefused) {
+        if let Some(worker) = self.prefills.workers.get_mut(&from) {
+            worker.queued_tokens = m.queued_tokens;
+        }
+        let Some(seq) = self.asked_as((from, m.request)) else { return };
+        tracing::info!(%seq, worker = %from, reason = m.reason, "a prefill was refused");
+        let rest_ms = self.now_ms + PREFILL_REST_MS;
+        let Some(away) = self.prefills.away.get_mut(&seq) else { return };
+        away.resting.insert(from, rest_ms);
+        // Nothing was spent on it.
+        away.tries = away.tries.saturating_sub(1);
+        if let Stage::Asked { landing: Some(landing), .. } = std::mem::replace(&mut away.stage, Stage::Waiting) {
+            self.give_up_landing(seq, landing);
+        }
+    }
+
+    /// The KV is there, and the next token is known.
+    pub(super) fn on_prefill_ready(&mut self, from: InstanceId, m: &PrefillReady) {
+        let quic_addr = self.prefills.workers.get(&from).map(|w| w.quic_addr.clone()).unwrap_or_default();
+        let (id, epoch, blocks) = (LeaseId(m.lease), Epoch(m.epoch), m.blocks);
+        let lease = BorrowedLease { creditor: from, quic_addr, lease: id, epoch, blocks };
+        if let Some(worker) = self.prefills.workers.get_mut(&from) {
+            worker.queued_tokens = m.queued_tokens;
+        }
+        let Some(seq) = self.asked_as((from, m.request)) else { return self.rm.decline(&lease, self.now_ms) };
+        let Some(&Stage::Asked { tokens, confirmed_ms, .. }) = self.prefills.away.get(&seq).map(|a| &a.stage) else {
+            return;
+        };
+        let sensible = blocks == tokens.div_ceil(self.config.block_tokens) && m.token < self.config.vocab;
+        if !sensible || !self.rm.take_over(seq, &lease, (m.ttl_ms, confirmed_ms), self.now_ms) {
+            self.rm.decline(&lease, self.now_ms);
+            return self.redo(seq, "the worker's answer makes no sense");
+        }
+        let handed = Handed {
+            lease,
+            tokens,
+            request: m.request,
+            export: m.export,
+            offer: None,
+            ready_ms: self.now_ms,
+            queued_ms: m.queued_ms,
+            prefill_ms: m.prefill_ms,
+            lost_at_ms: None,
+        };
+        let Some(away) = self.prefills.away.get_mut(&seq) else { return };
+        away.stage = match std::mem::replace(&mut away.stage, Stage::Waiting) {
+            Stage::Asked { landing: Some(landing), .. } => Stage::Pulling { handed, landing, since_ms: self.now_ms },
+            _ => Stage::Ready(handed),
+        };
+        self.say_first(seq, m);
+        if m.export == 0 && self.prefills.away.contains_key(&seq) {
+            self.redo(seq, &m.why);
+        }
+        self.land(seq);
+    }
+
+    /// The worker's token goes to the client; it may be the last.
+    fn say_first(&mut self, id: SeqId, m: &PrefillReady) {
+        let Some(seq) = self.seqs.get_mut(&id) else { return };
+        let end = seq.push(m.token, self.config.max_positions);
+        let logits = seq.return_logits.then(|| m.logits.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect());
+        let top = || m.top.iter().map(|top| (top.id, top.logprob)).collect();
+        let logprobs = m.logprob.map(|chosen| TokenLogprobs { chosen, top: top() });
+        self.emit(id, TokenEvent::Token { id: m.token, logprobs, logits });
+        if let Some(reason) = end {
+            self.finish(id, reason);
+        }
+    }
+
+    /// What a sequence has or asked for elsewhere is given up.
+    pub(crate) fn give_up_away(&mut self, id: SeqId) {
+        if let Some(away) = self.prefills.away.remove(&id) {
+            self.give_up(id, away.stage);
+        }
+    }
+
+    fn give_up(&mut self, id: SeqId, stage: Stage) {
+        let now_ms = self.now_ms;
+        match stage {
+            Stage::Waiting => {}
+            Stage::Asked { worker, request, landing, .. } => {
+                landing.into_iter().for_each(|landing| self.give_up_landing(id, landing));
+                if self.peers.key(worker).is_some() {
+                    let cancel = PrefillCancel { requests: vec![request] };
+                    self.send_worker(worker, ControlBody::PrefillCancel(cancel));
+                } else {
+                    self.prefills.dropped.push(((worker, request), now_ms + LEASE_TTL_MS));
+                }
+            }
+            Stage::Ready(handed) => {
+                self.decline(&handed);
+                self.rm.release(&handed.entries(0), now_ms);
+            }
+            Stage::Pulling { handed, landing, .. } => {
+                self.give_up_landing(id, landing);
+                self.rm.release(&handed.entries(0), now_ms);
+            }
+        }
+    }
+
+    /// A prompt is to be computed by another worker, or here if that was tried too often.
+    pub(super) fn redo(&mut self, id: SeqId, why: &str) {
+        let now_ms = self.now_ms;
+        let Some(away) = self.prefills.away.get_mut(&id) else { return };
+        let worker = worker_of(away);
+        tracing::warn!(seq = %id, worker = worker.map(|w| w.0), why, "a prompt is to be computed again");
+        worker.into_iter().for_each(|worker| _ = away.resting.insert(worker, now_ms + PREFILL_REST_MS));
+        away.wait_by_ms = now_ms + PREFILL_WAIT_MS;
+        let (stage, tries) = (std::mem::replace(&mut away.stage, Stage::Waiting), away.tries);
+        self.prefills.status.retried += 1;
+        self.give_up(id, stage);
+        if tries >= PREFILL_TRIES_MAX {
+            self.compute_here(id);
+        }
+    }
+
+    /// No worker computes a prompt: this instance does.
+    fn compute_here(&mut self, id: SeqId) {
+        self.give_up_away(id);
+        let Some(tokens) = self.seqs.get(&id).map(crate::sequence::Sequence::len) else { return };
+        tracing::warn!(seq = %id, "no prefill worker takes a prompt: this instance computes it");
+        self.prefills.status.own += 1;
+        match self.sched.enqueue(id, tokens, self.now_ms) {
+            Ok(()) => {
+                let admit_by_ms = self.now_ms + ADMISSION_DEADLINE_MS;
+                self.seqs.entry(id).and_modify(|seq| seq.admit_by_ms = admit_by_ms);
+            }
+            Err(full) => self.fail(id, RequestError::QueueFull { queued: full.limit, limit: full.limit }),
+        }
+    }
+
+    /// A sequence that ran gave its memory up: its tokens are computed again where prompts are.
+    pub(crate) fn send_preempted_away(&mut self, id: SeqId) {
+        if !self.sends_away() || !self.prefills.workers.keys().any(|worker| self.is_readable(*worker)) {
+            return;
+        }
+        self.sched.remove(id);
+        self.send_away(id);
+    }
+
+    fn redo_asked(&mut self, worker: InstanceId, why: &str) {
+        let at = |away: &Away| matches!(away.stage, Stage::Asked { worker: of, .. } if of == worker);
+        let lost: Vec<SeqId> = self.prefills.away.iter().filter(|(_, a)| at(a)).map(|(seq, _)| *seq).collect();
+        lost.into_iter().for_each(|seq| self.redo(seq, why));
+        self.prefills.workers.get_mut(&worker).into_iter().for_each(|w| w.asked = None);
+    }
+
+    /// The session with a worker ended: it drops what it was asked for, and what it computed may be lost.
+    pub(crate) fn lose_worker(&mut self, worker: InstanceId) {
+        let (now_ms, until_ms) = (self.now_ms, self.now_ms + PREFILL_GRACE_MS);
+        self.prefills.reader.iter_mut().for_each(|reader| reader.on_session_down(worker, now_ms));
+        self.redo_asked(worker, "the worker's connection broke");
+        for handed in self.prefills.away.values_mut().filter_map(Away::handed_mut) {
+            if handed.lease.creditor == worker {
+                handed.lost_at_ms.get_or_insert(until_ms);
+            }
+        }
+    }
+
+    /// A peer said who it is. If it is a worker, it hears what it need not do any more.
+    pub(crate) fn on_worker_up(&mut self, worker: InstanceId) {
+        for handed in self.prefills.away.values_mut().filter_map(Away::handed_mut) {
+            if handed.lease.creditor == worker {
+                handed.lost_at_ms = None;
+            }
+        }
+        let dropped = self.prefills.dropped.extract_if(.., |((of, _), _)| *of == worker);
+        let requests: Vec<u64> = dropped.map(|((_, request), _)| request).collect();
+        if !requests.is_empty() {
+            self.send_worker(worker, ControlBody::PrefillCancel(PrefillCancel { requests }));
+        }
+        if let Some(worker) = self.prefills.workers.get_mut(&worker) {
+            (worker.asked, worker.asked_ms, worker.unreadable) = (None, 0, None);
+            self.tick_workers();
+        }
+    }
+
+    /// The lease of KV that was computed elsewhere is gone. True if a prompt that is away had it.
+    pub(crate) fn lose_handed(&mut self, id: SeqId, creditor: InstanceId, lease: LeaseId) -> bool {
+        let has = |handed: &Handed| (handed.lease.creditor, handed.lease.lease) == (creditor, lease);
+        let hit = self.prefills.away.get(&id).and_then(Away::handed).is_some_and(has);
+        if hit {
+            self.redo(id, "the worker does not have its KV any more");
+        }
+        hit
+    }
+
+    /// What a worker that did not come back had is computed elsewhere.
+    pub(crate) fn expire_away(&mut self) {
+        let now_ms = self.now_ms;
+        self.prefills.dropped.retain(|(_, until_ms)| now_ms < *until_ms);
+        let late = |away: &Away| away.handed().and_then(|h| h.lost_at_ms).is_some_and(|at| at <= now_ms);
+        let late: Vec<SeqId> = self.prefills.away.iter().filter(|(_, a)| late(a)).map(|(seq, _)| *seq).collect();
+        late.into_iter().for_each(|seq| self.redo(seq, "the worker did not come back"));
+    }
+}
+
+/// The worker that has something of a sequence.
+fn worker_of(away: &Away) -> Option<InstanceId> {
+    match &away.stage {
+        Stage::Waiting => None,
+        Stage::Asked { worker, .. } => Some(*worker),
+        Stage::Ready(handed) | Stage::Pulling { handed, .. } => Some(handed.lease.creditor),
+    }
+}

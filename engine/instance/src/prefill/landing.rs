@@ -1,0 +1,220 @@
+//! Own blocks that a prompt's KV is read into: all of them at once, before the first read, whatever comes in how many parts.
+//!
+//! Pull: they are allocated when the KV is ready, and all of it is one part. Push: they are allocated before the prompt is
+//! given to anybody, and parts are read as they are announced, while the rest is being computed.
+
+use super::ask::Stage;
+use crate::instance::Instance;
+use lagoon_transfer::{Offer, PullId, reader::PullRefused};
+use lagoon_types::{PhysBlock, SeqId};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(super) struct Landing {
+    pub(super) blocks: Vec<PhysBlock>,
+    /// The prompt's oldest blocks: they stay where they are computed.
+    pub(super) left: u32,
+    /// Tokens of the prompt.
+    tokens: u32,
+    block_tokens: u32,
+    /// Allocated before the prompt was given to anybody.
+    pub(super) early: bool,
+    /// Tokens and layers of the parts that were announced.
+    parts: Vec<(Range<u32>, Range<u32>)>,
+    /// Parts that are not being read yet.
+    offers: Vec<Offer>,
+    /// Reads under way, with their tokens times layers.
+    pulls: BTreeMap<PullId, u64>,
+    /// Tokens times layers that have not arrived.
+    missing: u64,
+}
+
+impl Landing {
+    /// For the KV of `tokens` tokens in `layers` layers, but for that of the `left` oldest blocks.
+    pub(super) fn new(blocks: Vec<PhysBlock>, left: u32, (tokens, layers): (u32, u32), block_tokens: u32) -> Self {
+        let missing = u64::from(tokens.saturating_sub(left * block_tokens)) * u64::from(layers);
+        let (parts, offers, pulls) = (Vec::new(), Vec::new(), BTreeMap::new());
+        Self { blocks, left, tokens, block_tokens, early: false, parts, offers, pulls, missing }
+    }
+
+    /// Takes a part that a worker announces, to be read. False if it is none of this prompt's, or was announced before.
+    #[must_use]
+    pub(super) fn accept(&mut self, offer: Offer) -> bool {
+        let Some(end) = offer.first_token.checked_add(offer.tokens) else { return false };
+        let tokens = offer.first_token..end;
+        let edge = |token: u32| token.is_multiple_of(self.block_tokens) || token == self.tokens;
+        let apart = |a: &Range<u32>, b: &Range<u32>| a.end <= b.start || b.end <= a.start;
+        let new = self.parts.iter().all(|(t, l)| apart(t, &tokens) || apart(l, &offer.layers));
+        let fits = !tokens.is_empty() && end <= self.tokens && edge(tokens.start) && edge(end) && new;
+        if fits {
+            self.parts.push((tokens, offer.layers.clone()));
+            self.offers.push(offer);
+        }
+        fits
+    }
+
+    /// Takes the oldest part that is not being read: how many of its blocks stay behind, and where the others go.
+    fn next(&mut self) -> Option<(Offer, u32, Vec<u32>)> {
+        let offer = (!self.offers.is_empty()).then(|| self.offers.remove(0))?;
+        let first = offer.first_token / self.block_tokens;
+        let end = (offer.first_token + offer.tokens).div_ceil(self.block_tokens);
+        let skip = self.left.clamp(first, end) - first;
+        let into = (first + skip).saturating_sub(self.left) as usize..end.saturating_sub(self.left) as usize;
+        let local = self.blocks[into].iter().map(|block| block.0).collect();
+        Some((offer, skip, local))
+    }
+
+    fn started(&mut self, pull: PullId, offer: &Offer) {
+        let from = offer.first_token.max(self.left * self.block_tokens);
+        let tokens = (offer.first_token + offer.tokens).saturating_sub(from);
+        let layers = offer.layers.end - offer.layers.start;
+        self.pulls.insert(pull, u64::from(tokens) * u64::from(layers));
+    }
+
+    pub(super) fn reads(&self, pull: PullId) -> bool {
+        self.pulls.contains_key(&pull)
+    }
+
+    /// Whether this part is announced and not being read.
+    pub(super) fn waits_for(&self, conn: lagoon_transfer::ConnId, export: u64) -> bool {
+        self.offers.iter().any(|offer| (offer.conn, offer.export) == (conn, export))
+    }
+
+    /// A read ended, well or badly.
+    pub(super) fn ended(&mut self, pull: PullId, well: bool) {
+        let cells = self.pulls.remove(&pull).unwrap_or_default();
+        self.missing -= if well { cells } else { 0 };
+    }
+
+    /// All of it is here.
+    pub(super) fn is_whole(&self) -> bool {
+        self.missing == 0 && self.pulls.is_empty()
+    }
+}
+
+/// Blocks into which something is still read that nobody wants.
+#[derive(Debug)]
+pub(super) struct Settling {
+    seq: SeqId,
+    blocks: Vec<PhysBlock>,
+    pulls: BTreeSet<PullId>,
+}
+
+impl Settling {
+    pub(super) fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+}
+
+impl Instance {
+    /// Reads what was announced.
+    pub(super) fn read_landings(&mut self) {
+        let waits = |stage: &Stage| stage.landing().is_some_and(|landing| !landing.offers.is_empty());
+        let waiting = self.prefills.away.iter().filter(|(_, away)| waits(&away.stage));
+        let ids: Vec<SeqId> = waiting.map(|(seq, _)| *seq).collect();
+        ids.into_iter().for_each(|id| self.read_landing(id));
+    }
+
+    fn read_landing(&mut self, id: SeqId) {
+        let now_ms = self.now_ms;
+        loop {
+            let prefills = &mut self.prefills;
+            let landing = prefills.away.get_mut(&id).and_then(|away| away.stage.landing_mut());
+            let Some((landing, reader)) = landing.zip(prefills.reader.as_mut()) else { return };
+            let Some((offer, skip, local)) = landing.next() else { return };
+            if local.is_empty() {
+                // All of it stays where it is, as the sequence's lease.
+                reader.decline(offer.conn, offer.export, now_ms);
+                continue;
+            }
+            match reader.pull_from(offer.conn, offer.export, skip, local, 0, now_ms) {
+                Ok(pull) => landing.started(pull, &offer),
+                Err(PullRefused::Busy) => return landing.offers.insert(0, offer),
+                Err(error) => return self.redo(id, &error.to_string()),
+            }
+        }
+    }
+
+    /// Gives blocks up that were to be read into: at once, or when nothing is written to them any more.
+    pub(super) fn give_up_landing(&mut self, seq: SeqId, landing: Landing) {
+        let now_ms = self.now_ms;
+        let Landing { blocks, offers, pulls, .. } = landing;
+        let pulls: BTreeSet<PullId> = pulls.into_keys().collect();
+        if let Some(reader) = &mut self.prefills.reader {
+            offers.iter().for_each(|offer| reader.decline(offer.conn, offer.export, now_ms));
+            pulls.iter().for_each(|pull| reader.cancel(*pull, now_ms));
+        }
+        if pulls.is_empty() {
+            self.rm.free(seq, &blocks);
+        } else {
+            self.prefills.settling.push(Settling { seq, blocks, pulls });
+        }
+    }
+
+    /// A read that was given up has ended.
+    pub(super) fn settle(&mut self, pull: PullId) {
+        let settling = &mut self.prefills.settling;
+        let Some(at) = settling.iter_mut().position(|s| s.pulls.remove(&pull) && s.pulls.is_empty()) else { return };
+        let Settling { seq, blocks, .. } = settling.swap_remove(at);
+        self.rm.free(seq, &blocks);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lagoon_transfer::ConnId;
+    use lagoon_types::InstanceId;
+
+    fn offer(export: u64, first_token: u32, tokens: u32, layers: Range<u32>) -> Offer {
+        Offer { conn: ConnId(1), writer: InstanceId(2), export, request: 3, first_token, tokens, layers }
+    }
+
+    /// 14 tokens in 4 layers, in blocks of 4, of which the oldest `left` stay away.
+    fn landing(left: u32) -> Landing {
+        let blocks = (10..14 - left).map(PhysBlock).collect();
+        Landing::new(blocks, left, (14, 4), 4)
+    }
+
+    #[test]
+    fn parts_are_disjoint_and_whole_blocks() {
+        let mut of = landing(0);
+        assert!(of.accept(offer(1, 0, 8, 0..2)) && of.accept(offer(2, 8, 6, 0..4)));
+        assert!(of.accept(offer(3, 0, 8, 2..4)), "the other layers");
+        for wrong in [offer(4, 4, 4, 1..2), offer(5, 0, 6, 0..1), offer(6, 12, 4, 0..1), offer(7, 8, 0, 0..4)] {
+            assert!(!of.accept(wrong.clone()), "{wrong:?}");
+        }
+        assert!(!of.accept(offer(8, u32::MAX, 2, 0..4)));
+    }
+
+    #[test]
+    fn it_is_whole_when_every_part_has_arrived() {
+        let mut of = landing(0);
+        assert!(of.accept(offer(1, 0, 8, 0..3)) && of.accept(offer(2, 0, 8, 3..4)) && of.accept(offer(3, 8, 6, 0..4)));
+        for (pull, expected) in [(1, vec![10, 11]), (2, vec![10, 11]), (3, vec![12, 13])] {
+            let (offer, skip, local) = of.next().unwrap();
+            assert_eq!((offer.export, skip, &local), (pull, 0, &expected));
+            of.started(PullId(pull), &offer);
+        }
+        assert!(of.next().is_none() && !of.is_whole());
+        of.ended(PullId(2), true);
+        of.ended(PullId(1), true);
+        assert!(!of.is_whole());
+        of.ended(PullId(3), true);
+        assert!(of.is_whole());
+    }
+
+    #[test]
+    fn what_stays_away_is_not_read() {
+        let mut of = landing(3);
+        assert!(of.accept(offer(1, 0, 8, 0..4)) && of.accept(offer(2, 8, 6, 0..4)));
+        assert_eq!(of.next().map(|(_, skip, local)| (skip, local)), Some((2, vec![])));
+        let (rest, skip, local) = of.next().unwrap();
+        assert_eq!((skip, &local), (1, &vec![10]));
+        of.started(PullId(1), &rest);
+        of.ended(PullId(1), true);
+        assert!(of.is_whole());
+    }
+}

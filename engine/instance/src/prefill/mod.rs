@@ -1,0 +1,105 @@
+//! Prompts that are computed by one instance and decoded by another (KVDirect §4): a decode worker asks a prefill worker
+//! (`ask.rs`), which computes the prompt like any other and hands the KV over as a lease (`serve.rs`); the decode worker
+//! reads it, all or nothing, into blocks of its own and goes on (`pull.rs`, `landing.rs`). It reads what the worker exports
+//! (`publish.rs`): all of it when it is computed (pull), or, into blocks that it has before it asks, parts of it while it is
+//! being computed (push). See docs/adr/0012.
+//!
+//! Invariants:
+//! * a sequence whose prompt is away is in no queue and no batch of the scheduler, and holds no own blocks but those that
+//!   are being read into;
+//! * the table of a sequence is switched to what was read only when all of it has arrived and is verified;
+//! * blocks that are being read into are given back only when no read into them is under way, whatever else happens;
+//! * blocks that a worker handed over are free only when their lease has ended and nobody reads them.
+
+mod ask;
+mod landing;
+mod publish;
+mod pull;
+mod serve;
+mod status;
+
+pub(crate) use ask::Away;
+pub use status::{LastTimes, PrefillStatus, PrefillTimes};
+
+use crate::config::InstanceConfig;
+use ask::WorkerState;
+use lagoon_protocol::Role;
+use lagoon_transfer::{ConnId, Reader, ReaderConfig};
+use lagoon_types::{InstanceId, SeqId};
+use landing::Settling;
+use publish::Publication;
+use serve::Job;
+use std::collections::BTreeMap;
+
+/// A prefill: who asked, and its number for it.
+pub(crate) type Key = (InstanceId, u64);
+
+/// State of disaggregated serving, both sides.
+#[derive(Debug)]
+pub(crate) struct Prefills {
+    /// Name of the workers' list that is known; 0 before the first.
+    pub(crate) version: u64,
+    workers: BTreeMap<InstanceId, WorkerState>,
+    /// Own sequences whose prompts are computed elsewhere, the oldest first.
+    pub(crate) away: BTreeMap<SeqId, Away>,
+    /// Requests that workers may still work on, and until when they do without being told.
+    dropped: Vec<(Key, u64)>,
+    pub(crate) reader: Option<Reader>,
+    conns: BTreeMap<InstanceId, ConnId>,
+    /// Own blocks whose reads were given up and have not ended.
+    settling: Vec<Settling>,
+    renewals: u64,
+    /// Prefills for others.
+    jobs: BTreeMap<Key, Job>,
+    by_seq: BTreeMap<SeqId, Key>,
+    next_job: u64,
+    /// What of prefills is or will be exported, and whose exports transports serve.
+    published: BTreeMap<SeqId, Publication>,
+    exports: BTreeMap<u64, SeqId>,
+    pub(crate) status: PrefillStatus,
+}
+
+/// Sequences that compute for others are numbered from here on: those of own requests are far below.
+const JOB_SEQ_BASE: u64 = 1 << 62;
+
+impl Prefills {
+    pub(crate) fn new(config: &InstanceConfig) -> Self {
+        let reads = config.role == Role::Decode;
+        let reader = config.transfer.as_ref().filter(|_| reads).map(|transfer| {
+            let (incarnation, host) = (config.incarnation, transfer.host.clone());
+            let reader = ReaderConfig { incarnation, host, ..ReaderConfig::default() };
+            Reader::new(transfer.layout.clone(), reader)
+        });
+        Self {
+            version: 0,
+            workers: BTreeMap::new(),
+            away: BTreeMap::new(),
+            dropped: Vec::new(),
+            reader,
+            conns: BTreeMap::new(),
+            settling: Vec::new(),
+            renewals: 0,
+            jobs: BTreeMap::new(),
+            by_seq: BTreeMap::new(),
+            next_job: JOB_SEQ_BASE,
+            published: BTreeMap::new(),
+            exports: BTreeMap::new(),
+            status: PrefillStatus::default(),
+        }
+    }
+
+    /// Whether a sequence computes a prompt for another instance.
+    pub(crate) fn is_job(&self, seq: SeqId) -> bool {
+        self.by_seq.contains_key(&seq)
+    }
+
+    /// Own blocks that a sequence's prompt is being read into.
+    pub(crate) fn landing(&self, seq: SeqId) -> usize {
+        self.away.get(&seq).map_or(0, Away::landing)
+    }
+
+    /// Own blocks of pulls that were given up and have not ended.
+    pub(crate) fn settling(&self) -> usize {
+        self.settling.iter().map(Settling::blocks).sum()
+    }
+}

@@ -1,0 +1,328 @@
+//! Random operations on a pool whose blocks keep what they hold, beside a model of the memory: every address with what was
+//! last written there. Flat, and in rows.
+
+#![allow(clippy::cast_possible_truncation, reason = "small sizes of tests")]
+
+use crate::{BlockIdentity, BlockPool, BlockState, IdentityRoot, Owner};
+use lagoon_types::{DType, KvSpace, LeaseId, ModelHash, PhysBlock, SeqId};
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+
+const TOTAL: u32 = 12;
+const BLOCK: u32 = 2;
+const ROOT: IdentityRoot<'_> =
+    IdentityRoot { model: ModelHash([1; 32]), adapter: b"", dtype: DType::F32, rope: b"", block_tokens: BLOCK };
+
+#[derive(Clone, Debug)]
+enum Op {
+    /// A sequence begins with these tokens, adopting what is kept of all but the last.
+    Begin {
+        seq: u64,
+        tokens: Vec<u32>,
+    },
+    /// Its next block is written, or it gets another one.
+    Write {
+        seq: u64,
+        token: u32,
+    },
+    End {
+        seq: u64,
+    },
+    /// It gives back one block of its own, as by a move.
+    Leave {
+        seq: u64,
+        block: usize,
+    },
+    /// All of it becomes a lease.
+    HandOver {
+        seq: u64,
+    },
+    /// Memory for a guest.
+    Lend {
+        blocks: u32,
+    },
+    /// Blocks of the oldest lease come back, all of them or one.
+    Release {
+        one: bool,
+    },
+    DropAll,
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    let seq = 0..4u64;
+    // Few tokens, so that sequences begin alike.
+    let tokens = prop::collection::vec(0..2u32, 1..14);
+    prop_oneof![
+        6 => (seq.clone(), tokens).prop_map(|(seq, tokens)| Op::Begin { seq, tokens }),
+        6 => (seq.clone(), 0..2u32).prop_map(|(seq, token)| Op::Write { seq, token }),
+        5 => seq.clone().prop_map(|seq| Op::End { seq }),
+        1 => (seq.clone(), 0..8usize).prop_map(|(seq, block)| Op::Leave { seq, block }),
+        2 => seq.prop_map(|seq| Op::HandOver { seq }),
+        1 => (1..5u32).prop_map(|blocks| Op::Lend { blocks }),
+        3 => any::<bool>().prop_map(|one| Op::Release { one }),
+        1 => Just(Op::DropAll),
+    ]
+}
+
+/// What is at an address: the tokens up to its end, or what nobody can name.
+#[derive(Clone, Debug, PartialEq)]
+enum Content {
+    Prefix(Vec<u32>),
+    Other,
+}
+
+#[derive(Debug, Default)]
+struct Seq {
+    tokens: Vec<u32>,
+    /// By logical block; `None` where one left.
+    blocks: Vec<Option<PhysBlock>>,
+    /// Blocks that are written and named.
+    written: usize,
+}
+
+impl Seq {
+    fn held(&self) -> Vec<PhysBlock> {
+        self.blocks.iter().flatten().copied().collect()
+    }
+}
+
+struct World {
+    pool: BlockPool,
+    space: KvSpace,
+    memory: BTreeMap<PhysBlock, Content>,
+    seqs: BTreeMap<u64, Seq>,
+    leases: BTreeMap<u64, Vec<PhysBlock>>,
+    next: u64,
+    hits: usize,
+    copies: usize,
+}
+
+impl World {
+    fn new(space: KvSpace) -> Self {
+        let (pool, memory) = (BlockPool::over(space), BTreeMap::new());
+        Self { pool, space, memory, seqs: BTreeMap::new(), leases: BTreeMap::new(), next: 0, hits: 0, copies: 0 }
+    }
+
+    /// What the device is told to release is spoiled, and before anything is written anew.
+    fn spoil(&mut self) {
+        for block in self.pool.take_freed() {
+            self.memory.insert(block, Content::Other);
+        }
+    }
+
+    fn got(&mut self, blocks: &[PhysBlock]) {
+        self.spoil();
+        blocks.iter().for_each(|block| drop(self.memory.insert(*block, Content::Other)));
+    }
+
+    fn apply(&mut self, op: &Op) {
+        match op {
+            Op::Begin { seq, tokens } => self.begin(*seq, tokens),
+            Op::Write { seq, token } => self.write(*seq, *token),
+            Op::End { seq } => {
+                let held = self.seqs.remove(seq).unwrap_or_default().held();
+                self.pool.free(Owner::Own(SeqId(*seq)), &held);
+            }
+            Op::Leave { seq, block } => {
+                let Some(entry) = self.seqs.get_mut(seq) else { return };
+                if let Some(block) = entry.blocks.get_mut(*block).and_then(Option::take) {
+                    self.pool.free(Owner::Own(SeqId(*seq)), &[block]);
+                }
+            }
+            Op::HandOver { seq } => {
+                let Some(entry) = self.seqs.remove(seq) else { return };
+                self.next += 1;
+                let held = entry.held();
+                self.pool.hand_over(Owner::Own(SeqId(*seq)), Owner::Lent(LeaseId(self.next)), &held);
+                self.leases.insert(self.next, held);
+            }
+            Op::Lend { blocks } => {
+                self.next += 1;
+                let owner = Owner::Lent(LeaseId(self.next));
+                if let Some(got) = self.pool.allocate(owner, *blocks, None) {
+                    self.got(&got);
+                    self.leases.insert(self.next, got);
+                }
+            }
+            Op::Release { one } => {
+                let Some(mut lease) = self.leases.first_entry() else { return };
+                let (name, n) = (*lease.key(), if *one { 1 } else { usize::MAX });
+                let at = lease.get().len().saturating_sub(n);
+                let freed = lease.get_mut().split_off(at);
+                if lease.get().is_empty() {
+                    lease.remove();
+                }
+                self.pool.free(Owner::Lent(LeaseId(name)), &freed);
+            }
+            Op::DropAll => {
+                self.pool.drop_all();
+                assert_eq!(self.pool.kept(), 0);
+            }
+        }
+        self.spoil();
+    }
+
+    fn begin(&mut self, seq: u64, tokens: &[u32]) {
+        let needed = (tokens.len() as u32).div_ceil(BLOCK);
+        if self.seqs.contains_key(&seq) || needed > self.pool.counts().free {
+            return;
+        }
+        let names = BlockIdentity::chain(&ROOT, &tokens[..tokens.len() - 1]);
+        let adopted = self.pool.adopt(SeqId(seq), &names);
+        self.spoil();
+        for (depth, block) in (1..).zip(&adopted) {
+            let prefix = tokens[..depth * BLOCK as usize].to_vec();
+            assert_eq!(self.memory.get(block), Some(&Content::Prefix(prefix)), "{block} holds what was asked for");
+            assert_eq!(self.pool.state(*block), BlockState::Sealed);
+        }
+        self.hits += adopted.len();
+        let known = adopted.len();
+        let sources = self.pool.held(&names[known..]);
+        let after = adopted.last().copied();
+        let rest = self.pool.allocate_for(SeqId(seq), known as u32..needed, after).expect("counted before");
+        self.got(&rest);
+        for (depth, (source, copy)) in (known..).zip(sources.iter().zip(&rest)) {
+            let prefix = Content::Prefix(tokens[..(depth + 1) * BLOCK as usize].to_vec());
+            assert_ne!(self.pool.owner(*source), Owner::Free, "{source} is not to be had while it is copied");
+            assert_eq!(self.memory.get(source), Some(&prefix), "{source} holds what was asked for");
+            self.memory.insert(*copy, prefix);
+            self.pool.mark(*copy, BlockState::Sealed);
+            self.pool.name(*copy, names[depth], depth as u32);
+        }
+        self.copies += sources.len();
+        let blocks = adopted.into_iter().chain(rest).map(Some).collect();
+        self.seqs.insert(seq, Seq { tokens: tokens.to_vec(), blocks, written: known + sources.len() });
+    }
+
+    fn write(&mut self, seq: u64, token: u32) {
+        let Some(entry) = self.seqs.get_mut(&seq) else { return };
+        if entry.written == entry.blocks.len() {
+            let next = entry.blocks.len() as u32;
+            let after = entry.blocks.last().copied().flatten();
+            let Some(got) = self.pool.allocate_for(SeqId(seq), next..next + 1, after) else { return };
+            entry.blocks.push(Some(got[0]));
+            self.got(&got);
+            return;
+        }
+        let end = (entry.written + 1) * BLOCK as usize;
+        entry.tokens.resize(end.max(entry.tokens.len()), token);
+        if let Some(block) = entry.blocks[entry.written] {
+            let tokens = &entry.tokens[..end];
+            self.memory.insert(block, Content::Prefix(tokens.to_vec()));
+            self.pool.mark(block, BlockState::Sealed);
+            let name = *BlockIdentity::chain(&ROOT, tokens).last().unwrap();
+            self.pool.name(block, name, entry.written as u32);
+        }
+        entry.written += 1;
+    }
+
+    fn check(&self) {
+        self.pool.check();
+        let own: usize = self.seqs.values().map(|s| s.held().len()).sum();
+        let lent: usize = self.leases.values().map(Vec::len).sum();
+        let counts = self.pool.counts();
+        assert_eq!((counts.own as usize, counts.lent as usize), (own, lent), "what is kept counts as free");
+        assert_eq!(counts.free as usize, TOTAL as usize - own - lent);
+        assert!(self.pool.kept() <= counts.free);
+        for (seq, entry) in &self.seqs {
+            for (depth, block) in (1..).zip(&entry.blocks).filter_map(|(depth, block)| Some((depth, (*block)?))) {
+                assert_eq!(self.pool.owner(block), Owner::Own(SeqId(*seq)));
+                if depth <= entry.written {
+                    let prefix = Content::Prefix(entry.tokens[..depth * BLOCK as usize].to_vec());
+                    assert_eq!(self.memory.get(&block), Some(&prefix), "{block} was written by somebody else");
+                }
+            }
+        }
+        for (lease, blocks) in &self.leases {
+            blocks.iter().for_each(|block| assert_eq!(self.pool.owner(*block), Owner::Lent(LeaseId(*lease))));
+        }
+    }
+
+    /// All memory can be had, whatever keeps it, and is one run where it is flat.
+    fn end(mut self) -> usize {
+        let seqs: Vec<u64> = self.seqs.keys().copied().collect();
+        seqs.into_iter().for_each(|seq| self.apply(&Op::End { seq }));
+        while !self.leases.is_empty() {
+            self.apply(&Op::Release { one: false });
+        }
+        self.check();
+        assert_eq!(self.pool.counts().free, TOTAL);
+        let all = self.pool.allocate(Owner::Lent(LeaseId(0)), TOTAL, None).unwrap();
+        assert_eq!((all.len(), self.pool.kept()), (TOTAL as usize, 0));
+        assert!(self.space.rows > 0 || all.iter().map(|b| b.0).eq(0..TOTAL));
+        self.pool.check();
+        self.hits
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn what_is_kept_is_what_was_written_and_is_free(
+        rows in prop::option::of((1..5u32, 1..9u32)),
+        ops in prop::collection::vec(op(), 1..120),
+    ) {
+        let space = KvSpace::flat(TOTAL, BLOCK);
+        let mut world = World::new(rows.map_or(space, |(rows, blocks)| space.with_rows(rows, blocks)));
+        for op in &ops {
+            world.apply(op);
+            world.check();
+        }
+        world.end();
+    }
+}
+
+fn begin(world: &mut World, seq: u64, tokens: &[u32]) -> usize {
+    let hits = world.hits;
+    world.apply(&Op::Begin { seq, tokens: tokens.to_vec() });
+    while world.seqs[&seq].written < tokens.len() / BLOCK as usize {
+        world.apply(&Op::Write { seq, token: 0 });
+    }
+    world.check();
+    world.hits - hits
+}
+
+#[test]
+fn the_deepest_of_what_was_kept_longest_goes_first_and_the_rest_is_found() {
+    for space in [KvSpace::flat(TOTAL, BLOCK), KvSpace::flat(TOTAL, BLOCK).with_rows(4, 8)] {
+        let mut world = World::new(space);
+        assert_eq!(begin(&mut world, 0, &[0, 0, 0, 0, 0, 0, 0, 0]), 0);
+        world.apply(&Op::End { seq: 0 });
+        assert_eq!(begin(&mut world, 1, &[1, 1, 1, 1, 1, 1]), 0);
+        world.apply(&Op::End { seq: 1 });
+        assert_eq!((world.pool.kept(), world.pool.counts().free), (7, TOTAL));
+        // Five blocks keep nothing, two are wanted besides.
+        world.apply(&Op::Lend { blocks: 7 });
+        assert_eq!((world.pool.kept(), world.pool.dropped()), (5, 2));
+        // One token is left to compute.
+        assert_eq!(begin(&mut world, 2, &[0, 0, 0, 0]), 1);
+        world.apply(&Op::End { seq: 2 });
+        assert_eq!(begin(&mut world, 3, &[1, 1, 1, 1, 1, 1, 1]), 3);
+        world.end();
+    }
+}
+
+#[test]
+fn copies_of_one_prefix_serve_as_many_sequences() {
+    for space in [KvSpace::flat(TOTAL, BLOCK), KvSpace::flat(TOTAL, BLOCK).with_rows(4, 8)] {
+        let mut world = World::new(space);
+        let tokens = [0, 1, 0, 1, 0];
+        assert_eq!(begin(&mut world, 0, &tokens) + begin(&mut world, 1, &tokens), 0);
+        assert_eq!(world.copies, 2, "the second one's are copies of the first one's");
+        world.apply(&Op::HandOver { seq: 0 });
+        world.apply(&Op::Release { one: false });
+        world.apply(&Op::End { seq: 1 });
+        assert_eq!((begin(&mut world, 2, &tokens), begin(&mut world, 3, &tokens)), (2, 2));
+        assert_eq!(world.pool.kept(), 0);
+        world.end();
+    }
+}
+
+#[test]
+#[should_panic(expected = "named before it is sealed")]
+fn a_block_that_is_not_sealed_has_no_name() {
+    let mut pool = BlockPool::new(2);
+    let blocks = pool.allocate(Owner::Own(SeqId(1)), 1, None).unwrap();
+    pool.name(blocks[0], BlockIdentity([0; 32]), 0);
+}

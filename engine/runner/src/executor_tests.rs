@@ -1,0 +1,152 @@
+//! Peers do not wait for a device that has a whole step queued.
+
+use super::*;
+use crate::work::{RemotePart, RemoteWork, SampleSpec, SeqRows, Ship, StepWork};
+use bytes::Bytes;
+use lagoon_backend::cpu::CpuDevice;
+use lagoon_backend::{AttnRows, PaceProfile, Paced};
+use lagoon_model::{Checkpoint, LlamaWeights};
+use lagoon_types::{InstanceId, KvRun, SamplingParams, SeqId, StepId};
+use std::path::Path;
+use std::sync::Arc;
+
+/// The bundled model on a device that takes weeks for a step, and next to no time for a peer's attention.
+fn slow() -> Executor<Paced<CpuDevice>> {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/passkey");
+    let profile = PaceProfile {
+        bytes_per_s: 1e9,
+        flops: 1e12,
+        copy_bytes_per_s: 1e12,
+        launch_us: 0.0,
+        weight_scale: 1e12,
+        kv_scale: 1.0,
+    };
+    let mut device = Paced::new(CpuDevice::new(), profile);
+    let config = ModelConfig::open(&dir).unwrap();
+    let checkpoint = Checkpoint::open(&dir).unwrap();
+    let weights = LlamaWeights::load(&mut device, &checkpoint, &config, None, &mut |_, _| {}).unwrap();
+    let model = Model { weights, rope: Rope::new(&config) };
+    let sizes = ExecutorConfig {
+        kv: KvSpace::flat(64, 1),
+        kv_dtype: DType::F32,
+        step_rows: 8,
+        step_seqs: 2,
+        fetch_tokens: 0,
+        share_blocks: None,
+    };
+    Executor::new(device, &config, Some(model), sizes).unwrap()
+}
+
+fn step(number: u64, lane: Lane, slot: u32, remote: RemoteWork) -> Command {
+    let params = Arc::new(SamplingParams { temperature: 0.0, ..SamplingParams::default() });
+    let sample = Some(SampleSpec { params, index: 0, return_logits: false });
+    let seq = SeqRows { seq: SeqId(number), row0: 0, rows: 1, pos0: 0, run0: 0, runs: 1, sample };
+    Command::Step(Box::new(StepWork {
+        step: StepId(number),
+        lane,
+        tokens: vec![1],
+        slots: vec![slot],
+        seqs: vec![seq],
+        runs: vec![KvRun { base: slot, len: 1, first_pos: 0 }],
+        remote,
+        next_row: None,
+        watched: false,
+    }))
+}
+
+fn guest(executor: &Executor<Paced<CpuDevice>>) -> Command {
+    let q_dim = executor.attention.geometry.q_dim();
+    Command::GuestQuery(GuestQuery {
+        tag: crate::GuestTag(9),
+        layer: 0,
+        dtype: DType::F32,
+        queries: Bytes::from(vec![0; q_dim * 4]),
+        seqs: vec![AttnRows { row0: 0, rows: 1, pos0: 4, run0: 0, runs: 1 }],
+        runs: vec![KvRun { base: 32, len: 4, first_pos: 0 }],
+    })
+}
+
+/// What a copy holds is what was there, bit by bit, in every layer; nothing beside it is touched.
+#[test]
+#[allow(clippy::cast_possible_truncation, reason = "any bytes will do")]
+fn a_copy_is_what_was_copied() {
+    let mut executor = slow();
+    let (layers, token_bytes) = (executor.kv_shape.layers, executor.kv_shape.layer_token_bytes());
+    let content = |layer: u32| -> Bytes { (0..64 * token_bytes).map(|i| (i as u32 * 37 + layer * 11) as u8).collect() };
+    let mut said = Vec::new();
+    for layer in 0..layers {
+        executor.push(Command::GuestWrite(GuestWrite { tag: None, layer, pieces: vec![(0, 64)], kv: content(layer) }));
+    }
+    let copy = CopyId(3);
+    executor.push(Command::Copy { copy, tokens: 4, slots: vec![(0, 40), (8, 44), (20, 32)] });
+    // Whoever writes later does not change what was copied.
+    let zeros = Bytes::from(vec![0; 4 * token_bytes]);
+    executor.push(Command::GuestWrite(GuestWrite { tag: None, layer: 0, pieces: vec![(8, 4)], kv: zeros.clone() }));
+    for layer in 0..layers {
+        let tag = crate::GuestTag(u64::from(layer));
+        executor.push(Command::GuestRead(GuestRead { tag, layer, pieces: vec![(0, 64)] }));
+    }
+    said.extend(turns(&mut executor).1);
+    assert!(said.iter().any(|r| matches!(r, Report::Copied { copy: CopyId(3), error: None })));
+    let mut read = 0;
+    for report in said {
+        let Report::GuestKv { tag, kv } = report else { continue };
+        let layer = u32::try_from(tag.0).unwrap();
+        let mut expected = content(layer).to_vec();
+        for (from, to) in [(0, 40), (8, 44), (20, 32)] {
+            expected.copy_within(from * token_bytes..(from + 4) * token_bytes, to * token_bytes);
+        }
+        if layer == 0 {
+            expected[8 * token_bytes..12 * token_bytes].copy_from_slice(&zeros);
+        }
+        assert!(kv[..] == expected[..], "layer {layer}");
+        read += 1;
+    }
+    assert_eq!(read, layers);
+}
+
+/// Turns until there is nothing to do but wait; how often something was done, and what was said.
+fn turns(executor: &mut Executor<Paced<CpuDevice>>) -> (u32, Vec<Report>, Turn) {
+    let (mut done, mut reports) = (0, Vec::new());
+    loop {
+        match executor.try_turn(&mut |report| reports.push(report)) {
+            Turn::Worked => done += 1,
+            turn => return (done, reports, turn),
+        }
+    }
+}
+
+#[test]
+fn a_peer_is_answered_while_a_whole_step_is_queued() {
+    let mut executor = slow();
+    executor.push(step(1, Lane::Local, 0, RemoteWork::default()));
+    let (done, reports, turn) = turns(&mut executor);
+    let layers = executor.kv_shape.layers;
+    assert_eq!((done, reports.len()), (layers + 1, 0), "alone, it queues all its layers and its head");
+    assert!(matches!(turn, Turn::Queued(left) if left > Duration::from_secs(60_000)), "{turn:?}");
+    executor.push(guest(&executor));
+    let (done, reports, turn) = turns(&mut executor);
+    assert!(done == 1 && matches!(reports[..], [Report::GuestPartial { .. }]), "{reports:?}");
+    assert!(matches!(turn, Turn::Queued(_)), "the step goes on");
+}
+
+#[test]
+fn a_lane_with_company_is_one_layer_ahead_of_the_device() {
+    let mut executor = slow();
+    let ships = vec![Ship { creditor: InstanceId(2), segments: vec![(0, 1)] }];
+    let remote = RemoteWork { dtype: DType::F32, ships, ..RemoteWork::default() };
+    executor.push(step(1, Lane::Remote, 1, remote));
+    executor.push(step(2, Lane::Local, 0, RemoteWork::default()));
+    let (done, reports, turn) = turns(&mut executor);
+    // A layer of the one, and the projection of the other, whose queries leave once the device is there.
+    assert_eq!((done, reports.len()), (2, 0));
+    assert!(matches!(turn, Turn::Queued(_)), "{turn:?}");
+    // An early answer changes nothing, nor does the end of the other step hold it up.
+    let empty = Bytes::new();
+    let part = RemotePart { creditor: InstanceId(2), out: empty.clone(), lse: empty.clone(), count: empty };
+    executor.push(Command::Part { step: StepId(1), layer: 0, part });
+    executor.push(Command::Abort { step: StepId(1) });
+    let (done, _, turn) = turns(&mut executor);
+    assert_eq!(done, executor.kv_shape.layers, "alone again");
+    assert!(matches!(turn, Turn::Queued(_)));
+}

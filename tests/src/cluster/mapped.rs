@@ -1,0 +1,219 @@
+//! A host device that behaves like one that maps memory: it has no more KV memory than rBlocks, knows which addresses are
+//! held, spoils what is released, and panics where the engine uses what it does not hold.
+
+use lagoon_backend::cpu::CpuDevice;
+use lagoon_backend::{AttnBatch, Device, DeviceError, DeviceInfo, KvCounters, Mode, Partials, WeightSource};
+use lagoon_types::{AttentionGeometry, KvShape, KvSpace};
+use std::ops::Range;
+
+type Inner = CpuDevice;
+type Tensor = <Inner as Device>::Tensor;
+type Weight = <Inner as Device>::Weight;
+
+/// See the module's documentation.
+#[derive(Debug)]
+pub(super) struct MappedDevice(Inner);
+
+/// A store, and which of its rBlocks are held.
+#[derive(Debug)]
+pub(super) struct MappedKv {
+    inner: <Inner as Device>::Kv,
+    shape: KvShape,
+    space: KvSpace,
+    held: Vec<bool>,
+    holds: u64,
+}
+
+impl MappedKv {
+    fn blocks(&self, slots: &Range<u32>) -> Range<u32> {
+        slots.start / self.space.block_tokens..slots.end.div_ceil(self.space.block_tokens)
+    }
+
+    #[track_caller]
+    fn assert_held(&self, what: &str, slots: Range<u32>) {
+        if self.space.rows > 0 {
+            let missing = self.blocks(&slots).find(|block| !self.held[*block as usize]);
+            assert_eq!(missing, None, "{what}: slots {slots:?} have no memory");
+        }
+    }
+
+    fn count(&self) -> u32 {
+        self.held.iter().filter(|held| **held).count() as u32
+    }
+}
+
+impl MappedDevice {
+    #[must_use]
+    pub(super) fn new(inner: CpuDevice) -> Self {
+        Self(inner)
+    }
+}
+
+impl Device for MappedDevice {
+    type Tensor = Tensor;
+    type Weight = Weight;
+    type Kv = MappedKv;
+
+    fn info(&self) -> DeviceInfo {
+        self.0.info()
+    }
+
+    fn tensor(&mut self, rows: usize, cols: usize) -> Result<Tensor, DeviceError> {
+        self.0.tensor(rows, cols)
+    }
+
+    fn weight(&mut self, source: WeightSource) -> Result<Weight, DeviceError> {
+        self.0.weight(source)
+    }
+
+    fn kv(&mut self, shape: KvShape, slots: usize) -> Result<MappedKv, DeviceError> {
+        self.kv_in(shape, &KvSpace::flat(slots as u32, 1))
+    }
+
+    fn kv_space(&self, _: KvShape, wish: KvSpace) -> KvSpace {
+        wish
+    }
+
+    fn kv_in(&mut self, shape: KvShape, space: &KvSpace) -> Result<MappedKv, DeviceError> {
+        let inner = self.0.kv(shape, space.slots())?;
+        Ok(MappedKv { inner, shape, space: *space, held: vec![false; space.addresses().unwrap() as usize], holds: 0 })
+    }
+
+    fn kv_hold(&mut self, kv: &mut MappedKv, slots: &[Range<u32>]) -> Result<(), DeviceError> {
+        let blocks: Vec<u32> = slots.iter().flat_map(|slots| kv.blocks(slots)).collect();
+        for block in blocks {
+            kv.holds += u64::from(!kv.held[block as usize]);
+            kv.held[block as usize] = true;
+        }
+        assert!(kv.count() <= kv.space.blocks, "{} rBlocks are held, there are {}", kv.count(), kv.space.blocks);
+        Ok(())
+    }
+
+    fn kv_release(&mut self, kv: &mut MappedKv, slots: Range<u32>) -> Result<(), DeviceError> {
+        for block in kv.blocks(&slots).filter(|_| kv.space.rows > 0) {
+            if std::mem::take(&mut kv.held[block as usize]) {
+                let spoiled = vec![0xff; kv.space.block_tokens as usize * kv.shape.layer_token_bytes()];
+                for layer in 0..kv.shape.layers as usize {
+                    self.0.kv_write(&mut kv.inner, layer, block * kv.space.block_tokens, &spoiled)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn kv_counters(&self, kv: &MappedKv) -> Option<KvCounters> {
+        let free = u64::from(kv.space.blocks - kv.count());
+        Some(KvCounters { groups_per_block: 1, free, in_step: kv.holds, ..KvCounters::default() })
+    }
+
+    fn write(&mut self, tensor: &mut Tensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
+        self.0.write(tensor, row0, data)
+    }
+
+    fn read(
+        &mut self,
+        tensor: &Tensor,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        self.0.read(tensor, rows, cols, out)
+    }
+
+    fn kv_write(&mut self, kv: &mut MappedKv, layer: usize, slot0: u32, bytes: &[u8]) -> Result<(), DeviceError> {
+        kv.assert_held("a write", slot0..slot0 + (bytes.len() / kv.shape.layer_token_bytes()) as u32);
+        self.0.kv_write(&mut kv.inner, layer, slot0, bytes)
+    }
+
+    fn kv_read(
+        &mut self,
+        kv: &MappedKv,
+        layer: usize,
+        slot0: u32,
+        tokens: u32,
+        out: &mut Vec<u8>,
+    ) -> Result<(), DeviceError> {
+        kv.assert_held("a read", slot0..slot0 + tokens);
+        self.0.kv_read(&kv.inner, layer, slot0, tokens, out)
+    }
+
+    fn sync(&mut self) -> Result<(), DeviceError> {
+        self.0.sync()
+    }
+
+    fn embed(&mut self, table: &Weight, ids: &[u32], out: &mut Tensor) -> Result<(), DeviceError> {
+        self.0.embed(table, ids, out)
+    }
+
+    fn rms_norm(&mut self, x: &Tensor, w: &Weight, eps: f32, rows: usize, out: &mut Tensor) -> Result<(), DeviceError> {
+        self.0.rms_norm(x, w, eps, rows, out)
+    }
+
+    fn layer_norm(
+        &mut self,
+        x: &Tensor,
+        w: &Weight,
+        eps: f32,
+        rows: usize,
+        out: &mut Tensor,
+    ) -> Result<(), DeviceError> {
+        self.0.layer_norm(x, w, eps, rows, out)
+    }
+
+    fn matmul(
+        &mut self,
+        x: &Tensor,
+        weight: &Weight,
+        rows: usize,
+        mode: Mode,
+        out: &mut Tensor,
+    ) -> Result<(), DeviceError> {
+        self.0.matmul(x, weight, rows, mode, out)
+    }
+
+    fn rope_append(
+        &mut self,
+        qkv: &mut Tensor,
+        rope: &Tensor,
+        geometry: AttentionGeometry,
+        slots: &[u32],
+        kv: &mut MappedKv,
+        layer: usize,
+    ) -> Result<(), DeviceError> {
+        slots.iter().filter(|slot| **slot != u32::MAX).for_each(|slot| kv.assert_held("a step", *slot..*slot + 1));
+        self.0.rope_append(qkv, rope, geometry, slots, &mut kv.inner, layer)
+    }
+
+    fn attention(
+        &mut self,
+        q: &Tensor,
+        batch: &AttnBatch<'_>,
+        kv: &MappedKv,
+        layer: usize,
+        out: &mut Partials<Tensor>,
+    ) -> Result<(), DeviceError> {
+        batch.runs.iter().for_each(|run| kv.assert_held("attention", run.base..run.base + run.len));
+        self.0.attention(q, batch, &kv.inner, layer, out)
+    }
+
+    fn merge(
+        &mut self,
+        acc: &mut Partials<Tensor>,
+        other: &Partials<Tensor>,
+        geometry: AttentionGeometry,
+    ) -> Result<(), DeviceError> {
+        self.0.merge(acc, other, geometry)
+    }
+
+    fn silu_mul(&mut self, x: &Tensor, rows: usize, out: &mut Tensor) -> Result<(), DeviceError> {
+        self.0.silu_mul(x, rows, out)
+    }
+
+    fn gelu(&mut self, x: &Tensor, rows: usize, out: &mut Tensor) -> Result<(), DeviceError> {
+        self.0.gelu(x, rows, out)
+    }
+
+    fn gather_rows(&mut self, x: &Tensor, rows: &[u32], out: &mut Tensor) -> Result<(), DeviceError> {
+        self.0.gather_rows(x, rows, out)
+    }
+}

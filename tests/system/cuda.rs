@@ -1,0 +1,275 @@
+//! The CUDA backend in a pool, where there is no GPU: the fake driver (cuda/fake) runs the kernels through the host shim.
+//! Sequences lie in rows of addresses, guests in loose ones, and memory is mapped behind what is used.
+
+#[path = "../../cuda/tests/support/fake.rs"]
+#[allow(dead_code, unused_macros, reason = "each test binary uses some of it")]
+mod fake;
+#[path = "../../cuda/tests/support/shim.rs"]
+#[allow(dead_code, unreachable_pub, reason = "each test binary uses some of it")]
+mod shim;
+
+use crate::process_up::{golden_prompt, single};
+use fake::{Fake, OUT_OF_MEMORY};
+use lagoon_backend::Device;
+use lagoon_backend::conformance::Data;
+use lagoon_cuda::{CudaDevice, CudaOptions};
+use lagoon_instance::RemotePolicy;
+use lagoon_kv::Placement;
+use lagoon_runner::sampling::{SampleError, Sampler};
+use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
+use lagoon_tests::cluster::{Backend, PoolSpec, Spec, World, greedy};
+use lagoon_tests::process::{Server, token_ids};
+use lagoon_types::SamplingParams;
+use serde_json::json;
+use std::ffi::OsStr;
+
+/// A page of the fake driver: 16 tokens of a layer's K in f32 with one KV head of 64.
+const PAGE: u64 = 1 << 12;
+const BLOCK: u32 = 16;
+
+/// The fake driver with the kernels, or a note that the test is skipped.
+fn driver(name: &str, seed: u64) -> Option<Fake> {
+    let fake = shim::library().and_then(|library| {
+        let fake = Fake::new(1 << 30, PAGE, seed)?;
+        fake.kernels(&library);
+        Ok(fake)
+    });
+    fake.map_err(|reason| lagoon_tests::skip(name, &reason)).ok()
+}
+
+fn spec(backend: Backend, blocks: u32, remote: RemotePolicy) -> Spec {
+    Spec { backend, remote, step_rows: 24, ..Spec::cpu(blocks) }
+}
+
+/// Every local block of a sequence that has a row lies at its place in it, so that what is local is one run wherever no
+/// block in the middle is elsewhere.
+fn assert_rows(world: &World, node: usize) {
+    for (seq, blocks) in world.nodes[node].live().tables() {
+        let local = (0u32..).zip(blocks).filter_map(|(i, place)| match place {
+            Placement::Local(block) => Some(block.0.checked_sub(i)),
+            _ => None,
+        });
+        let starts: Vec<Option<u32>> = local.collect();
+        assert!(starts.windows(2).all(|pair| pair[0] == pair[1]), "{seq} is not in one row: {blocks:?}");
+    }
+}
+
+/// One long request whose KV lies on both instances, and a short one on the other: every logit is that of a single host
+/// instance, and nothing is left on the device.
+#[test]
+fn a_cuda_and_a_cpu_instance_serve_together() {
+    let pool = PoolSpec::golden("head_dim_64", BLOCK);
+    let cases = [
+        (Backend::Cuda, Backend::Cpu, RemotePolicy::Ship),
+        (Backend::Cpu, Backend::Cuda, RemotePolicy::Ship),
+        (Backend::Cuda, Backend::Cuda, RemotePolicy::Fetch),
+    ];
+    for (seed, (debtor, creditor, remote)) in (2..).zip(cases) {
+        let Some(fake) = driver("a_cuda_and_a_cpu_instance_serve_together", seed) else { return };
+        let mut world = World::pool(pool.clone(), None, &[spec(debtor, 3, remote), spec(creditor, 8, remote)]);
+        world.submit(1, greedy(prompt(80, 6, 128), 4));
+        world.submit(0, greedy(prompt(81, 70, 128), 5));
+        while world.requests.iter().any(|request| !request.is_over()) {
+            world.step();
+            (0..2).for_each(|node| assert_rows(&world, node));
+        }
+        world.run();
+        let crossed = if remote == RemotePolicy::Fetch { world.sent("data").0 } else { world.sent("partial").0 };
+        assert!(crossed > 0);
+        let diff = assert_equals_single(&format!("{debtor:?} and {creditor:?}"), &world, &pool);
+        println!("{debtor:?} and {creditor:?}: largest difference {diff:e}");
+        world.check_empty();
+        for node in world.nodes.iter().filter(|node| node.spec.backend == Backend::Cuda) {
+            let counters = node.kv_counters().unwrap();
+            assert!(counters.in_step + counters.ahead + counters.eager > 0, "{counters:?}");
+            println!("{counters:?}");
+        }
+        drop(world);
+        fake.finish();
+    }
+}
+
+/// Requests that come and go in little memory, preempted and resumed: what one leaves mapped the next one finds.
+#[test]
+fn sequences_come_and_go_on_mapped_memory() {
+    let pool = PoolSpec::golden("head_dim_64", BLOCK);
+    let Some(fake) = driver("sequences_come_and_go_on_mapped_memory", 11) else { return };
+    let mut world = World::single(pool.clone(), spec(Backend::Cuda, 6, RemotePolicy::Ship));
+    for (i, tokens) in [20, 40, 9, 33].into_iter().enumerate() {
+        world.submit(0, greedy(prompt(90 + i as u64, tokens, 128), 6));
+    }
+    while world.requests.iter().any(|request| !request.is_over()) {
+        world.step();
+        assert_rows(&world, 0);
+    }
+    let diff = assert_equals_single("requests in turn", &world, &pool);
+    let counters = world.nodes[0].kv_counters().unwrap();
+    println!("largest difference {diff:e}; {counters:?}");
+    assert!(counters.reused > 0, "{counters:?}");
+    world.check_empty();
+    drop(world);
+    fake.finish();
+}
+
+/// A device that has no memory although rBlocks are free costs a preemption, and nobody a token.
+#[test]
+fn a_device_that_is_full_preempts() {
+    let pool = PoolSpec::golden("head_dim_64", BLOCK);
+    let mut preempted = 0;
+    for nth in [1, 3, 6, 10] {
+        let Some(fake) = driver("a_device_that_is_full_preempts", 20 + nth) else { return };
+        let mut world = World::single(pool.clone(), spec(Backend::Cuda, 12, RemotePolicy::Ship));
+        // Of mapping in a step, which fails the step, or ahead of one, which fails nothing.
+        fake.fail("cuMemMap", nth, OUT_OF_MEMORY);
+        for (i, tokens) in [20, 33, 9].into_iter().enumerate() {
+            world.submit(0, greedy(prompt(100 + i as u64, tokens, 128), 20));
+        }
+        world.run();
+        assert_equals_single(&format!("no memory for map {nth}"), &world, &pool);
+        preempted += world.nodes[0].live().status().preemptions;
+        world.check_empty();
+        drop(world);
+        fake.finish();
+    }
+    assert!(preempted > 0, "no step found the device full");
+}
+
+/// With memory to spare, what one more token needs is mapped while a step runs, and so is the row of the next sequence.
+#[test]
+fn memory_is_mapped_one_iteration_ahead() {
+    let pool = PoolSpec::golden("head_dim_64", BLOCK);
+    let Some(fake) = driver("memory_is_mapped_one_iteration_ahead", 13) else { return };
+    let mut world = World::single(pool.clone(), spec(Backend::Cuda, 40, RemotePolicy::Ship));
+    world.submit(0, greedy(prompt(95, 13, 128), 22));
+    world.run();
+    world.submit(0, greedy(prompt(96, 5, 128), 2));
+    world.run();
+    assert_equals_single("one after the other", &world, &pool);
+    let counters = world.nodes[0].kv_counters().unwrap();
+    let of = counters.groups_per_block;
+    // The first sequence's three blocks: one in its first step, two ahead. The second finds the first one's memory.
+    assert_eq!((counters.in_step, counters.ahead, counters.refused), (of, 2 * of, 0), "{counters:?}");
+    assert!(counters.eager >= of && counters.reused >= 3 * of, "{counters:?}");
+    world.check_empty();
+    drop(world);
+    fake.finish();
+}
+
+/// What is kept stays mapped where it lies, and the sequence that begins alike takes its row; what another one is using is
+/// copied to another row.
+#[test]
+fn a_prefix_is_found_in_its_row() {
+    let pool = PoolSpec::golden("head_dim_64", BLOCK);
+    let Some(fake) = driver("a_prefix_is_found_in_its_row", 17) else { return };
+    let mut world = World::single(pool.clone(), spec(Backend::Cuda, 12, RemotePolicy::Ship));
+    let beginning = prompt(97, 40, 128);
+    for (n, turn) in [(1, 3), (2, 9), (3, 14)] {
+        world.submit(0, greedy([beginning.clone(), prompt(n, turn, 128)].concat(), 6));
+        if n == 2 {
+            // The third comes while the second runs.
+            world.run_until(|w| w.requests[1].tokens.len() == 2);
+        } else {
+            world.run();
+        }
+        assert_rows(&world, 0);
+    }
+    let prefix = world.nodes[0].live().status().prefix;
+    assert_eq!((prefix.hit_tokens, prefix.copied_blocks), (64, 2), "{prefix:?}");
+    let diff = assert_equals_single("a prefix in its row", &world, &pool);
+    println!("largest difference {diff:e}; {:?}", world.nodes[0].kv_counters());
+    world.check_empty();
+    drop(world);
+    fake.finish();
+}
+
+/// What the device draws from logits is what the host draws from them, also where the two lanes have draws under way at once.
+#[test]
+fn the_device_draws_what_the_host_draws() {
+    let Some(fake) = driver("the_device_draws_what_the_host_draws", 17) else { return };
+    let mut device = CudaDevice::open(lagoon_cuda::kernels::FATBIN, CudaOptions::default()).unwrap();
+    let (rows, vocab) = (5, 301);
+    let (mut data, mut sampler) = (Data::new(18), Sampler::new());
+    let mut lanes = [device.tensor(rows, vocab).unwrap(), device.tensor(rows, vocab).unwrap()];
+    let some = |i: u64| SamplingParams {
+        temperature: [0.0, 1.0, 0.7, 1.5, 2.0][i as usize % 5],
+        top_k: [0, 40, 3][i as usize % 3],
+        top_p: [1.0, 0.9][i as usize % 2],
+        min_p: [0.0, 0.0, 0.0, 0.02][i as usize % 4],
+        seed: i,
+        ..SamplingParams::default()
+    };
+    for round in 0..12u64 {
+        let count = 1 + round as usize % rows;
+        let mut expected = [Vec::new(), Vec::new()];
+        for (lane, tensor) in lanes.iter_mut().enumerate() {
+            let logits: Vec<f32> = data.values(rows * vocab).iter().map(|x| x * 3.0).collect();
+            device.write(tensor, 0, &logits).unwrap();
+            let params = (0..count as u64).map(|row| some(round * 8 + row * 2 + lane as u64));
+            let draws: Vec<_> = params.clone().map(|p| Sampler::row(&p, round).unwrap()).collect();
+            device.sample_ahead(lane, tensor, &draws).unwrap();
+            let drawn =
+                params.zip(logits.chunks(vocab)).map(|(p, logits)| sampler.sample(logits, &p, round).unwrap().id);
+            expected[lane].extend(drawn);
+        }
+        for (lane, expected) in expected.iter().enumerate() {
+            let mut drawn = Vec::new();
+            device.sampled(lane, &mut drawn).unwrap();
+            let drawn: Vec<u32> = drawn.into_iter().map(|row| Sampler::drawn(row).unwrap()).collect();
+            assert_eq!(&drawn, expected, "round {round}, lane {lane}");
+        }
+    }
+    let mut logits = vec![0.0; vocab];
+    logits[7] = f32::NAN;
+    device.write(&mut lanes[0], 0, &logits).unwrap();
+    device.sample_ahead(0, &lanes[0], &[Sampler::row(&some(0), 0).unwrap()]).unwrap();
+    let mut drawn = Vec::new();
+    device.sampled(0, &mut drawn).unwrap();
+    let bad = SampleError::BadLogit { token: 7, value: "not finite".to_owned() };
+    assert_eq!(Sampler::drawn(drawn[0]), Err(bad));
+    drop((lanes, device));
+    fake.finish();
+}
+
+/// The real binary on the fake driver: it serves, says what the host backend says, and tells of its memory.
+#[test]
+fn a_server_on_the_cuda_backend_answers() {
+    let libraries = shim::library().and_then(|kernels| Ok((kernels, fake::build()?)));
+    let (kernels, driver) = match libraries {
+        Ok(libraries) => libraries,
+        Err(reason) => return lagoon_tests::skip("a_server_on_the_cuda_backend_answers", &reason),
+    };
+    let (model, prompt) = golden_prompt();
+    // A page is 128 tokens in seven of K's page groups: 7 KV heads of 8, in f32.
+    let flags = ["--http=127.0.0.1:0", "--block-tokens=128", "--kv-tokens=512", "--step-tokens=32", "--max-running=4"];
+    let flags = [&["serve", &model, "--backend=cuda", "--calibrate=off"], &flags[..]].concat();
+    let folder = driver.parent().unwrap().as_os_str();
+    let variables: [(&str, &OsStr); 3] = [
+        ("LD_LIBRARY_PATH", folder),
+        ("LAGOON_FAKE_KERNELS", kernels.as_os_str()),
+        ("LAGOON_FAKE_PAGE", OsStr::new("4096")),
+    ];
+    let server = Server::start_with(&flags, &variables);
+    assert_eq!(server.ready["backend"], "cuda");
+    let client = server.client();
+    let host = single(&model, "256");
+    for tokens in [9, 30] {
+        let said = token_ids(&client.complete(&prompt[..tokens], 4, &json!({})).json());
+        assert_eq!(said, token_ids(&host.client().complete(&prompt[..tokens], 4, &json!({})).json()));
+    }
+    // Drawn on the device, and on the host where log-probabilities are asked for.
+    let drawn = json!({ "temperature": 1.0, "top_p": 0.95, "seed": 5 });
+    let told = json!({ "temperature": 1.0, "top_p": 0.95, "seed": 5, "logprobs": 1 });
+    let on_host = token_ids(&host.client().complete(&prompt[..20], 6, &drawn).json());
+    for how in [drawn, told] {
+        assert_eq!(token_ids(&client.complete(&prompt[..20], 6, &how).json()), on_host, "{how}");
+    }
+    client.wait_until("/lagoon/status", "its memory mapped, and found again", |s| {
+        let of = |field: &str| s["memory"][field].as_u64();
+        s["blocks_free"] == s["blocks_total"] && of("in_step") > Some(0) && of("reused") > Some(0)
+    });
+    // Metrics are recorded a moment later than the status is.
+    let mapped = "lagoon_kv_page_groups_mapped_total{when=\"in_step\"}";
+    for text in [mapped, "lagoon_steps_launched_total{how=\"eager\"}", "lagoon_graphs_evicted_total"] {
+        client.wait_for_text("/metrics", text);
+    }
+}

@@ -1,0 +1,444 @@
+//! Prompts computed by one instance and decoded by another say what a single instance says, and leave nothing behind: read
+//! when they are computed (pull), and while they are (push).
+
+use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
+use lagoon_tests::cluster::{Fault, PoolSpec, Spec, World, greedy};
+use lagoon_tests::golden::{Golden, MODELS, max_diff};
+use lagoon_types::limits::{LEASE_TTL_MS, TRANSFER_READ_MS, TRANSFER_REQUEST_MS};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Mode {
+    Pull,
+    Push,
+}
+
+impl Mode {
+    fn decode(self, blocks: u32) -> Spec {
+        Spec { push: self == Self::Push, ..Spec::decode(blocks) }
+    }
+}
+
+macro_rules! in_both_modes {
+    ($($name:ident)*) => {
+        mod pull {
+            $(#[test] fn $name() { super::$name(super::Mode::Pull); })*
+        }
+        mod push {
+            $(#[test] fn $name() { super::$name(super::Mode::Push); })*
+        }
+    };
+}
+
+in_both_modes! {
+    a_prompt_is_computed_elsewhere_and_read
+    every_model_says_what_transformers_says
+    reads_proceed_while_the_prefill_workers_loop_stands_still
+    what_does_not_fit_the_decode_worker_stays_where_it_was_computed
+    damage_and_broken_paths_cost_a_second_read
+    prefill_workers_die_at_every_stage
+    a_decode_worker_without_workers_computes_prompts_itself
+    decode_workers_die_at_every_stage
+    cancelled_requests_leave_nothing_at_any_stage
+    workers_serve_on_without_a_gmanager
+    broken_sessions_repeat_what_was_not_answered
+    shuffled_pools_say_the_same_and_leave_nothing
+}
+
+/// A pool whose decode workers have connected to the prefill workers.
+fn pool(spec: &PoolSpec, seed: Option<u64>, specs: &[Spec], workers: usize) -> World {
+    let mut world = World::pool(spec.clone(), seed, specs);
+    let decodes = |w: &World, n: usize| w.nodes[n].spec.role == lagoon_protocol::Role::Decode;
+    let ready = |w: &World| {
+        (0..w.nodes.len()).filter(|n| decodes(w, *n)).all(|n| w.nodes[n].live().status().prefill.workers == workers)
+    };
+    world.run_until(ready);
+    world
+}
+
+fn a_prompt_is_computed_elsewhere_and_read(mode: Mode) {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    let mut world = pool(&spec, None, &[Spec::prefill(40), mode.decode(40)], 1);
+    world.submit(1, greedy(prompt(1, 50, 128), 12));
+    world.submit(1, greedy(prompt(2, 17, 128), 9));
+    world.submit(1, greedy(prompt(3, 4, 128), 1));
+    world.run();
+    let diff = assert_equals_single("disaggregated", &world, &spec);
+    println!("largest difference {diff:e}");
+    let (worker, decoder) = (world.nodes[0].live().status(), world.nodes[1].live().status());
+    assert_eq!((worker.prefill.jobs_done, decoder.prefill.pulled, decoder.prefill.own), (3, 2, 0));
+    assert!(decoder.prefill.bytes > 0 && decoder.prefill.transactions < decoder.prefill.reads, "{decoder:?}");
+    assert_eq!((world.sent("partial").0, world.sent("write").0), (0, 0), "nothing was lent but what was handed over");
+    world.check_empty();
+    assert_eq!(world.exports(0), 0);
+}
+
+/// Every variant says what transformers says: windows, biases by distance, 16 bits.
+fn every_model_says_what_transformers_says(mode: Mode) {
+    for name in MODELS {
+        let golden = Golden::load(name);
+        let spec = PoolSpec::golden(name, 4);
+        let mut world = pool(&spec, None, &[Spec { step_rows: 9, ..Spec::prefill(60) }, mode.decode(60)], 1);
+        let tokens = golden.description.tokens.clone();
+        let last = tokens.len() - 1;
+        world.submit(1, greedy(tokens, golden.description.greedy_continuation.len() as u32));
+        world.run();
+        let log = &world.requests[0];
+        let diff = max_diff(&log.logits[0], golden.at(last).unwrap());
+        assert!(diff <= golden.description.tolerance_f32, "{name}: {diff}");
+        assert_eq!(log.tokens, golden.description.greedy_continuation, "{name}");
+        assert_eq!(world.nodes[1].live().status().prefill.pulled, 1, "{name}");
+        world.check_empty();
+    }
+}
+
+/// Until a request's KV is being read and some of it has arrived.
+fn run_into_transfer(world: &mut World, node: usize) {
+    world.run_until(|w| w.nodes[node].live().status().prefill.pulling > 0);
+    let before = world.reads;
+    world.run_until(|w| w.reads > before);
+    assert_eq!(world.nodes[node].live().status().prefill.away, 1, "all of it came at once");
+}
+
+/// A decode worker reads at a trickle, one read after the other and each almost as long as its path may take, for longer
+/// than a lease lasts. The prefill worker keeps what it computed for it, renewed, and serves another decode worker meanwhile.
+#[test]
+fn a_slow_reader_keeps_its_leases_and_delays_nobody_else() {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    let mut world = pool(&spec, None, &[Spec::prefill(150), Spec::decode(80), Spec::decode(60)], 1);
+    world.slow_reads(1, Some(TRANSFER_READ_MS - 500));
+    for n in 0..4 {
+        world.submit(1, greedy(prompt(n, 60, 128), 8));
+    }
+    world.run_until(|w| w.nodes[1].live().status().prefill.pulling == 4);
+    let (begun_ms, mut served) = (world.now_ms, 0);
+    loop {
+        let other = world.submit(2, greedy(prompt(10 + served, 80, 128), 4));
+        world.run_until(|w| w.requests[other].is_over());
+        let pulling = world.nodes[1].live().status().prefill.pulling;
+        if pulling == 0 {
+            break;
+        }
+        served += 1;
+        let lent = world.nodes[0].live().status().blocks_lent as usize;
+        assert!(lent >= 15 * pulling, "{lent} blocks are lent and {pulling} prompts are read");
+        world.run_for(1_000);
+    }
+    let took_ms = world.now_ms - begun_ms;
+    assert!(took_ms > LEASE_TTL_MS && served > 10, "{took_ms} ms, {served} requests meanwhile");
+    world.run();
+    let status = world.nodes[1].live().status().prefill;
+    assert_eq!((status.pulled, status.retried, status.own), (4, 0, 0), "{status:?}");
+    assert_equals_single("a slow reader", &world, &spec);
+    world.check_empty();
+    assert_eq!(world.exports(0), 0);
+}
+
+/// Reads that take longer than a read may cost their path, again and again, until the pull is given up at its deadline. Then
+/// the lease ends, the prefill worker has its memory back, and the prompt is computed once more.
+#[test]
+fn a_reader_that_never_ends_is_given_up_at_its_deadline() {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    let mut world = pool(&spec, None, &[Spec::prefill(60), Spec::decode(60), Spec::decode(60)], 1);
+    world.slow_reads(1, Some(TRANSFER_READ_MS + 200));
+    world.submit(1, greedy(prompt(1, 120, 128), 8));
+    world.run_until(|w| w.nodes[1].live().status().prefill.pulling > 0);
+    let begun_ms = world.now_ms;
+    let other = world.submit(2, greedy(prompt(2, 80, 128), 4));
+    world.run_until(|w| w.requests[other].is_over());
+    assert_eq!(world.nodes[1].live().status().prefill.pulling, 1, "the other one waited for it");
+    world.run_until(|w| w.nodes[1].live().status().prefill.pulls_failed > 0);
+    assert_eq!((world.now_ms - begun_ms) / 1_000, TRANSFER_REQUEST_MS / 1_000);
+    world.slow_reads(1, None);
+    world.run_until(|w| w.nodes[0].live().status().blocks_lent == 0);
+    world.run();
+    let status = world.nodes[1].live().status().prefill;
+    assert_eq!((status.pulled, status.retried, status.own), (1, 1, 0), "{status:?}");
+    assert_equals_single("a reader that never ends", &world, &spec);
+    world.check_empty();
+    assert_eq!(world.exports(0), 0);
+}
+
+/// The prefill worker's loop stands still for a second, and its memory is read all the while.
+fn reads_proceed_while_the_prefill_workers_loop_stands_still(mode: Mode) {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    let mut world = pool(&spec, None, &[Spec::prefill(40), mode.decode(40)], 1);
+    world.submit(1, greedy(prompt(1, 60, 128), 8));
+    run_into_transfer(&mut world, 1);
+    // What is pushed is announced by the loop as long as it is computed.
+    world.run_until(|w| w.requests[0].tokens.len() == 1 && w.nodes[1].live().status().prefill.pulling > 0);
+    let (begun_ms, reads) = (world.now_ms, world.reads);
+    world.pause(0, 1_000);
+    world.run();
+    assert!(world.reads > reads, "nothing was read");
+    assert!(world.now_ms < begun_ms + 900, "it waited for the loop until {} ms", world.now_ms - begun_ms);
+    assert_equals_single("while the loop stands still", &world, &spec);
+    // COMPLETE and the lease's release wait for the loop.
+    assert!(world.nodes[0].live().status().blocks_lent > 0);
+    world.run_for(1_000);
+    world.check_empty();
+}
+
+fn what_does_not_fit_the_decode_worker_stays_where_it_was_computed(mode: Mode) {
+    for name in ["llama3_old", "mpt", "mistral_window"] {
+        let spec = PoolSpec::golden(name, 4);
+        let mut world = pool(&spec, None, &[Spec::prefill(40), mode.decode(16)], 1);
+        world.submit(1, greedy(prompt(1, 110, 128), 10));
+        world.run_until(|w| w.requests[0].tokens.len() >= 2);
+        let status = world.nodes[1].live().status();
+        if name != "mistral_window" {
+            let remote: u32 = status.sequences[0].remote_blocks.values().sum();
+            assert!(remote >= 12 && status.prefill.blocks_left == u64::from(remote), "{status:?}");
+        }
+        world.run();
+        assert!(world.sent("partial").0 > 0 || name == "mistral_window");
+        assert_equals_single(name, &world, &spec);
+        world.check_empty();
+    }
+}
+
+/// Damage is found and read again, and so is what a broken path did not bring.
+fn damage_and_broken_paths_cost_a_second_read(mode: Mode) {
+    let spec = PoolSpec::golden("yi", 4);
+    let mut world = pool(&spec, None, &[Spec::prefill(40), mode.decode(40)], 1);
+    world.damage_next_read(1);
+    world.submit(1, greedy(prompt(1, 60, 150), 4));
+    world.run();
+    world.submit(1, greedy(prompt(2, 60, 150), 4));
+    run_into_transfer(&mut world, 1);
+    world.break_paths_to(0);
+    world.run();
+    let status = world.nodes[1].live().status().prefill;
+    assert_eq!((status.damaged_blocks, status.retried, status.pulled), (1, 0, 2), "{status:?}");
+    assert_equals_single("damaged and broken", &world, &spec);
+    world.check_empty();
+}
+
+/// The prefill worker dies while it computes, while its KV waits or is read, and after that.
+fn prefill_workers_die_at_every_stage(mode: Mode) {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    for stage in ["asked", "ready", "pulling", "decoding"] {
+        // A decode worker that is full makes what is ready wait. Pushed, it waits for its last part.
+        let mut world = pool(&spec, None, &[Spec::prefill(60), Spec::prefill(60), mode.decode(30)], 2);
+        let first = (stage == "ready" && mode == Mode::Pull).then(|| world.submit(2, greedy(prompt(9, 90, 128), 20)));
+        if let Some(first) = first {
+            world.run_until(|w| w.requests[first].tokens.len() > 2);
+        }
+        let request = world.submit(2, greedy(prompt(1, 60, 128), 8));
+        let worker = |w: &World| (0..2).find(|n| w.nodes[*n].live().status().prefill.jobs > 0);
+        world.run_until(|w| worker(w).is_some());
+        let worker = worker(&world).unwrap();
+        match stage {
+            "ready" => world.run_until(|w| w.requests[request].tokens.len() == 1),
+            "pulling" => run_into_transfer(&mut world, 2),
+            "decoding" => world.run_until(|w| w.requests[request].tokens.len() > 2),
+            _ => {}
+        }
+        world.kill(worker);
+        world.run();
+        let status = world.nodes[2].live().status();
+        let retried = status.prefill.retried;
+        assert_eq!(retried > 0, stage != "decoding", "{stage}: {status:?}");
+        assert_eq!((status.prefill.own, status.recoveries), (0, 0), "{stage}");
+        assert_equals_single(stage, &world, &spec);
+        world.run_for(20_000);
+        world.check_empty();
+    }
+}
+
+/// Nobody waits for a worker for ever.
+fn a_decode_worker_without_workers_computes_prompts_itself(mode: Mode) {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    let mut world = pool(&spec, None, &[Spec::prefill(20), mode.decode(40)], 1);
+    // Too long for the worker.
+    world.submit(1, greedy(prompt(1, 100, 128), 4));
+    world.run();
+    world.kill(0);
+    world.submit(1, greedy(prompt(2, 10, 128), 4));
+    world.run();
+    assert_eq!(world.nodes[1].live().status().prefill.own, 2);
+    assert_equals_single("alone", &world, &spec);
+    world.check_empty();
+}
+
+/// What a decode worker that died had asked for, or held, is free again.
+fn decode_workers_die_at_every_stage(mode: Mode) {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    for stage in ["asked", "pulling", "left behind"] {
+        let blocks = if stage == "left behind" { 16 } else { 40 };
+        let mut world = pool(&spec, None, &[Spec::prefill(60), mode.decode(blocks)], 1);
+        world.submit(1, greedy(prompt(1, 90, 128), 30));
+        match stage {
+            "asked" => world.run_until(|w| w.nodes[0].live().status().prefill.jobs > 0),
+            "pulling" => run_into_transfer(&mut world, 1),
+            _ => world.run_until(|w| w.requests[0].tokens.len() > 3),
+        }
+        world.kill(1);
+        world.run_for(20_000);
+        world.check_empty();
+        assert_eq!(world.exports(0), 0, "{stage}");
+    }
+}
+
+fn cancelled_requests_leave_nothing_at_any_stage(mode: Mode) {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    for stage in ["waiting", "asked", "ready", "pulling", "decoding"] {
+        let mut world = pool(&spec, None, &[Spec::prefill(60), mode.decode(40)], 1);
+        let request = world.submit(1, greedy(prompt(1, 90, 128), 30));
+        match stage {
+            "asked" => world.run_until(|w| w.nodes[0].live().status().prefill.jobs > 0),
+            "ready" => world.run_until(|w| w.requests[request].tokens.len() == 1),
+            "pulling" => run_into_transfer(&mut world, 1),
+            "decoding" => world.run_until(|w| w.requests[request].tokens.len() > 3),
+            _ => {}
+        }
+        world.cancel(request);
+        world.run();
+        world.check_empty();
+        assert_eq!(world.exports(0), 0, "{stage}");
+    }
+}
+
+/// The gManager dies: requests go on, new ones too, and a worker that comes later is found by the next gManager.
+fn workers_serve_on_without_a_gmanager(mode: Mode) {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    let mut world = pool(&spec, None, &[Spec::prefill(40), mode.decode(60)], 1);
+    world.submit(1, greedy(prompt(1, 60, 128), 8));
+    run_into_transfer(&mut world, 1);
+    world.kill_gmanager();
+    world.submit(1, greedy(prompt(2, 40, 128), 8));
+    world.run();
+    assert_eq!(world.nodes[1].live().status().prefill.pulled, 2);
+    world.start_gmanager();
+    world.add(Spec::prefill(60));
+    world.run_until(|w| w.nodes[1].live().status().prefill.workers == 2);
+    world.submit(1, greedy(prompt(3, 200, 128), 2));
+    world.run();
+    assert_eq!(world.nodes[2].live().status().prefill.jobs_done, 1, "only the new one has room for it");
+    assert_equals_single("without a gManager", &world, &spec);
+    world.check_empty();
+}
+
+/// Connections break at any moment.
+fn broken_sessions_repeat_what_was_not_answered(mode: Mode) {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    for stage in ["asked", "ready", "pulling"] {
+        let mut world = pool(&spec, None, &[Spec::prefill(60), mode.decode(40)], 1);
+        let request = world.submit(1, greedy(prompt(1, 90, 128), 6));
+        match stage {
+            "asked" => world.run_until(|w| w.nodes[0].live().status().prefill.jobs > 0),
+            "ready" => world.run_until(|w| w.requests[request].tokens.len() == 1),
+            _ => run_into_transfer(&mut world, 1),
+        }
+        world.cut(0, 1, 500);
+        world.run();
+        let status = world.nodes[1].live().status().prefill;
+        // What is pushed is read before the worker has said that it is computed.
+        let unsaid = stage == "asked" || (stage == "pulling" && mode == Mode::Push);
+        assert_eq!((status.retried > 0, status.own), (unsaid, 0), "{stage}: {status:?}");
+        assert_equals_single(stage, &world, &spec);
+        world.run_for(20_000);
+        world.check_empty();
+    }
+}
+
+/// Many requests in a shuffled, delayed world, some cancelled, with workers that die and come back.
+fn shuffled_pools_say_the_same_and_leave_nothing(mode: Mode) {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    for seed in 0..12 {
+        let specs = [Spec::prefill(30), Spec::prefill(24), mode.decode(26), mode.decode(40)];
+        let mut world = pool(&spec, Some(seed), &specs, 2);
+        let mut rng = lagoon_tests::cluster::Rng(seed);
+        for n in 0..10 {
+            let length = 3 + rng.below(80) as usize;
+            let node = 2 + rng.below(2) as usize;
+            let request = world.submit(node, greedy(prompt(100 + n, length, 128), 1 + rng.below(10) as u32));
+            world.run_for(rng.below(12));
+            match rng.below(8) {
+                0 => world.cancel(request),
+                1 => world.cut(rng.below(2) as usize, node, rng.below(300)),
+                2 if world.nodes[0].instance.is_some() => world.kill(0),
+                3 if world.nodes[0].instance.is_none() => world.restart(0),
+                4 => world.break_paths_to(1),
+                _ => {}
+            }
+        }
+        world.run();
+        let done: Vec<usize> = (0..world.requests.len()).filter(|n| !world.requests[*n].cancelled).collect();
+        let requests: Vec<_> = done.iter().map(|n| world.requests[*n].request.clone()).collect();
+        let single = lagoon_tests::cluster::compare::single(&spec, &requests);
+        let tolerance = lagoon_tests::cluster::compare::f32_tolerance(&single);
+        for (n, single) in done.iter().zip(&single) {
+            let log = &world.requests[*n];
+            lagoon_tests::cluster::check::assert_same(&format!("seed {seed}, request {n}"), log, single, tolerance);
+        }
+        world.run_for(20_000);
+        world.check_empty();
+    }
+}
+
+/// KV of one layer of the model under test, in bytes a token.
+const LAYER_TOKEN_BYTES: u64 = 2 * 16 * 4;
+
+/// Pushed KV arrives while the rest is computed, also that of a prompt that is one step, into memory that is taken before;
+/// pulled KV arrives afterwards.
+#[test]
+fn pushed_kv_arrives_while_the_prompt_is_computed() {
+    for (mode, step_rows) in [(Mode::Pull, 64), (Mode::Push, 64), (Mode::Push, 16)] {
+        let spec = PoolSpec::golden("llama3_old", 4);
+        let worker = Spec { step_rows, step_ms: 40, ..Spec::prefill(40) };
+        let mut world = pool(&spec, None, &[worker, mode.decode(40)], 1);
+        world.submit(1, greedy(prompt(1, 60, 128), 8));
+        world.run_until(|w| w.nodes[0].live().status().prefill.queued_tokens > 0);
+        let reserved = |w: &World| w.nodes[1].live().status().sequences[0].reserved_blocks;
+        // 60 tokens and the next one.
+        assert_eq!(reserved(&world), if mode == Mode::Push { 16 } else { 0 });
+        world.run_until(|w| !w.requests[0].tokens.is_empty());
+        let early = world.nodes[1].live().status().prefill.bytes;
+        world.run();
+        let all = world.nodes[1].live().status().prefill.bytes;
+        let layers = all / (60 * LAYER_TOKEN_BYTES);
+        assert_eq!(all, layers * 60 * LAYER_TOKEN_BYTES);
+        // Of the last step, all layers but the last are said to be there before it ends.
+        let last_step = if step_rows == 16 { 12 } else { 60 };
+        let expected = if mode == Mode::Push { all - last_step * LAYER_TOKEN_BYTES } else { 0 };
+        assert_eq!(early, expected, "{mode:?} in steps of {step_rows}, {layers} layers");
+        assert_equals_single("overlapped", &world, &spec);
+        world.check_empty();
+    }
+}
+
+/// What the paper holds against push: a full decode worker keeps prefill workers idle.
+#[test]
+fn a_full_decode_worker_keeps_pushed_prompts_back() {
+    for mode in [Mode::Pull, Mode::Push] {
+        let spec = PoolSpec::golden("llama3_old", 4);
+        let mut world = pool(&spec, None, &[Spec::prefill(60), mode.decode(30)], 1);
+        world.submit(1, greedy(prompt(9, 90, 128), 20));
+        world.run_until(|w| w.requests[0].tokens.len() > 2);
+        let second = world.submit(1, greedy(prompt(1, 60, 128), 8));
+        world.run_until(|w| w.requests[0].tokens.len() > 15);
+        let pulled = mode == Mode::Pull;
+        assert_eq!(world.requests[second].tokens.len(), usize::from(pulled), "{mode:?}");
+        assert_eq!(world.nodes[0].live().status().prefill.jobs_done, 1 + u64::from(pulled), "{mode:?}");
+        world.run();
+        assert_equals_single("after a full worker", &world, &spec);
+        world.check_empty();
+    }
+}
+
+/// A step of which layers were read already fails: nothing that was read is computed a second time under its name.
+#[test]
+fn a_failed_step_ends_what_was_pushed_of_it() {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    let worker = Spec { step_ms: 40, ..Spec::prefill(40) };
+    let mut world = pool(&spec, None, &[worker, Mode::Push.decode(40)], 1);
+    world.submit(1, greedy(prompt(1, 60, 128), 8));
+    run_into_transfer(&mut world, 1);
+    world.break_device(0, Fault::Step);
+    world.run();
+    let (worker, decoder) = (world.nodes[0].live().status().prefill, world.nodes[1].live().status().prefill);
+    assert_eq!((worker.jobs_refused, worker.jobs_done, decoder.pulled, decoder.own), (1, 1, 1, 0), "{worker:?}");
+    assert_equals_single("after a failed step", &world, &spec);
+    world.check_empty();
+    assert_eq!(world.exports(0), 0);
+}

@@ -1,0 +1,197 @@
+//! Prompts that begin alike are computed once, and say what they say without that.
+
+use lagoon_instance::PrefixStatus;
+use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
+use lagoon_tests::cluster::{Fault, PoolSpec, Spec, World, greedy};
+use lagoon_tests::golden::{Golden, MODELS, max_diff};
+
+fn prefix(world: &World, node: usize) -> PrefixStatus {
+    world.nodes[node].live().status().prefix
+}
+
+fn joined(parts: &[&[u32]]) -> Vec<u32> {
+    parts.concat()
+}
+
+/// Every variant, in rows of addresses and without, in memory that is shared: what is found is what transformers says.
+#[test]
+fn every_model_says_what_transformers_says_with_what_was_kept() {
+    for name in MODELS {
+        let golden = Golden::load(name);
+        let (tokens, said) = (&golden.description.tokens, &golden.description.greedy_continuation);
+        let last = tokens.len() - 1;
+        let flat = Spec { rows: false, step_rows: 9, ..Spec::cpu(40) };
+        let shared = Spec { share: true, ..flat.clone() };
+        for (kind, spec) in [("rows", Spec { rows: true, ..flat.clone() }), ("flat", flat), ("shared", shared)] {
+            let what = format!("{name}, {kind}");
+            let mut world = World::single(PoolSpec::golden(name, 4), spec);
+            // As the prompt's beginning alone, so that its own blocks end where it ends, too.
+            for n in [33, tokens.len(), tokens.len()] {
+                world.submit(0, greedy(tokens[..n].to_vec(), if n > 33 { said.len() as u32 } else { 1 }));
+                world.run();
+            }
+            let mut found = 32 + last as u64 / 4 * 4;
+            if (name, kind) == ("mistral_window", "rows") {
+                // A row that somebody has keeps nothing, so what was behind the window is gone.
+                found = 0;
+            }
+            assert_eq!(prefix(&world, 0).hit_tokens, found, "{what}");
+            for log in &world.requests[1..] {
+                let diff = max_diff(&log.logits[0], golden.at(last).unwrap());
+                assert!(diff <= golden.description.tolerance_f32, "{what}: {diff}");
+                assert_eq!(&log.tokens, said, "{what}");
+            }
+            let diff = assert_equals_single(&what, &world, &PoolSpec::golden(name, 4));
+            println!("{what}: {diff:e}");
+            world.check_empty();
+        }
+    }
+}
+
+/// Each turn's prompt is all that was said before: also the answers' KV is found.
+#[test]
+fn a_conversation_is_computed_turn_by_turn() {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    for rows in [true, false] {
+        let mut world = World::single(spec.clone(), Spec { rows, ..Spec::cpu(60) });
+        let mut said = prompt(1, 21, 128);
+        for turn in 0..4 {
+            let before = prefix(&world, 0).hit_tokens;
+            let id = world.submit(0, greedy(said.clone(), 11));
+            world.run();
+            if turn > 0 {
+                // The last token of an answer is known and has no KV, as nothing followed it.
+                let known = said.len() as u64 - 9 - 1;
+                assert_eq!(prefix(&world, 0).hit_tokens - before, known / 4 * 4, "turn {turn}");
+            }
+            said = joined(&[&said, &world.requests[id].tokens, &prompt(50 + turn, 9, 128)]);
+        }
+        assert_equals_single("a conversation", &world, &spec);
+        world.check_empty();
+    }
+}
+
+/// Memory is short all the time: what is kept gives way, and nothing that is kept wrongly is found.
+#[test]
+fn what_is_kept_gives_way_to_whoever_needs_memory() {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    for rows in [true, false] {
+        let mut world = World::single(spec.clone(), Spec { rows, running: 3, queue: 64, ..Spec::cpu(30) });
+        let beginnings = [prompt(1, 40, 128), prompt(2, 25, 128)];
+        for n in 0..24 {
+            let beginning = &beginnings[n as usize % 2][..10 + n as usize % 15];
+            world.submit(0, greedy(joined(&[beginning, &prompt(100 + n, 5 + n as usize * 7 % 40, 128)]), 6));
+            (0..40).for_each(|_| world.step());
+        }
+        world.run();
+        let of = prefix(&world, 0);
+        assert!(of.hit_tokens > 0 && of.evicted_blocks > 0, "{of:?}");
+        assert_equals_single("short of memory", &world, &spec);
+        world.check_empty();
+    }
+}
+
+/// A sequence that must yield begins again with what nobody took of it meanwhile.
+#[test]
+fn what_a_preempted_sequence_had_is_found_again() {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    let mut world = World::single(spec.clone(), Spec { rows: false, ..Spec::cpu(24) });
+    world.submit(0, greedy(prompt(1, 40, 128), 24));
+    world.submit(0, greedy(prompt(2, 40, 128), 24));
+    world.run();
+    let status = world.nodes[0].live().status();
+    assert!(status.preemptions > 0 && status.prefix.hit_tokens > 0, "{status:?}");
+    assert_equals_single("preempted", &world, &spec);
+    world.check_empty();
+}
+
+/// What another request is using is copied, also where it ends before the copy is used; where it cannot be copied, it is
+/// computed.
+#[test]
+fn what_others_are_using_is_copied() {
+    let spec = PoolSpec::golden("mistral_window", 4);
+    let flat = Spec { rows: false, ..Spec::cpu(80) };
+    let shared = Spec { share: true, ..flat.clone() };
+    for (kind, of) in [("rows", Spec { rows: true, ..flat.clone() }), ("flat", flat), ("shared", shared)] {
+        for fails in [false, true] {
+            let what = format!("{kind}, {fails}");
+            let mut world = World::single(spec.clone(), of.clone());
+            // Shorter than the window with its answer.
+            let beginning = prompt(1, 12, 128);
+            world.submit(0, greedy(beginning.clone(), 4));
+            world.run_until(|w| w.requests[0].tokens.len() == 2);
+            if fails {
+                world.break_device(0, Fault::Guest);
+            }
+            world.submit(0, greedy(joined(&[&beginning, &prompt(2, 30, 128)]), 9));
+            world.submit(0, greedy(joined(&[&beginning, &prompt(3, 3, 128)]), 9));
+            world.run();
+            let status = world.nodes[0].live().status();
+            assert_eq!(status.prefix.copied_blocks, 6, "{what}");
+            assert_eq!(status.preempted_tokens, if fails { 12 } else { 0 }, "{what}");
+            assert_equals_single(&what, &world, &spec);
+            world.check_empty();
+        }
+    }
+}
+
+/// Blocks that keep something are lent like any others.
+#[test]
+fn what_is_kept_is_lent() {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    let mut world = World::pool(spec.clone(), None, &[Spec::cpu(20), Spec::cpu(20)]);
+    world.submit(1, greedy(prompt(1, 60, 128), 8));
+    world.run();
+    let kept = prefix(&world, 1).blocks;
+    assert!(kept >= 15, "{kept}");
+    world.submit(0, greedy(prompt(2, 120, 128), 8));
+    world.run();
+    assert!(prefix(&world, 1).evicted_blocks > 0 && world.sent("partial").0 > 0);
+    // Its beginning was lent away, the rest is of no use without it; or it is found, and right.
+    world.submit(1, greedy(prompt(1, 60, 128), 8));
+    world.run();
+    assert_equals_single("lent", &world, &spec);
+    world.check_empty();
+}
+
+#[test]
+fn nothing_is_kept_where_that_is_off() {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    let mut world = World::single(spec, Spec { prefix_cache: false, ..Spec::cpu(40) });
+    for _ in 0..2 {
+        world.submit(0, greedy(prompt(1, 30, 128), 4));
+        world.run();
+    }
+    assert_eq!(prefix(&world, 0), PrefixStatus::default());
+}
+
+/// A prefill worker computes each turn's prompt but for what it kept of the one before; what a decode worker reads is not
+/// kept, and not given away, before it has been read.
+#[test]
+fn a_prefill_worker_keeps_what_it_handed_over() {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    let mut world = World::pool(spec.clone(), None, &[Spec::prefill(40), Spec::decode(60)]);
+    world.run_until(|w| w.nodes[1].live().status().prefill.workers == 1);
+    let first = prompt(1, 50, 128);
+    world.submit(1, greedy(first.clone(), 6));
+    world.run_until(|w| w.nodes[1].live().status().prefill.pulling > 0);
+    assert_eq!(prefix(&world, 0).blocks, 0, "what is read is not free");
+    world.run();
+    world.run_for(2_500);
+    assert_eq!(prefix(&world, 0).blocks, 12, "every full block of it");
+    let second = joined(&[&first, &world.requests[0].tokens, &prompt(2, 30, 128)]);
+    world.submit(1, greedy(second.clone(), 6));
+    world.run();
+    assert_eq!(prefix(&world, 0).hit_tokens, 48);
+    // Another one that begins alike, while memory is short: 40 blocks are more than what is kept and it need.
+    world.submit(1, greedy(joined(&[&first[..20], &prompt(3, 130, 128)]), 6));
+    world.submit(1, greedy(second, 6));
+    world.run();
+    let of = prefix(&world, 0);
+    assert!(of.hit_tokens > 48 && of.evicted_blocks > 0, "{of:?}");
+    let diff = assert_equals_single("disaggregated", &world, &spec);
+    println!("largest difference {diff:e}");
+    assert_eq!(world.nodes[1].live().status().prefill.own, 0);
+    world.check_empty();
+    assert_eq!(world.exports(0), 0);
+}

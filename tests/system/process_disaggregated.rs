@@ -1,0 +1,140 @@
+//! Prefill and decode workers as processes: what they say, over shared memory and over QUIC, and what becomes of it when
+//! one of them is killed.
+
+use lagoon_tests::faults::{FaultPool, number, passkey, prompt};
+use lagoon_tests::golden::max_diff;
+use lagoon_tests::partition::Place;
+use lagoon_tests::process::{Client, PATIENCE, Server, logits, token_ids};
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+use crate::process_up::{golden_prompt, single};
+
+const VOCAB: u32 = 1024;
+
+fn decoders(status: &Value) -> Vec<Client> {
+    let rows = status["instances"].as_array().unwrap().iter().filter(|row| row["role"] == "decode");
+    rows.map(|row| Client::new(row["http_addr"].as_str().unwrap().parse().unwrap())).collect()
+}
+
+/// Waits until every decode worker can read every prefill worker's KV.
+fn connected(status: &Value, workers: u64) -> Vec<Client> {
+    let decoders = decoders(status);
+    for client in &decoders {
+        client.wait_until("/lagoon/status", "connected", |s| number(s, "prefill/workers") == workers);
+    }
+    decoders
+}
+
+fn is_empty(status: &Value) -> bool {
+    let rows = status["instances"].as_array().unwrap().iter().filter(|row| row["alive"] == true);
+    rows.into_iter()
+        .all(|row| row["blocks_free"] == row["blocks_total"] && row["blocks_lent"] == 0 && row["blocks_borrowed"] == 0)
+}
+
+/// Waits until an instance's metrics have a series: they are recorded now and then.
+fn measured(client: &Client, series: &str) {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let metrics = client.get("/metrics").text;
+        if metrics.contains(series) {
+            return;
+        }
+        assert!(Instant::now() < deadline, "no {series} in {metrics}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[test]
+fn a_pool_of_prefill_and_decode_workers_says_what_one_instance_says() {
+    let (model, prompt) = golden_prompt();
+    let extra = json!({"return_logits": true});
+    let reference = single(&model, "256");
+    for (path, mode) in [("auto", "pull"), ("quic", "pull"), ("auto", "push"), ("quic", "push")] {
+        let modes = ["--transfer-path", path, "--kv-transfer", mode];
+        let flags = ["--backend=cpu", "--threads=1", "--port=0", "--block-tokens=8", "--expose-logits"];
+        let sizes = ["up", &model, "--prefill=1", "--decode=2", "--kv-tokens=256"];
+        let pool = Server::start(&[&sizes[..], &modes[..], &flags[..]].concat());
+        let client = pool.client();
+        let decoders = connected(&client.get("/lagoon/status").json(), 1);
+        for length in [100, 64, 7] {
+            let expected = reference.client().complete(&prompt[..length], 12, &extra).json();
+            let answer = client.complete(&prompt[..length], 12, &extra);
+            assert!(answer.instance().unwrap().starts_with("decode-"), "{path}");
+            let answer = answer.json();
+            assert_eq!(token_ids(&answer), token_ids(&expected), "{path}, {length} tokens");
+            for (ours, theirs) in logits(&answer).iter().zip(&logits(&expected)) {
+                assert!(max_diff(ours, theirs) < 1e-3, "{path}, {length} tokens");
+            }
+        }
+        let sum = |field: &str| decoders.iter().map(|c| number(&c.get("/lagoon/status").json(), field)).sum::<u64>();
+        assert_eq!((sum("prefill/pulled"), sum("prefill/own"), sum("prefill/damaged_blocks")), (3, 0, 0), "{path}");
+        assert!(sum("prefill/bytes") > 0 && sum("prefill/reading_us") > 0);
+        assert_eq!(sum("prefill/decoded"), 3, "{path}");
+        for client in &decoders {
+            let status = client.wait_until("/lagoon/status", "a path that was measured", |s| s["paths"].is_array());
+            let row = &status["paths"][0];
+            assert_eq!(row["path"], if path == "auto" { "same host" } else { "quic" }, "{status}");
+            assert!(row["bytes_per_s"].as_f64().unwrap() > 1e6, "{status}");
+            measured(client, "lagoon_transfer_path_bytes_per_second{");
+        }
+        // Heartbeats tell the pool's status the same.
+        let told = client.wait_until("/lagoon/status", "what was read", |s| {
+            let rows = s["instances"].as_array().unwrap().iter().filter(|row| row["role"] == "decode");
+            rows.map(|row| number(row, "prefill/decoded")).sum::<u64>() == 3
+        });
+        let rows = told["instances"].as_array().unwrap().iter().filter(|row| row["role"] == "decode");
+        let (mut bytes, mut phases) = (0, 0);
+        for row in rows {
+            bytes += number(row, "prefill/bytes");
+            phases += ["queue_ms", "prefill_ms", "decode_queue_ms", "transfer_ms"]
+                .map(|phase| number(row, &format!("prefill/times/{phase}")))
+                .iter()
+                .sum::<u64>();
+        }
+        assert!(bytes == sum("prefill/bytes") && phases > 0, "{told}");
+        let url = format!("--url=http://{}", pool.said("http"));
+        let shown = lagoon_tests::process::run(&["status", &url]).stdout;
+        assert!(shown.contains("PULLED/OWN") && shown.contains("GB/S"), "{shown}");
+        let decoder = decoders.iter().find(|c| number(&c.get("/lagoon/status").json(), "prefill/decoded") > 0).unwrap();
+        for phase in ["queue", "prefill", "decode_queue", "transfer", "decode"] {
+            measured(decoder, &format!("lagoon_prefill_phase_seconds_count{{phase=\"{phase}\"}}"));
+        }
+        client.wait_until("/lagoon/status", "empty", is_empty);
+    }
+}
+
+#[test]
+fn roles_that_cannot_work_say_so() {
+    let ended = Server::try_start(&["serve", &golden_prompt().0, "--role=decode", "--backend=cpu"]).err().unwrap();
+    assert!(ended.stderr.contains("in no pool") && ended.stderr.contains("hint: "), "{}", ended.stderr);
+}
+
+/// A prefill worker is killed while it computes: the client sees only latency. Then the gManager is killed, and prompts are
+/// computed and read all the same.
+#[test]
+fn a_killed_prefill_worker_costs_time_only() {
+    let role = |name: &str| Place::default().with(&format!("--role={name}"));
+    let mut pool = FaultPool::without_members(&passkey(), 16, "127.0.0.1", Some(lagoon_tests::faults::STEP));
+    pool.start(&[("p0", 128, role("prefill")), ("p1", 128, role("prefill")), ("d0", 128, role("decode"))]);
+    pool.wait("d0", "connected", |s| number(s, "prefill/workers") == 2);
+    let undisturbed = pool.undisturbed(160);
+    let stream = pool.watch("d0", &prompt(40, 1500, VOCAB), 60);
+    let busy = |pool: &FaultPool| ["p0", "p1"].into_iter().find(|p| number(&pool.status(p), "prefill/jobs") > 0);
+    let worker = loop {
+        if let Some(worker) = busy(&pool) {
+            break worker;
+        }
+        assert!(!stream.is_over(), "nobody computed it");
+    };
+    pool.kill(worker);
+    stream.finish("a killed prefill worker", &undisturbed);
+    let status = pool.status("d0");
+    assert!(number(&status, "prefill/retried") > 0, "{status}");
+    assert_eq!((number(&status, "prefill/own"), number(&status, "prefill/pulled")), (0, 1), "{status}");
+
+    pool.kill_gmanager();
+    pool.watch("d0", &prompt(41, 500, VOCAB), 20).finish("without a gManager", &undisturbed);
+    assert_eq!(number(&pool.status("d0"), "prefill/pulled"), 2);
+    pool.wait_empty();
+}
