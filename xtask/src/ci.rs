@@ -14,15 +14,21 @@ use crate::{deny, kernels, test, wgsl};
 const DEMO_SECONDS_MAX: u64 = 60;
 
 pub(crate) fn run(root: &Path) -> Result<bool> {
-    // The test command prints its numbers last: whoever reads only the end of its part sees them.
     let others = [deny::run(root)?, wgsl::run(root)?, kernels::run(root, kernels::Task::Check)?];
-    let tests = test::run(root, true)?;
+    let tests = test::report(root, true)?;
     let demo = demo(root);
     match &demo {
         Ok(line) => println!("demo: ok: {line}"),
         Err(error) => println!("error: the demo failed: {error:#}"),
     }
-    Ok(tests && demo.is_ok() && others.iter().all(|good| *good))
+    // The tests' numbers, and what failed, come last: whoever reads only the end sees them.
+    for (name, good) in ["deny", "wgsl", "kernels"].iter().zip(others) {
+        if !good {
+            println!("error: {name} failed");
+        }
+    }
+    println!("{tests}");
+    Ok(tests.good() && demo.is_ok() && others == [true; 3])
 }
 
 /// Run the README's demo and check what it reports.

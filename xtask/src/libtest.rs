@@ -9,6 +9,8 @@ use crate::skips::Skipped;
 pub(crate) struct Tally {
     pub(crate) passed: usize,
     pub(crate) failed: usize,
+    /// The names of those that failed, as the harness prints them.
+    pub(crate) failures: BTreeSet<String>,
     pub(crate) ignored: BTreeSet<Skipped>,
     /// Binaries that began and have not printed their result; at the end, those that crashed.
     pub(crate) running: usize,
@@ -23,11 +25,13 @@ impl Tally {
             self.running = self.running.saturating_sub(1);
         } else if is_start(line) {
             self.running += 1;
-        } else if let Some((name, verdict)) = line.strip_prefix("test ").and_then(|rest| rest.split_once(" ... "))
-            && let Some(reason) = verdict.strip_prefix("ignored")
-        {
-            let reason = reason.strip_prefix(", ").unwrap_or("no reason given");
-            self.ignored.insert(Skipped { name: name.to_owned(), reason: reason.to_owned() });
+        } else if let Some((name, verdict)) = line.strip_prefix("test ").and_then(|rest| rest.split_once(" ... ")) {
+            if let Some(reason) = verdict.strip_prefix("ignored") {
+                let reason = reason.strip_prefix(", ").unwrap_or("no reason given");
+                self.ignored.insert(Skipped { name: name.to_owned(), reason: reason.to_owned() });
+            } else if verdict.starts_with("FAILED") {
+                self.failures.insert(name.to_owned());
+            }
         }
     }
 }
@@ -66,6 +70,7 @@ mod tests {
             test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s\n";
         let tally = tally(text);
         assert_eq!((tally.passed, tally.failed, tally.ignored.len(), tally.running), (2, 1, 2, 0));
+        assert_eq!(tally.failures, ["a::z".to_owned()].into());
         assert!(tally.ignored.contains(&Skipped { name: "a::y".into(), reason: "needs a GPU".into() }));
     }
 

@@ -16,7 +16,7 @@ struct File {
     skip: Vec<Listed>,
 }
 
-/// A test that may be skipped, by the name under which the harness reports it.
+/// A test that may be skipped, by the name under which the harness reports it, or a module of them: `a::b::*`.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Listed {
@@ -24,14 +24,33 @@ pub(crate) struct Listed {
     reason: String,
 }
 
+impl Listed {
+    /// Whether the entry is for this test.
+    pub(crate) fn names(&self, test: &str) -> bool {
+        self.name.strip_suffix('*').map_or(self.name == test, |module| test.starts_with(module))
+    }
+
+    /// The name of what must exist, and the keyword that declares it.
+    fn declared(&self) -> (&'static str, &str) {
+        let (keyword, path) = self.name.strip_suffix("::*").map_or(("fn", self.name.as_str()), |path| ("mod", path));
+        (keyword, path.rsplit("::").next().unwrap_or(path))
+    }
+}
+
 pub(crate) fn listed(root: &Path) -> Result<Vec<Listed>> {
     parse(&std::fs::read_to_string(root.join("tests/skips.toml")).context("read tests/skips.toml")?)
 }
 
-fn parse(text: &str) -> Result<Vec<Listed>> {
+pub(crate) fn parse(text: &str) -> Result<Vec<Listed>> {
     let file: File = toml::from_str(text).context("parse tests/skips.toml")?;
     for entry in &file.skip {
         ensure!(!entry.reason.trim().is_empty(), "tests/skips.toml: `{}` has no reason", entry.name);
+        let path = entry.name.strip_suffix("::*").unwrap_or(&entry.name);
+        ensure!(
+            !path.is_empty() && !path.contains('*'),
+            "tests/skips.toml: `{}` is neither a test's name nor a module's with `::*` at its end",
+            entry.name
+        );
     }
     Ok(file.skip)
 }
@@ -54,20 +73,21 @@ pub(crate) fn parse_log(text: &str) -> BTreeSet<Skipped> {
         .collect()
 }
 
-/// Listed names for which there is no function any more.
+/// Listed names for which there is no function, or module, any more.
 pub(crate) fn dead(root: &Path) -> Result<Vec<Finding>> {
-    let mut names: BTreeSet<String> = BTreeSet::new();
+    let mut names: BTreeSet<(&str, String)> = BTreeSet::new();
     for path in workspace::files(root, "rs")? {
         let text = std::fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
-        names.extend(source::functions(&source::mask(&text)).into_iter().map(|f| f.name));
+        let masked = source::mask(&text);
+        names.extend(source::functions(&masked).into_iter().map(|f| ("fn", f.name)));
+        names.extend(source::modules(&masked).into_iter().map(|name| ("mod", name)));
     }
     let listed = listed(root)?;
-    let gone = listed.iter().filter(|l| !names.contains(function_name(&l.name)));
-    Ok(gone.map(|l| Finding::new("skip", &l.name, "tests/skips.toml lists a test that does not exist")).collect())
-}
-
-fn function_name(test: &str) -> &str {
-    test.rsplit("::").next().unwrap_or(test)
+    let gone = listed.iter().filter(|l| {
+        let (keyword, name) = l.declared();
+        !names.contains(&(keyword, name.to_owned()))
+    });
+    Ok(gone.map(|l| Finding::new("skip", &l.name, "tests/skips.toml lists what does not exist")).collect())
 }
 
 #[cfg(test)]
@@ -79,6 +99,9 @@ mod tests {
         let list = parse("[[skip]]\nname = \"gpu::a\"\nreason = \"needs a GPU\"\n").unwrap();
         assert_eq!(list[0].name, "gpu::a");
         assert!(parse("[[skip]]\nname = \"gpu::a\"\nreason = \"\"\n").is_err());
+        assert!(parse("[[skip]]\nname = \"gpu::*::a\"\nreason = \"r\"\n").is_err());
+        assert!(parse("[[skip]]\nname = \"gpu*\"\nreason = \"r\"\n").is_err());
+        assert!(parse("[[skip]]\nname = \"::*\"\nreason = \"r\"\n").is_err());
         assert!(parse("[[skip]]\nname = \"gpu::a\"\n").is_err());
         let log = parse_log("a::b\tno adapter\n\na::b\tno adapter\nc\n");
         assert_eq!(log.len(), 2);
@@ -86,8 +109,14 @@ mod tests {
     }
 
     #[test]
-    fn names_end_in_the_function() {
-        assert_eq!(function_name("a::b::c"), "c");
-        assert_eq!(function_name("c"), "c");
+    fn an_entry_is_for_a_test_or_a_module() {
+        let entry = |name: &str| Listed { name: name.to_owned(), reason: "r".to_owned() };
+        assert!(entry("a::b").names("a::b"));
+        assert!(!entry("a::b").names("a::b::c") && !entry("a::b").names("a::bc"));
+        assert!(entry("a::b::*").names("a::b::c") && entry("a::b::*").names("a::b::c::d"));
+        assert!(!entry("a::b::*").names("a::bc::d") && !entry("a::b::*").names("a::b"));
+        assert_eq!(entry("a::b::c").declared(), ("fn", "c"));
+        assert_eq!(entry("c").declared(), ("fn", "c"));
+        assert_eq!(entry("a::b::*").declared(), ("mod", "b"));
     }
 }

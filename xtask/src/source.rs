@@ -145,6 +145,15 @@ pub(crate) fn line_of(bytes: &[u8], position: usize) -> usize {
     1 + bytes[..position].iter().filter(|b| **b == b'\n').count()
 }
 
+/// The names of the modules that a file declares.
+pub(crate) fn modules(masked: &[u8]) -> Vec<String> {
+    let name = |start: usize| -> String {
+        let rest = masked[start + 3..].iter().copied();
+        rest.skip_while(u8::is_ascii_whitespace).take_while(|b| is_word(*b)).map(char::from).collect()
+    };
+    words(masked, "mod").into_iter().map(name).filter(|name| !name.is_empty()).collect()
+}
+
 /// Every function with a body.
 pub(crate) fn functions(masked: &[u8]) -> Vec<Function> {
     words(masked, "fn").into_iter().filter_map(|start| function(masked, start)).collect()
@@ -240,6 +249,11 @@ mod tests {
     fn declarations_and_types_are_not_functions() {
         let text = "trait T { fn a(&self) -> u8; fn b(&self) {} }\ntype F = fn(u8) -> u8;\n// fn c() {}\nlet x = \"fn d() {}\";";
         assert_eq!(sizes(text), [("b".into(), 1, 1)]);
+    }
+
+    #[test]
+    fn modules_are_named() {
+        assert_eq!(modules(&mask("mod a {\n pub(crate) mod b;\n}\n// mod c;\nfn modest() {}\n")), ["a", "b"]);
     }
 
     #[test]

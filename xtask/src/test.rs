@@ -1,9 +1,11 @@
-//! `cargo xtask test`: rustfmt, tidy, clippy, the `lagoon` binary and every test, and one line of numbers at the end.
+//! `cargo xtask test`: rustfmt, tidy, clippy, the `lagoon` binary and every test; at the end what failed, and one line of
+//! numbers.
 //!
 //! Every step runs even when an earlier one failed, so that one run shows everything. A skipped test that tests/skips.toml
 //! does not list fails the command.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::{self, Display, Formatter};
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -13,7 +15,7 @@ use anyhow::{Context, Result};
 
 use crate::environment::{self, RuntimeDir};
 use crate::libtest::Tally;
-use crate::skips::{self, Skipped};
+use crate::skips::{self, Listed, Skipped};
 use crate::tidy;
 
 /// The environment variable that names the file to which a test that cannot run appends `name<TAB>reason`.
@@ -33,7 +35,52 @@ const MUTANTS: [&str; 9] = [
     "--show-output",
 ];
 
+/// Runs everything and prints what it came to.
 pub(crate) fn run(root: &Path, lint: bool) -> Result<bool> {
+    let report = report(root, lint)?;
+    println!("{report}");
+    Ok(report.good())
+}
+
+/// What the test command came to; shown, the last lines that it prints.
+#[derive(Debug, Default)]
+pub(crate) struct Report {
+    /// The steps that failed.
+    broken: Vec<&'static str>,
+    outcome: Outcome,
+}
+
+impl Report {
+    pub(crate) const fn good(&self) -> bool {
+        self.broken.is_empty()
+    }
+}
+
+impl Display for Report {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let outcome = &self.outcome;
+        let mut reasons: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+        for skipped in &outcome.skipped {
+            reasons.entry(&skipped.reason).or_default().push(&skipped.name);
+        }
+        for (reason, names) in reasons {
+            writeln!(f, "skipped, {reason}: {}", names.join(" "))?;
+        }
+        for skipped in &outcome.unlisted {
+            writeln!(f, "error: {} was skipped and tests/skips.toml does not list it", skipped.name)?;
+        }
+        for name in &outcome.failures {
+            writeln!(f, "error: {name} failed")?;
+        }
+        if !self.broken.is_empty() {
+            writeln!(f, "error: failed: {}", self.broken.join(", "))?;
+        }
+        write!(f, "{} passed, {} failed, {} skipped", outcome.passed, outcome.failed, outcome.skipped.len())
+    }
+}
+
+/// Runs everything.
+pub(crate) fn report(root: &Path, lint: bool) -> Result<Report> {
     environment::prepare();
     let mut broken = Vec::new();
     let mut step = |name: &'static str, good: Result<bool>| {
@@ -61,17 +108,7 @@ pub(crate) fn run(root: &Path, lint: bool) -> Result<bool> {
         broken.push("tests");
     }
     println!();
-    for skipped in &outcome.skipped {
-        println!("skipped: {}: {}", skipped.name, skipped.reason);
-    }
-    for skipped in &outcome.unlisted {
-        println!("error: {} was skipped and tests/skips.toml does not list it", skipped.name);
-    }
-    if !broken.is_empty() {
-        println!("error: failed: {}", broken.join(", "));
-    }
-    println!("{} passed, {} failed, {} skipped", outcome.passed, outcome.failed, outcome.skipped.len());
-    Ok(broken.is_empty())
+    Ok(Report { broken, outcome })
 }
 
 fn heading(text: &str) {
@@ -99,6 +136,7 @@ struct Outcome {
     good: bool,
     passed: usize,
     failed: usize,
+    failures: BTreeSet<String>,
     skipped: BTreeSet<Skipped>,
     /// Those of `skipped` that tests/skips.toml does not list.
     unlisted: Vec<Skipped>,
@@ -107,7 +145,7 @@ struct Outcome {
 fn tests(root: &Path) -> Result<Outcome> {
     let runtime = RuntimeDir::new()?;
     let log = runtime.path().join("skipped");
-    let listed: BTreeSet<String> = skips::listed(root)?.into_iter().map(|l| l.name).collect();
+    let listed = skips::listed(root)?;
     let mut tally = Tally::default();
     let mut whole = Command::new("cargo");
     whole
@@ -153,10 +191,10 @@ fn harness(root: &Path, mut command: Command, tally: &mut Tally) -> Result<bool>
 }
 
 /// A test that skips itself is reported as passed by the harness; it counts as skipped here.
-fn judge(tally: &Tally, logged: &BTreeSet<Skipped>, listed: &BTreeSet<String>, status_good: bool) -> Outcome {
+fn judge(tally: &Tally, logged: &BTreeSet<Skipped>, listed: &[Listed], status_good: bool) -> Outcome {
     let names: BTreeSet<&str> = logged.iter().map(|s| s.name.as_str()).collect();
     let skipped: BTreeSet<Skipped> = logged.union(&tally.ignored).cloned().collect();
-    let unlisted: Vec<Skipped> = skipped.iter().filter(|s| !listed.contains(&s.name)).cloned().collect();
+    let unlisted: Vec<Skipped> = skipped.iter().filter(|s| !listed.iter().any(|l| l.names(&s.name))).cloned().collect();
     let mut failed = tally.failed + tally.running;
     if !status_good && failed == 0 {
         failed = 1; // it did not build, or a binary crashed before its first line
@@ -165,6 +203,7 @@ fn judge(tally: &Tally, logged: &BTreeSet<Skipped>, listed: &BTreeSet<String>, s
         good: status_good && failed == 0 && unlisted.is_empty(),
         passed: tally.passed.saturating_sub(names.len()),
         failed,
+        failures: tally.failures.clone(),
         skipped,
         unlisted,
     }
@@ -181,7 +220,7 @@ mod tests {
     #[test]
     fn skipped_tests_must_be_listed() {
         let tally = Tally { passed: 3, ..Tally::default() };
-        let listed = ["a::b".to_owned()].into();
+        let listed = skips::parse("[[skip]]\nname = \"a::b\"\nreason = \"r\"\n").unwrap();
         let good = judge(&tally, &skipped("a::b"), &listed, true);
         assert_eq!((good.good, good.passed, good.failed, good.skipped.len()), (true, 2, 0, 1));
         assert!(!judge(&tally, &skipped("a::c"), &listed, true).good);
@@ -193,11 +232,25 @@ mod tests {
     #[test]
     fn failures_and_crashes_fail() {
         let none = BTreeSet::new();
-        assert!(judge(&Tally { passed: 1, ..Tally::default() }, &none, &BTreeSet::new(), true).good);
-        assert!(!judge(&Tally { failed: 1, ..Tally::default() }, &none, &BTreeSet::new(), false).good);
+        assert!(judge(&Tally { passed: 1, ..Tally::default() }, &none, &[], true).good);
+        assert!(!judge(&Tally { failed: 1, ..Tally::default() }, &none, &[], false).good);
         let mut crashed = Tally::default();
         crashed.line("running 2 tests");
-        assert_eq!(judge(&crashed, &none, &BTreeSet::new(), false).failed, 1);
-        assert_eq!(judge(&Tally::default(), &none, &BTreeSet::new(), false).failed, 1);
+        assert_eq!(judge(&crashed, &none, &[], false).failed, 1);
+        assert_eq!(judge(&Tally::default(), &none, &[], false).failed, 1);
+    }
+
+    #[test]
+    fn what_failed_is_named_last() {
+        let mut tally = Tally { ignored: skipped("a::c"), ..Tally::default() };
+        for line in ["running 1 test", "test a::d ... FAILED", "test result: FAILED. 2 passed; 1 failed; 1 ignored"] {
+            tally.line(line);
+        }
+        let report = Report { broken: vec!["tests"], outcome: judge(&tally, &skipped("a::b"), &[], false) };
+        let want = "skipped, r: a::b a::c\nerror: a::b was skipped and tests/skips.toml does not list it\n\
+            error: a::c was skipped and tests/skips.toml does not list it\nerror: a::d failed\nerror: failed: tests\n\
+            1 passed, 1 failed, 2 skipped";
+        assert_eq!(report.to_string(), want);
+        assert!(!report.good());
     }
 }
