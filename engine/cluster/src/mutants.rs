@@ -15,4 +15,8 @@ lagoon_types::mutants! {
     SealUnawaited,
     /// An instance names what a block holds by its place in the sequence, whatever its tokens are.
     TokensUnnamed,
+    /// A debtor takes what was handed over to it without looking at how long that was on its way.
+    TakenOverLate,
+    /// A creditor frees blocks of a lease that has ended while transports read them.
+    PinIgnored,
 }

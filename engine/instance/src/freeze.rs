@@ -129,4 +129,4 @@ fn full_blocks_at(seq: &Sequence, creditor: InstanceId) -> u32 {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

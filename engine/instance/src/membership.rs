@@ -161,6 +161,7 @@ impl Instance {
         let ended = self.rm.forget_all(self.membership.incarnation, self.now_ms);
         self.forget_ended(&ended);
         self.drop_all_jobs();
+        self.redo_all_asked();
         self.restart_reader();
         // Peers free what they lent to the old incarnation when they hear of the new one.
         self.greet_again();

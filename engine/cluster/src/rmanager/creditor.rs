@@ -261,7 +261,7 @@ impl Creditor {
 
     /// Gives blocks of a lease back to the pool, at once or when nobody reads them any more.
     fn give_back(&mut self, lease: LeaseId, blocks: Vec<PhysBlock>, pool: &mut BlockPool) {
-        match self.pinned.get_mut(&lease) {
+        match self.pinned.get_mut(&lease).filter(|_| !mutants::is(Mutant::PinIgnored)) {
             Some(held) => held.extend(blocks),
             None => pool.free(Owner::Lent(lease), &blocks),
         }

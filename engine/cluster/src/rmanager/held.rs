@@ -63,7 +63,7 @@ impl Held {
         }
     }
 
-    fn lost_at_ms(&self) -> u64 {
+    pub(super) fn lost_at_ms(&self) -> u64 {
         self.confirmed_ms + self.ttl_ms - self.ttl_ms / MARGIN
     }
 }

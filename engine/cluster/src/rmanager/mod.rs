@@ -506,7 +506,8 @@ impl RManager {
     }
 
     /// A worker computed KV for a sequence, and lends it since: it is held like a borrowed lease. `confirmed_ms` is when
-    /// the last message was sent that the creditor answered before it lent. False if it is held already.
+    /// the last message was sent that the creditor answered before it lent. False if it is held already, or if that is so long
+    /// ago that the creditor may not lend it any more.
     pub fn take_over(
         &mut self,
         seq: SeqId,

@@ -308,3 +308,17 @@ fn ids_of_two_processes_do_not_meet() {
     assert_ne!(a.0, b.0);
     assert_ne!(a.1, b.1);
 }
+
+/// Its answer was under way, or this instance stood still, until the creditor's time to live was over.
+#[test]
+fn what_was_handed_over_long_ago_is_not_taken() {
+    let mut rm = manager();
+    let lease = BorrowedLease { creditor: A, quic_addr: String::new(), lease: LeaseId(9), epoch: Epoch(4), blocks: 3 };
+    let lost_ms = TTL - TTL / 8;
+    assert!(!rm.take_over(SeqId(1), &lease, (TTL, 1_000), 1_000 + lost_ms), "the creditor may have freed it");
+    assert_eq!(rm.held().count(), 0);
+    rm.decline(&lease, 1_000 + lost_ms);
+    assert_eq!(rm.releasing(), 1, "in case it has not");
+    assert!(rm.take_over(SeqId(1), &lease, (TTL, 1_001), 1_000 + lost_ms));
+    assert_eq!(rm.held().count(), 1);
+}

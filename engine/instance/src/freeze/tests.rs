@@ -17,7 +17,7 @@ use lagoon_types::{
 const SEQ: SeqId = SeqId(7);
 const PEER: PeerKey = PeerKey(3);
 
-fn config() -> InstanceConfig {
+pub(crate) fn config() -> InstanceConfig {
     InstanceConfig {
         name: "a".to_owned(),
         quic_addr: "127.0.0.1:1".to_owned(),

@@ -373,7 +373,8 @@ impl Instance {
         let sensible = blocks == tokens.div_ceil(self.config.block_tokens) && m.token < self.config.vocab;
         if !sensible || !self.rm.take_over(seq, &lease, (m.ttl_ms, confirmed_ms), self.now_ms) {
             self.rm.decline(&lease, self.now_ms);
-            return self.redo(seq, "the worker's answer makes no sense");
+            let why = if sensible { "the worker's answer came too late" } else { "the worker's answer makes no sense" };
+            return self.redo(seq, why);
         }
         let handed = Handed {
             lease,
@@ -480,6 +481,12 @@ impl Instance {
         }
         self.sched.remove(id);
         self.send_away(id);
+    }
+
+    /// This instance begins another life: what workers still compute for the old one, they take back when they hear of it.
+    pub(crate) fn redo_all_asked(&mut self) {
+        let workers: Vec<InstanceId> = self.prefills.workers.keys().copied().collect();
+        workers.into_iter().for_each(|worker| self.redo_asked(worker, "this instance was declared dead"));
     }
 
     fn redo_asked(&mut self, worker: InstanceId, why: &str) {

@@ -17,6 +17,8 @@ mod publish;
 mod pull;
 mod serve;
 mod status;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use ask::Away;
 pub use status::{LastTimes, PrefillStatus, PrefillTimes};

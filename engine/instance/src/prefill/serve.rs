@@ -24,8 +24,8 @@ enum Stage {
     Running(SeqId),
     /// Its blocks, those of this sequence before, are the asker's; transports are being told of them.
     Exporting { of: SeqId, lease: LeaseId, epoch: Epoch, ready: Box<PrefillReady> },
-    /// The asker was told.
-    Ready { of: SeqId, lease: LeaseId, epoch: Epoch },
+    /// The asker was told this, and is again when it asks after it.
+    Ready { of: SeqId, lease: LeaseId, epoch: Epoch, ready: Box<PrefillReady> },
 }
 
 /// A prefill for another instance.
@@ -250,14 +250,15 @@ impl Instance {
         let Some((key, job)) = self.prefills.jobs.iter_mut().find(|(_, job)| is(job)) else { return };
         let Stage::Exporting { lease, epoch, ready, .. } = &mut job.stage else { return };
         let (key, lease, epoch, mut ready) = (*key, *lease, *epoch, std::mem::take(ready));
-        job.stage = Stage::Ready { of: id, lease, epoch };
         match export {
             Ok(export) => ready.export = export,
             Err(why) => ready.why = why,
         }
         ready.queued_tokens = queued_tokens;
+        let message = PrefillReady::clone(&ready);
+        job.stage = Stage::Ready { of: id, lease, epoch, ready };
         self.prefills.status.jobs_done += 1;
-        self.tell(key.0, ControlBody::PrefillReady(*ready));
+        self.tell(key.0, ControlBody::PrefillReady(message));
     }
 
     /// A prefill is not wanted any more. With `unheld`, the asker does not hold its lease either.
@@ -272,7 +273,7 @@ impl Instance {
             }
             // It may hold the lease; if it does not, the lease ends by itself.
             Stage::Ready { .. } if !unheld => return,
-            &Stage::Exporting { of, lease, epoch, .. } | &Stage::Ready { of, lease, epoch } => {
+            &Stage::Exporting { of, lease, epoch, .. } | &Stage::Ready { of, lease, epoch, .. } => {
                 self.unpublish(of);
                 self.rm.take_back(key.0, lease, epoch);
             }
@@ -295,21 +296,36 @@ impl Instance {
         self.on_cancel(seq);
     }
 
+    /// Messages of a session come in order, and one that finds a full queue does not come at all: a prompt of which
+    /// something is missing now is never whole, and an asker that waits for what is ready has not heard that it is, or
+    /// will have before it hears it again.
     fn on_prefill_renew(&mut self, from: InstanceId, m: &PrefillRenew) {
-        let (now_ms, mut unknown) = (self.now_ms, Vec::new());
+        let (now_ms, mut unknown, mut unheard) = (self.now_ms, Vec::new(), Vec::new());
         for request in m.requests.iter().take(PREFILL_JOBS_MAX) {
-            match self.prefills.jobs.get_mut(&(from, *request)) {
-                Some(job) => {
-                    job.renewed_ms = now_ms;
-                    if let Stage::Exporting { lease, .. } | Stage::Ready { lease, .. } = job.stage {
-                        self.rm.touch(from, lease, now_ms);
-                    }
+            let key = (from, *request);
+            let Some(job) = self.prefills.jobs.get_mut(&key) else {
+                unknown.push(*request);
+                continue;
+            };
+            job.renewed_ms = now_ms;
+            match &job.stage {
+                Stage::Gathering { .. } => {
+                    unknown.push(*request);
+                    self.prefills.jobs.remove(&key);
                 }
-                None => unknown.push(*request),
+                Stage::Running(_) => {}
+                Stage::Exporting { lease, .. } => self.rm.touch(from, *lease, now_ms),
+                Stage::Ready { lease, ready, .. } => {
+                    self.rm.touch(from, *lease, now_ms);
+                    unheard.push(PrefillReady::clone(ready));
+                }
             }
         }
         let queued_tokens = self.queued_tokens();
         self.tell(from, ControlBody::PrefillRenewed(PrefillRenewed { seq: m.seq, unknown, queued_tokens }));
+        for ready in unheard {
+            self.tell(from, ControlBody::PrefillReady(PrefillReady { queued_tokens, ..ready }));
+        }
     }
 
     /// The session with an instance ended, and with it what it asked for and was not told to be done.

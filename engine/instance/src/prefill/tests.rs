@@ -1,0 +1,211 @@
+//! One side of a hand-over, driven by events: what happens to the messages that do not arrive.
+
+use crate::freeze::tests::config;
+use crate::{Effect, Event, Instance, InstanceConfig, PeerKey, TICK_MS, TransferConfig, TransferEffect, TransferEvent};
+use lagoon_protocol::{
+    ControlBody, HeartbeatAck, Hello, PrefillReady, PrefillRenew, PrefillRequest, PrefillSampling, Registered, Role,
+    TransferConnected, VERSION_MAX, Worker, Workers,
+};
+use lagoon_runner::{Command, Report, SampleOut};
+use lagoon_types::limits::LEASE_TTL_MS;
+use lagoon_types::{GenerateRequest, SamplingParams, SeqId};
+
+const PEER: PeerKey = PeerKey(3);
+
+/// Instance 1, which is registered and knows instance 2.
+struct Side {
+    instance: Instance,
+    now_ms: u64,
+}
+
+impl Side {
+    fn new(role: Role) -> Self {
+        let mut config = InstanceConfig { role, ..config() };
+        let size = (config.blocks_total, config.block_tokens);
+        let transfer = TransferConfig::new(config.model_hash, config.kv, size, String::new());
+        config.transfer = Some(transfer.unwrap());
+        let mut side = Self { instance: Instance::new(config).unwrap(), now_ms: 1_000 };
+        let registered = Registered { version: VERSION_MAX, instance: 1, heartbeat_ms: 250, term: 1 };
+        side.on(Event::GManager(ControlBody::Registered(registered)));
+        let hello = Hello {
+            version_min: VERSION_MAX,
+            version_max: VERSION_MAX,
+            instance: 2,
+            incarnation: 5,
+            shape: Some(side.instance.config.pool_shape()),
+        };
+        side.on(Event::PeerUp { peer: PEER });
+        side.hear(ControlBody::Hello(hello));
+        side
+    }
+
+    fn on(&mut self, event: Event) -> Vec<Effect> {
+        self.instance.handle(event, self.now_ms)
+    }
+
+    /// What the peer is told in answer to a message.
+    fn hear(&mut self, body: ControlBody) -> Vec<ControlBody> {
+        told(self.on(Event::Control { peer: PEER, body }))
+    }
+
+    fn tick(&mut self, ms: u64) -> Vec<ControlBody> {
+        self.now_ms += ms;
+        told(self.on(Event::Tick))
+    }
+
+    /// Instance 2 asks for a prompt of `total` tokens, of which only so many arrive.
+    fn ask(&mut self, total: u32, arrive: usize) -> Vec<Effect> {
+        let sampling = Some(PrefillSampling::default());
+        let tokens = vec![1; arrive];
+        let body = PrefillRequest { request: 6, seq: 9, total, first: 0, tokens, sampling, push: false };
+        self.on(Event::Control { peer: PEER, body: ControlBody::PrefillRequest(body) })
+    }
+
+    fn renew(&mut self) -> Vec<ControlBody> {
+        self.hear(ControlBody::PrefillRenew(PrefillRenew { seq: 1, requests: vec![6] }))
+    }
+}
+
+fn told(effects: Vec<Effect>) -> Vec<ControlBody> {
+    let of = |effect| match effect {
+        Effect::Control { body, .. } => Some(body),
+        _ => None,
+    };
+    effects.into_iter().filter_map(of).collect()
+}
+
+/// A prefill worker has computed a prompt and says so in these messages.
+fn computed() -> (Side, Vec<ControlBody>) {
+    let mut side = Side::new(Role::Prefill);
+    let step = side.ask(7, 7).into_iter().find_map(|effect| match effect {
+        Effect::Runner(Command::Step(work)) => Some(work),
+        _ => None,
+    });
+    let step = step.expect("the prompt is computed");
+    let sample = SampleOut { seq: step.seqs[0].seq, token: 3, logprobs: None, logits: None };
+    let done = Report::Done { step: step.step, lane: step.lane, samples: vec![sample] };
+    let job = side.on(Event::Runner(done)).into_iter().find_map(|effect| match effect {
+        Effect::Transfer(TransferEffect::Export { job, .. }) => Some(job),
+        _ => None,
+    });
+    let export = TransferEvent::Exported { job: job.expect("it is exported"), export: Ok(40) };
+    let messages = told(side.on(Event::Transfer(export)));
+    (side, messages)
+}
+
+fn ready(messages: &[ControlBody]) -> Option<&PrefillReady> {
+    messages.iter().find_map(|body| match body {
+        ControlBody::PrefillReady(ready) => Some(ready),
+        _ => None,
+    })
+}
+
+/// Nobody else would say it: both sides would renew what one has and the other does not know of, for ever.
+#[test]
+fn an_answer_that_found_a_full_queue_is_said_again() {
+    let (mut side, messages) = computed();
+    let first = ready(&messages).expect("the asker is told").clone();
+    side.on(Event::SendFailed { peer: PEER });
+    let again = side.renew();
+    let ControlBody::PrefillRenewed(renewed) = &again[0] else { panic!("{again:?}") };
+    assert_eq!(renewed.unknown, [0u64; 0], "it has it");
+    assert_eq!(ready(&again), Some(&first));
+    // Not to one that has heard it: its lease is renewed, and its request is not asked for.
+    let renew = PrefillRenew { seq: 2, requests: Vec::new() };
+    assert_eq!(ready(&side.hear(ControlBody::PrefillRenew(renew))), None);
+}
+
+#[test]
+fn a_prompt_of_which_a_part_found_a_full_queue_is_not_waited_for() {
+    let mut side = Side::new(Role::Prefill);
+    side.ask(7, 4);
+    assert_eq!(side.instance.status().prefill.jobs, 1);
+    let answer = side.renew();
+    let ControlBody::PrefillRenewed(renewed) = &answer[0] else { panic!("{answer:?}") };
+    assert_eq!(renewed.unknown, [6]);
+    assert_eq!(side.instance.status().prefill.jobs, 0);
+}
+
+/// A decode worker that has asked instance 2 for a prompt, and the request's number.
+fn asking() -> (Side, u64) {
+    let mut side = Side::new(Role::Decode);
+    let worker =
+        Worker { instance: 2, quic_addr: "127.0.0.1:2".to_owned(), role: Role::Prefill.into(), blocks_total: 9 };
+    let workers = Workers { version: 5, workers: vec![worker] };
+    let connect =
+        told(side.on(Event::GManager(ControlBody::Workers(workers)))).into_iter().find_map(|body| match body {
+            ControlBody::TransferConnect(connect) => Some(connect),
+            _ => None,
+        });
+    let connect = connect.expect("it connects to what it is to read");
+    side.hear(ControlBody::TransferConnected(TransferConnected {
+        conn: connect.conn,
+        attempt: connect.attempt,
+        incarnation: 5,
+        epoch: 1,
+        completed: 0,
+        layout: connect.layout,
+        credit_bytes: 1 << 20,
+        ttl_ms: LEASE_TTL_MS,
+        arenas: Vec::new(),
+        addr: String::new(),
+    }));
+    let request = GenerateRequest {
+        prompt: vec![1; 7],
+        answered: 0,
+        max_tokens: 4,
+        sampling: SamplingParams::default(),
+        stop_ids: Vec::new(),
+        return_logits: false,
+    };
+    let asked = told(side.on(Event::Submit { seq: SeqId(1), request })).into_iter().find_map(|body| match body {
+        ControlBody::PrefillRequest(m) => Some(m.request),
+        _ => None,
+    });
+    (side, asked.expect("the worker is asked"))
+}
+
+fn answer(request: u64) -> ControlBody {
+    ControlBody::PrefillReady(PrefillReady {
+        request,
+        lease: 70,
+        epoch: 2,
+        blocks: 2,
+        ttl_ms: LEASE_TTL_MS,
+        token: 3,
+        export: 40,
+        ..PrefillReady::default()
+    })
+}
+
+fn releases(messages: &[ControlBody]) -> usize {
+    messages.iter().filter(|body| matches!(body, ControlBody::LeaseRelease(m) if m.lease == 70)).count()
+}
+
+/// As after a SIGSTOP: what came meanwhile is heard behind the tick that notices the time.
+#[test]
+fn an_answer_from_before_a_long_pause_is_given_back() {
+    let (mut side, request) = asking();
+    // The worker answered a question just before, so that it does not count as silent.
+    let question = (0..200).find_map(|_| {
+        side.tick(TICK_MS).into_iter().find_map(|body| match body {
+            ControlBody::PrefillRenew(m) if m.requests == [request] => Some(m.seq),
+            _ => None,
+        })
+    });
+    let renewed = lagoon_protocol::PrefillRenewed { seq: question.unwrap(), unknown: Vec::new(), queued_tokens: 0 };
+    side.hear(ControlBody::PrefillRenewed(renewed));
+    side.tick(LEASE_TTL_MS + 5_000);
+    let said = side.hear(answer(request));
+    assert_eq!((side.instance.rm.held().count(), releases(&said)), (0, 1), "{said:?}");
+}
+
+/// The worker frees what it handed to the old life when it hears of the new one, which must not take it in between.
+#[test]
+fn a_life_does_not_take_what_the_one_before_it_asked_for() {
+    let (mut side, request) = asking();
+    let ack = HeartbeatAck { known: true, fenced: true, ..HeartbeatAck::default() };
+    side.on(Event::GManager(ControlBody::HeartbeatAck(ack)));
+    let said = side.hear(answer(request));
+    assert_eq!((side.instance.rm.held().count(), releases(&said)), (0, 1), "{said:?}");
+}
