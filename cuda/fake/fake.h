@@ -14,6 +14,8 @@ struct FakeCounts {
     // Unmaps that were called while work was queued in some stream (allowed where that work does not use the place).
     uint64_t unmaps_with_work_queued;
     uint64_t kernels_run, copies_run, maps, unmaps;
+    // Physical memory that was made to be registered for remote direct access.
+    uint64_t made_for_rdma;
 };
 void lagoon_fake_counts(FakeCounts* counts);
 // The `nth` call from now on (1 is the next) of the function of this name fails with `code`; "*" is any function but

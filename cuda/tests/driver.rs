@@ -13,7 +13,10 @@ use lagoon_cuda::driver::{
     copy_to_device, copy_to_host, copy_within_device, fill_zero,
 };
 use lagoon_cuda::{Arena, CudaError, CudaProbe, probe};
+use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 const PAGE: usize = 1 << 16;
 
@@ -262,4 +265,28 @@ fn an_arena_is_exported_once_and_seen_by_who_imports_it() {
     assert!(Arena::import(&context, std::os::fd::AsFd::as_fd(&file), PAGE).is_err(), "a file is no arena");
     drop((theirs, arena, stream, kernel, context));
     fake.finish();
+}
+
+/// Threads that want the same library at the same time: one makes it, the others wait, and all see it whole. A compiler that
+/// fails leaves nothing in the way.
+#[test]
+fn what_tests_compile_is_made_once_and_whole() {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("compiled-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let file = folder.join("library.so");
+    assert!(fake::compiled::once(&file, |_| Err("no compiler".to_owned())).is_err());
+    let made = AtomicU32::new(0);
+    let want = || {
+        let make = |fresh: &Path| {
+            made.fetch_add(1, Ordering::Relaxed);
+            std::fs::write(fresh, "half").unwrap();
+            std::thread::sleep(Duration::from_millis(30));
+            std::fs::write(fresh, "whole").map_err(|error| error.to_string())
+        };
+        fake::compiled::once(&file, make).unwrap();
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), "whole");
+    };
+    std::thread::scope(|scope| (0..8).for_each(|_| drop(scope.spawn(want))));
+    assert_eq!(made.into_inner(), 1);
+    std::fs::remove_dir_all(folder).unwrap();
 }

@@ -364,14 +364,15 @@ const DIRECT: VmmConfig = VmmConfig {
     ..CONFIG
 };
 
-/// Does one of them; what newly holds memory is written, by either stream.
+/// Does one of them; what newly holds memory is written, by either stream, but by one at each address: who writes what somebody
+/// else has written there before and left mapped is the device's to order ([`lagoon_cuda::CudaDevice`]).
 fn run_direct(rig: &Rig, held: &mut BTreeMap<u32, u32>, op: Direct, value: u32) {
     match op {
         Direct::Hold(blocks) => {
             if World::did(rig.kv.hold(blocks.iter().copied())).is_some() {
                 for block in blocks {
                     held.entry(block).or_insert_with(|| {
-                        (block * 8..block * 8 + 8).for_each(|slot| rig.write(value as usize % 2, slot, value));
+                        (block * 8..block * 8 + 8).for_each(|slot| rig.write(block as usize % 2, slot, value));
                         value
                     });
                 }

@@ -4,6 +4,10 @@
 //! cudarc opens `libcuda.so` by name; the fake is in the process before that, with that name in its dynamic section,
 //! so the loader answers with it even where a real driver is installed.
 
+#[path = "compiled.rs"]
+#[allow(clippy::duplicate_mod, reason = "fake.rs and shim.rs are used together and apart")]
+pub(crate) mod compiled;
+
 use libloading::Library;
 use std::ffi::CString;
 use std::path::{Path, PathBuf};
@@ -36,6 +40,7 @@ pub(crate) struct Counts {
     pub(crate) copies_run: u64,
     pub(crate) maps: u64,
     pub(crate) unmaps: u64,
+    pub(crate) made_for_rdma: u64,
 }
 
 impl Counts {
@@ -159,7 +164,8 @@ fn load() -> Result<Library, String> {
 
 /// Builds the fake driver.
 pub(crate) fn build() -> Result<PathBuf, String> {
-    compile("fake-driver", &["driver.cpp", "vmm.inc", "fake.h"], "libcuda.so")
+    let files = ["driver.cpp", "streams.inc", "memory.inc", "launch.inc", "vmm.inc", "fake.h"];
+    compile("fake-driver", &files, "libcuda.so")
 }
 
 /// Builds the fake of cuBLASLt, which works beside the fake driver only.
@@ -180,22 +186,20 @@ fn compile(kind: &str, files: &[&str], soname: &str) -> Result<PathBuf, String> 
     }
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{kind}-{hash:016x}"));
     let library = folder.join(soname);
-    if library.exists() {
-        return Ok(library);
-    }
     std::fs::create_dir_all(&folder).map_err(|error| error.to_string())?;
-    let fresh = folder.join(format!("{}.so", std::process::id()));
-    let output = Command::new("g++")
-        .args(["-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"])
-        .arg(format!("-Wl,-soname,{soname}"))
-        .arg("-o")
-        .arg(&fresh)
-        .arg(sources.join(files[0]))
-        .arg("-ldl")
-        .output()
-        .map_err(|error| format!("g++ does not run: {error}"))?;
-    assert!(output.status.success(), "{kind} does not build:\n{}", String::from_utf8_lossy(&output.stderr));
-    std::fs::rename(&fresh, &library).map_err(|error| error.to_string())?;
+    compiled::once(&library, |fresh| {
+        let output = Command::new("g++")
+            .args(["-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"])
+            .arg(format!("-Wl,-soname,{soname}"))
+            .arg("-o")
+            .arg(fresh)
+            .arg(sources.join(files[0]))
+            .arg("-ldl")
+            .output()
+            .map_err(|error| format!("g++ does not run: {error}"))?;
+        assert!(output.status.success(), "{kind} does not build:\n{}", String::from_utf8_lossy(&output.stderr));
+        Ok(())
+    })?;
     Ok(library)
 }
 

@@ -3,6 +3,10 @@
 //! It is compiled once for each state of its sources with `c++`, into this target folder. With the environment variable
 //! `LAGOON_SHIM_SANITIZE` it is compiled with the address sanitizer, whose runtime must then be preloaded.
 
+#[path = "compiled.rs"]
+#[allow(clippy::duplicate_mod, reason = "fake.rs and shim.rs are used together and apart")]
+mod compiled;
+
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_uint, c_void};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -41,21 +45,18 @@ pub(crate) fn library() -> Result<PathBuf, String> {
     }
     let kind = if sanitize { "asan" } else { "plain" };
     let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("shim-{kind}-{:016x}.so", hash.finish()));
-    if out.exists() {
-        return Ok(out);
-    }
-    // Tests of several binaries may compile at once: each its own file, renamed when it is whole.
-    let scratch = out.with_extension(format!("{}.tmp", std::process::id()));
-    let mut command = Command::new("c++");
-    command.args(["-std=c++17", "-fPIC", "-shared", "-g1", "-DLAGOON_SHIM", "-Wall", "-Wextra", "-Werror"]);
-    command.args(["-Wno-unknown-pragmas", "-ffp-contract=off"]);
-    command.args(if sanitize { ["-O1", "-fsanitize=address"] } else { ["-O2", "-pthread"] });
-    command.arg("-o").arg(&scratch).arg(root.join("shim/shim.cpp"));
-    command.args(["-x", "c++"]).arg(root.join("kernels/all.cu")).arg(root.join("shim/faulty.cu"));
-    // A preloaded sanitizer is for the tests, not for the compiler.
-    let output = command.env_remove("LD_PRELOAD").output().map_err(|e| format!("no C++ compiler: {e}"))?;
-    assert!(output.status.success(), "the shim does not compile:\n{}", String::from_utf8_lossy(&output.stderr));
-    std::fs::rename(&scratch, &out).expect("the shim is put in place");
+    compiled::once(&out, |fresh| {
+        let mut command = Command::new("c++");
+        command.args(["-std=c++17", "-fPIC", "-shared", "-g1", "-DLAGOON_SHIM", "-Wall", "-Wextra", "-Werror"]);
+        command.args(["-Wno-unknown-pragmas", "-ffp-contract=off"]);
+        command.args(if sanitize { ["-O1", "-fsanitize=address"] } else { ["-O2", "-pthread"] });
+        command.arg("-o").arg(fresh).arg(root.join("shim/shim.cpp"));
+        command.args(["-x", "c++"]).arg(root.join("kernels/all.cu")).arg(root.join("shim/faulty.cu"));
+        // A preloaded sanitizer is for the tests, not for the compiler.
+        let output = command.env_remove("LD_PRELOAD").output().map_err(|e| format!("no C++ compiler: {e}"))?;
+        assert!(output.status.success(), "the shim does not compile:\n{}", String::from_utf8_lossy(&output.stderr));
+        Ok(())
+    })?;
     Ok(out)
 }
 

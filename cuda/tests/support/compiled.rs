@@ -1,0 +1,22 @@
+//! Libraries that tests compile when they are first wanted.
+
+use std::fs::File;
+use std::path::Path;
+
+/// Has `build` make the file, at the place that it is told, unless it is there. Threads and processes that want the same
+/// file at the same time wait for the one that makes it; nobody sees it half made.
+pub(crate) fn once(file: &Path, build: impl FnOnce(&Path) -> Result<(), String>) -> Result<(), String> {
+    if file.exists() {
+        return Ok(());
+    }
+    let said = |error: std::io::Error| format!("{}: {error}", file.display());
+    // Let go of when it is closed, also by the end of a process.
+    let lock = File::create(file.with_extension("lock")).map_err(said)?;
+    lock.lock().map_err(said)?;
+    if file.exists() {
+        return Ok(());
+    }
+    let fresh = file.with_extension("part");
+    build(&fresh)?;
+    std::fs::rename(&fresh, file).map_err(said)
+}
