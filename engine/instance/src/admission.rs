@@ -116,7 +116,7 @@ impl Instance {
     }
 
     /// Whether what came at `since_ms` waits until the pool's elder has its memory.
-    fn gives_way(&self, since_ms: u64) -> bool {
+    pub(crate) fn gives_way(&self, since_ms: u64) -> bool {
         let elder = self.membership.elder(self.now_ms);
         elder.is_some_and(|(debtor, since)| Some(debtor) != self.id && since < since_ms)
     }

@@ -46,8 +46,16 @@ pub(super) struct WorkerState {
 pub(super) enum Stage {
     /// With nobody.
     Waiting,
-    /// Being computed, as this request; what is confirmed of it was sent then. Pushed, it is read already.
-    Asked { worker: InstanceId, request: u64, tokens: u32, confirmed_ms: u64, landing: Option<Landing> },
+    /// Being computed, as this request; what is confirmed of it was sent then. Pushed, it is read already; pulled, its
+    /// export may be known before the answer that names it.
+    Asked {
+        worker: InstanceId,
+        request: u64,
+        tokens: u32,
+        confirmed_ms: u64,
+        landing: Option<Landing>,
+        offer: Option<Offer>,
+    },
     /// Computed; it waits for memory here.
     Ready(Handed),
     /// Computed, and being read since then.
@@ -257,8 +265,10 @@ impl Instance {
 
     /// Gives prompts that nobody has to workers.
     pub(crate) fn dispatch(&mut self) {
-        let waiting = |away: &Away| matches!(away.stage, Stage::Waiting);
-        let waiting = self.prefills.away.iter().filter(|(_, away)| waiting(away));
+        // As at admission: what is younger than the pool's elder takes no memory before it.
+        let may = |seq: &SeqId| self.seqs.get(seq).is_some_and(|seq| !self.gives_way(seq.since_ms));
+        let waiting = |seq: &SeqId, away: &Away| matches!(away.stage, Stage::Waiting) && may(seq);
+        let waiting = self.prefills.away.iter().filter(|(seq, away)| waiting(seq, away));
         let ids: Vec<SeqId> = waiting.map(|(seq, _)| *seq).collect();
         for seq in ids {
             match self.choose_worker(seq) {
@@ -331,7 +341,7 @@ impl Instance {
             worker.queued_tokens += u64::from(total);
         }
         if let Some(away) = self.prefills.away.get_mut(&id) {
-            away.stage = Stage::Asked { worker, request, tokens: total, confirmed_ms: now_ms, landing };
+            away.stage = Stage::Asked { worker, request, tokens: total, confirmed_ms: now_ms, landing, offer: None };
             away.asked_ms = now_ms;
             away.tries += 1;
         }
@@ -353,8 +363,9 @@ impl Instance {
         away.resting.insert(from, rest_ms);
         // Nothing was spent on it.
         away.tries = away.tries.saturating_sub(1);
-        if let Stage::Asked { landing: Some(landing), .. } = std::mem::replace(&mut away.stage, Stage::Waiting) {
-            self.give_up_landing(seq, landing);
+        if let Stage::Asked { landing, offer, .. } = std::mem::replace(&mut away.stage, Stage::Waiting) {
+            landing.into_iter().for_each(|landing| self.give_up_landing(seq, landing));
+            self.decline(offer.as_ref());
         }
     }
 
@@ -388,10 +399,16 @@ impl Instance {
             lost_at_ms: None,
         };
         let Some(away) = self.prefills.away.get_mut(&seq) else { return };
+        let mut known = None;
         away.stage = match std::mem::replace(&mut away.stage, Stage::Waiting) {
             Stage::Asked { landing: Some(landing), .. } => Stage::Pulling { handed, landing, since_ms: self.now_ms },
+            Stage::Asked { offer, .. } => {
+                known = offer;
+                Stage::Ready(handed)
+            }
             _ => Stage::Ready(handed),
         };
+        known.into_iter().for_each(|offer| self.on_offered(&offer));
         self.say_first(seq, m);
         if m.export == 0 && self.prefills.away.contains_key(&seq) {
             self.redo(seq, &m.why);
@@ -423,8 +440,9 @@ impl Instance {
         let now_ms = self.now_ms;
         match stage {
             Stage::Waiting => {}
-            Stage::Asked { worker, request, landing, .. } => {
+            Stage::Asked { worker, request, landing, offer, .. } => {
                 landing.into_iter().for_each(|landing| self.give_up_landing(id, landing));
+                self.decline(offer.as_ref());
                 if self.peers.key(worker).is_some() {
                     let cancel = PrefillCancel { requests: vec![request] };
                     self.send_worker(worker, ControlBody::PrefillCancel(cancel));
@@ -433,7 +451,7 @@ impl Instance {
                 }
             }
             Stage::Ready(handed) => {
-                self.decline(&handed);
+                self.decline(handed.offer.as_ref());
                 self.rm.release(&handed.entries(0), now_ms);
             }
             Stage::Pulling { handed, landing, .. } => {
@@ -536,13 +554,31 @@ impl Instance {
         hit
     }
 
-    /// What a worker that did not come back had is computed elsewhere.
+    fn redo_where(&mut self, which: impl Fn(&Self, SeqId, &Away) -> bool, why: &str) {
+        let hit = self.prefills.away.iter().filter(|(seq, away)| which(self, **seq, away));
+        let hit: Vec<SeqId> = hit.map(|(seq, _)| *seq).collect();
+        hit.into_iter().for_each(|seq| self.redo(seq, why));
+    }
+
+    /// What a worker that did not come back had is computed elsewhere, and what it answered and does not export. Memory
+    /// for what nobody has begun is given up for an older request: that may be what keeps it from being begun.
     pub(crate) fn expire_away(&mut self) {
         let now_ms = self.now_ms;
         self.prefills.dropped.retain(|(_, until_ms)| now_ms < *until_ms);
         let late = |away: &Away| away.handed().and_then(|h| h.lost_at_ms).is_some_and(|at| at <= now_ms);
-        let late: Vec<SeqId> = self.prefills.away.iter().filter(|(_, a)| late(a)).map(|(seq, _)| *seq).collect();
-        late.into_iter().for_each(|seq| self.redo(seq, "the worker did not come back"));
+        self.redo_where(|_, _, away| late(away), "the worker did not come back");
+        let unknown = |away: &Away| match &away.stage {
+            Stage::Ready(handed) => handed.offer.is_none() && handed.ready_ms + LEASE_TTL_MS / 2 <= now_ms,
+            Stage::Pulling { landing, since_ms, .. } => landing.is_idle() && since_ms + LEASE_TTL_MS / 2 <= now_ms,
+            Stage::Waiting | Stage::Asked { .. } => false,
+        };
+        self.redo_where(|_, _, away| unknown(away), "the worker does not export what it computed");
+        let begun = |away: &Away| away.stage.landing().is_none_or(Landing::is_begun);
+        let keeps = |of: &Self, seq: SeqId, away: &Away| {
+            let asked = matches!(away.stage, Stage::Asked { .. }) && !begun(away);
+            asked && of.seqs.get(&seq).is_some_and(|seq| of.gives_way(seq.since_ms))
+        };
+        self.redo_where(keeps, "an older request waits for memory");
     }
 }
 

@@ -88,6 +88,16 @@ impl Landing {
         self.missing -= if well { cells } else { 0 };
     }
 
+    /// A part of it was announced.
+    pub(super) fn is_begun(&self) -> bool {
+        !self.parts.is_empty()
+    }
+
+    /// Nothing of it is being read or waits for that, and not all of it is here.
+    pub(super) fn is_idle(&self) -> bool {
+        self.missing > 0 && self.pulls.is_empty() && self.offers.is_empty()
+    }
+
     /// All of it is here.
     pub(super) fn is_whole(&self) -> bool {
         self.missing == 0 && self.pulls.is_empty()

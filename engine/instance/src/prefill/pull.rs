@@ -156,7 +156,17 @@ impl Instance {
         found.find_map(|(seq, away)| Some((*seq, away.stage.landing_mut()?)))
     }
 
-    fn on_offered(&mut self, offer: &Offer) {
+    /// The prompt that this worker computes as this request, and whose answer was not heard yet.
+    fn asked_whole(&mut self, worker: InstanceId, request: u64) -> Option<&mut Option<Offer>> {
+        self.prefills.away.values_mut().find_map(|away| match &mut away.stage {
+            Stage::Asked { worker: of, request: as_, landing: None, offer, .. } if (*of, *as_) == (worker, request) => {
+                Some(offer)
+            }
+            _ => None,
+        })
+    }
+
+    pub(super) fn on_offered(&mut self, offer: &Offer) {
         let now_ms = self.now_ms;
         let mut misfit = None;
         if let Some((seq, landing)) = self.landing_of(offer.writer, offer.request) {
@@ -172,12 +182,21 @@ impl Instance {
                 return;
             }
             misfit = Some(seq);
+        } else if let Some(known @ None) = self.asked_whole(offer.writer, offer.request) {
+            // The answer that names it found a full queue, and is said again.
+            *known = Some(offer.clone());
+            return;
         }
         self.prefills.reader.iter_mut().for_each(|r| r.decline(offer.conn, offer.export, now_ms));
         misfit.into_iter().for_each(|seq| self.redo(seq, "what the worker exports makes no sense"));
     }
 
     fn on_withdrawn(&mut self, conn: ConnId, export: u64) {
+        for away in self.prefills.away.values_mut() {
+            if let Stage::Asked { offer, .. } = &mut away.stage {
+                offer.take_if(|offer| (offer.conn, offer.export) == (conn, export));
+            }
+        }
         let worker = self.prefills.conns.iter().find(|(_, of)| **of == conn).map(|(worker, _)| *worker);
         let waits = |stage: &Stage| stage.landing().is_some_and(|landing| landing.waits_for(conn, export));
         let in_parts = self.prefills.away.iter().find(|(_, away)| waits(&away.stage)).map(|(seq, _)| *seq);
@@ -186,9 +205,9 @@ impl Instance {
         }
     }
 
-    pub(super) fn decline(&mut self, handed: &Handed) {
+    pub(super) fn decline(&mut self, offer: Option<&Offer>) {
         let now_ms = self.now_ms;
-        if let (Some(offer), Some(reader)) = (&handed.offer, &mut self.prefills.reader) {
+        if let (Some(offer), Some(reader)) = (offer, &mut self.prefills.reader) {
             reader.decline(offer.conn, offer.export, now_ms);
         }
     }

@@ -3,8 +3,8 @@
 use crate::freeze::tests::config;
 use crate::{Effect, Event, Instance, InstanceConfig, PeerKey, TICK_MS, TransferConfig, TransferEffect, TransferEvent};
 use lagoon_protocol::{
-    ControlBody, HeartbeatAck, Hello, PrefillReady, PrefillRenew, PrefillRequest, PrefillSampling, Registered, Role,
-    TransferConnected, VERSION_MAX, Worker, Workers,
+    ControlBody, Elder, HeartbeatAck, Hello, PrefillReady, PrefillRenew, PrefillRequest, PrefillSampling, Registered,
+    Role, TransferBlocks, TransferConnected, TransferExport, VERSION_MAX, Worker, Workers,
 };
 use lagoon_runner::{Command, Report, SampleOut};
 use lagoon_types::limits::LEASE_TTL_MS;
@@ -16,6 +16,8 @@ const PEER: PeerKey = PeerKey(3);
 struct Side {
     instance: Instance,
     now_ms: u64,
+    /// By which it reads.
+    conn: u64,
 }
 
 impl Side {
@@ -24,7 +26,7 @@ impl Side {
         let size = (config.blocks_total, config.block_tokens);
         let transfer = TransferConfig::new(config.model_hash, config.kv, size, String::new());
         config.transfer = Some(transfer.unwrap());
-        let mut side = Self { instance: Instance::new(config).unwrap(), now_ms: 1_000 };
+        let mut side = Self { instance: Instance::new(config).unwrap(), now_ms: 1_000, conn: 0 };
         let registered = Registered { version: VERSION_MAX, instance: 1, heartbeat_ms: 250, term: 1 };
         side.on(Event::GManager(ControlBody::Registered(registered)));
         let hello = Hello {
@@ -127,8 +129,9 @@ fn a_prompt_of_which_a_part_found_a_full_queue_is_not_waited_for() {
 }
 
 /// A decode worker that has asked instance 2 for a prompt, and the request's number.
-fn asking() -> (Side, u64) {
+fn asking(push: bool) -> (Side, u64) {
     let mut side = Side::new(Role::Decode);
+    side.instance.config.transfer.as_mut().unwrap().push = push;
     let worker =
         Worker { instance: 2, quic_addr: "127.0.0.1:2".to_owned(), role: Role::Prefill.into(), blocks_total: 9 };
     let workers = Workers { version: 5, workers: vec![worker] };
@@ -138,6 +141,7 @@ fn asking() -> (Side, u64) {
             _ => None,
         });
     let connect = connect.expect("it connects to what it is to read");
+    side.conn = connect.conn;
     side.hear(ControlBody::TransferConnected(TransferConnected {
         conn: connect.conn,
         attempt: connect.attempt,
@@ -185,7 +189,7 @@ fn releases(messages: &[ControlBody]) -> usize {
 /// As after a SIGSTOP: what came meanwhile is heard behind the tick that notices the time.
 #[test]
 fn an_answer_from_before_a_long_pause_is_given_back() {
-    let (mut side, request) = asking();
+    let (mut side, request) = asking(false);
     // The worker answered a question just before, so that it does not count as silent.
     let question = (0..200).find_map(|_| {
         side.tick(TICK_MS).into_iter().find_map(|body| match body {
@@ -203,9 +207,56 @@ fn an_answer_from_before_a_long_pause_is_given_back() {
 /// The worker frees what it handed to the old life when it hears of the new one, which must not take it in between.
 #[test]
 fn a_life_does_not_take_what_the_one_before_it_asked_for() {
-    let (mut side, request) = asking();
+    let (mut side, request) = asking(false);
     let ack = HeartbeatAck { known: true, fenced: true, ..HeartbeatAck::default() };
     side.on(Event::GManager(ControlBody::HeartbeatAck(ack)));
     let said = side.hear(answer(request));
     assert_eq!((side.instance.rm.held().count(), releases(&said)), (0, 1), "{said:?}");
+}
+
+/// The export is announced behind the answer, which found a full queue: both are told again, the export first.
+#[test]
+fn an_export_is_kept_for_the_answer_that_names_it() {
+    let (mut side, request) = asking(false);
+    let export = TransferExport {
+        conn: side.conn,
+        export: 40,
+        request,
+        first_token: 0,
+        tokens: 7,
+        first_layer: 0,
+        layers: 0,
+        blocks: vec![TransferBlocks { first: 0, count: 2 }],
+        checks: vec![0; 32],
+    };
+    let said = side.hear(ControlBody::TransferExport(export));
+    assert!(!said.iter().any(|body| matches!(body, ControlBody::TransferComplete(_))), "{said:?}");
+    let effects = side.on(Event::Control { peer: PEER, body: answer(request) });
+    assert!(effects.iter().any(|e| matches!(e, Effect::Transfer(TransferEffect::Read { .. }))), "{effects:?}");
+}
+
+#[test]
+fn what_is_answered_and_never_exported_is_given_back() {
+    let (mut side, request) = asking(false);
+    let said = side.hear(answer(request));
+    assert_eq!((side.instance.rm.held().count(), releases(&said)), (1, 0), "{said:?}");
+    let said: Vec<ControlBody> = (0..LEASE_TTL_MS / TICK_MS / 2 + 1).flat_map(|_| side.tick(TICK_MS)).collect();
+    assert_eq!(side.instance.rm.held().count(), 0);
+    assert!(releases(&said) > 0);
+}
+
+/// The worker that has not begun it may wait for that memory itself, for an older request.
+#[test]
+fn memory_for_what_nobody_has_begun_is_given_up_for_an_older_request() {
+    let (mut side, request) = asking(true);
+    assert_eq!(side.instance.rm.available(), 2, "it has memory before it asks");
+    let elder = Some(Elder { debtor: 2, waits_ms: 900 });
+    let ack = HeartbeatAck { known: true, pool_blocks_total: 100, elder, ..HeartbeatAck::default() };
+    side.on(Event::GManager(ControlBody::HeartbeatAck(ack)));
+    let said = side.tick(TICK_MS);
+    let cancelled = |body: &ControlBody| matches!(body, ControlBody::PrefillCancel(m) if m.requests == [request]);
+    assert!(said.iter().any(cancelled), "{said:?}");
+    assert_eq!(side.instance.rm.available(), 4);
+    let asked = |body: &ControlBody| matches!(body, ControlBody::PrefillRequest(_));
+    assert!(!side.tick(TICK_MS).iter().any(asked), "the older one comes first");
 }
