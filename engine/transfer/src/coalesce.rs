@@ -293,6 +293,12 @@ impl Queue {
         self.groups.is_empty()
     }
 
+    /// Requests that take turns next.
+    #[must_use]
+    pub fn turns(&self) -> usize {
+        self.groups.front().map_or(0, VecDeque::len)
+    }
+
     /// Forgets what is left of a request.
     pub fn remove(&mut self, request: u64) {
         self.groups.iter_mut().for_each(|group| group.retain(|cursor| cursor.request != request));

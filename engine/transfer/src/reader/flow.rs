@@ -11,14 +11,20 @@ use lagoon_protocol::TransferOutcome;
 use lagoon_types::limits;
 use std::sync::Arc;
 
+/// Full reads in a portion, at least.
+const READS_PLANNED: u64 = 4;
+
 impl Reader {
-    /// Starts reads as long as there are credits, one connection after the other.
+    /// Starts reads as long as there are credits, one connection after the other. Of each connection one portion of what
+    /// waits is planned at a time, so that the first bytes move while the next reads are planned: the next portion comes
+    /// with the next call, which every read that ends is.
     pub fn pump(&mut self) {
         let ids: Vec<ConnId> =
             self.conns.range(self.turn..).chain(self.conns.range(..self.turn)).map(|c| *c.0).collect();
         for id in ids {
             self.post_fresh(id);
-            while let Some(transaction) = self.next_transaction(id) {
+            let mut may_plan = true;
+            while let Some(transaction) = self.next_transaction(id, &mut may_plan) {
                 self.issue(id, transaction);
             }
         }
@@ -39,12 +45,15 @@ impl Reader {
         conn.queue.post(posts.collect());
     }
 
-    /// The next transaction that credits allow.
-    fn next_transaction(&mut self, id: ConnId) -> Option<Transaction> {
+    /// The next transaction that credits allow, of those that are planned or, if it may, of the next portion.
+    fn next_transaction(&mut self, id: ConnId, may_plan: &mut bool) -> Option<Transaction> {
         let conn = self.conns.get_mut(&id).filter(|conn| conn.state == State::Up)?;
         let credit = self.config.conn_bytes.min(conn.peer.as_ref()?.credit_bytes);
-        if conn.ready.is_empty() {
-            let batch = conn.queue.pop(credit, self.config.read_bytes);
+        if conn.ready.is_empty() && std::mem::take(may_plan) {
+            // What takes turns can only be merged with what is in the same portion.
+            let reads = READS_PLANNED.max(2 * conn.queue.turns() as u64);
+            let portion = self.config.read_bytes.saturating_mul(reads).min(credit);
+            let batch = conn.queue.pop(portion, self.config.read_bytes);
             self.fill_ready(id, &batch);
         }
         let conn = self.conns.get_mut(&id)?;
