@@ -29,9 +29,9 @@ impl Check {
 
     /// Of a block, from those of its layers, in order.
     #[must_use]
-    pub fn combine(layers: &[Self]) -> Self {
+    pub fn combine(layers: impl IntoIterator<Item = Self>) -> Self {
         let mut checker = Checker::default();
-        layers.iter().for_each(|layer| checker.update(&layer.0));
+        layers.into_iter().for_each(|layer| checker.update(&layer.0));
         checker.finish()
     }
 }
@@ -89,6 +89,6 @@ mod tests {
     #[test]
     fn the_order_of_layers_matters() {
         let (a, b) = (Check::of(b"a"), Check::of(b"b"));
-        assert_ne!(Check::combine(&[a, b]), Check::combine(&[b, a]));
+        assert_ne!(Check::combine([a, b]), Check::combine([b, a]));
     }
 }

@@ -111,7 +111,7 @@ pub fn check_block(
         let cells = cells(layout, view, layer, block, 0);
         layers.push(check_content(&cells, tokens, heads(view), layout.head_dim(), regions)?);
     }
-    Ok(Check::combine(&layers))
+    Ok(Check::combine(layers))
 }
 
 fn check_content(

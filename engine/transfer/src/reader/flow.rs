@@ -156,23 +156,26 @@ impl Reader {
         for (pull, overflows) in landed.overflows {
             self.fail(PullId(pull), Failure::Overflow(overflows));
         }
-        for (pull, piece, check) in landed.checks {
-            let pulling = self.pulls.get_mut(&PullId(pull));
-            pulling.into_iter().for_each(|pulling| pulling.checks[piece] = Some(check));
+        for of in landed.checks.chunk_by(|a, b| a.0 == b.0) {
+            let Some(pulling) = self.pulls.get_mut(&PullId(of[0].0)) else { continue };
+            of.iter().for_each(|(_, piece, check)| pulling.checks[*piece] = Some(*check));
         }
-        for part in &transaction.parts {
-            let id = PullId(part.request);
-            let Some(pulling) = self.pulls.get_mut(&id).filter(|pulling| pulling.failed.is_none()) else { continue };
-            pulling.missing[part.piece] -= part.bytes;
-            if pulling.missing[part.piece] > 0 {
-                continue;
-            }
-            match pulling.checks[part.piece] {
-                None if self.config.verify => {
-                    pulling.checking += 1;
-                    self.out.push_back(ReaderOutput::Check { pull: id, piece: part.piece });
+        for of in transaction.parts.chunk_by(|a, b| a.request == b.request) {
+            let id = PullId(of[0].request);
+            for part in of {
+                // Looked up anew only after a block that ends or fails its pull.
+                let Some(pulling) = self.pulls.get_mut(&id).filter(|pulling| pulling.failed.is_none()) else { break };
+                pulling.missing[part.piece] -= part.bytes;
+                if pulling.missing[part.piece] > 0 {
+                    continue;
                 }
-                _ => self.piece_done(id, part.piece),
+                match pulling.checks[part.piece] {
+                    None if self.config.verify => {
+                        pulling.checking += 1;
+                        self.out.push_back(ReaderOutput::Check { pull: id, piece: part.piece });
+                    }
+                    _ => self.piece_done(id, part.piece),
+                }
             }
         }
     }
@@ -204,8 +207,7 @@ impl Reader {
         let layers = pulling.pull.pieces() / pulling.pull.blocks();
         if self.config.verify {
             let checks = (0..layers).map(|layer| pulling.checks[pulling.pull.piece_at(block, layer)]);
-            let checks: Vec<Check> = checks.map(Option::unwrap_or_default).collect();
-            let (got, expected) = (Check::combine(&checks), pulling.expected[block]);
+            let (got, expected) = (Check::combine(checks.map(Option::unwrap_or_default)), pulling.expected[block]);
             if got != expected && !mutants::is(Mutant::CheckIgnored) {
                 return self.damaged(id, block, got, expected);
             }
