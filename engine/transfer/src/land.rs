@@ -95,24 +95,27 @@ impl<'a> Lander<'a> {
             self.at += bytes;
             return fill(&mut self.buffer[start..], None);
         };
-        let region = Arc::clone(&self.regions[local.region as usize]);
-        let mut left = usize::try_from(bytes).unwrap_or(0);
-        while left > 0 {
-            // One part at a time, so that its check ends where it does.
+        let regions = self.regions;
+        let mut result = Ok(());
+        let bytes = usize::try_from(bytes).unwrap_or(0);
+        regions[local.region as usize].fill(local.offset + self.at, bytes, &mut |target| {
+            if result.is_ok() {
+                result = self.fill_parts(target, fill);
+            }
+        })?;
+        result
+    }
+
+    /// Fills what is next, one part at a time, so that its check ends where it does.
+    fn fill_parts(&mut self, mut target: &mut [u8], fill: Fill<'_>) -> Result<(), RegionError> {
+        while !target.is_empty() {
             let part = self.transaction.parts[self.part];
             let room = usize::try_from(part.at + part.bytes - self.at).unwrap_or(usize::MAX);
-            let len = left.min(room);
-            let mut hash = (self.verify && part.plain).then_some(&mut self.checker.0);
-            let mut result = Ok(());
-            region.fill(local.offset + self.at, len, &mut |target| {
-                if result.is_ok() {
-                    result = fill(target, hash.as_deref_mut());
-                }
-            })?;
-            result?;
-            left -= len;
-            self.at += len as u64;
+            let (now, later) = target.split_at_mut(room.min(target.len()));
+            fill(now, (self.verify && part.plain).then_some(&mut self.checker.0))?;
+            self.at += now.len() as u64;
             self.end_part(&part);
+            target = later;
         }
         Ok(())
     }
@@ -123,8 +126,8 @@ impl<'a> Lander<'a> {
         }
         self.part += 1;
         if self.verify && part.plain {
-            let checker = std::mem::take(&mut self.checker);
-            self.landed.checks.push((part.request, part.piece, checker.finish()));
+            self.landed.checks.push((part.request, part.piece, self.checker.finish()));
+            self.checker.0.reset();
         }
     }
 
