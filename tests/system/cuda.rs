@@ -156,7 +156,7 @@ fn memory_is_mapped_one_iteration_ahead() {
 }
 
 /// What is kept stays mapped where it lies, and the sequence that begins alike takes its row; what another one is using is
-/// copied to another row.
+/// mapped in another row, too, and not copied.
 #[test]
 fn a_prefix_is_found_in_its_row() {
     let pool = PoolSpec::golden("head_dim_64", BLOCK);
@@ -176,10 +176,51 @@ fn a_prefix_is_found_in_its_row() {
     let prefix = world.nodes[0].live().status().prefix;
     assert_eq!((prefix.hit_tokens, prefix.copied_blocks), (64, 2), "{prefix:?}");
     let diff = assert_equals_single("a prefix in its row", &world, &pool);
-    println!("largest difference {diff:e}; {:?}", world.nodes[0].kv_counters());
+    let counters = world.nodes[0].kv_counters().unwrap();
+    println!("largest difference {diff:e}; {counters:?}");
+    assert_eq!(counters.shared, 2 * counters.groups_per_block, "{counters:?}");
     world.check_empty();
     drop(world);
     fake.finish();
+}
+
+/// Requests that begin alike come while others run, end, are preempted, move to the other instance and are lent its memory,
+/// and calls of the driver fail: every logit is that of a single host instance without any of it.
+#[test]
+fn shared_prefixes_come_and_go() {
+    let pool = PoolSpec::golden("head_dim_64", BLOCK);
+    let (mut shared, mut crossed) = (0, 0);
+    for (seed, fail) in [(31, None), (32, Some("cuMemMap")), (33, Some("cuMemUnmap")), (34, Some("cuMemSetAccess"))] {
+        let Some(fake) = driver("shared_prefixes_come_and_go", seed) else { return };
+        let of = |blocks| spec(Backend::Cuda, blocks, RemotePolicy::Ship);
+        let mut world = World::pool(pool.clone(), None, &[of(9), of(7)]);
+        let beginnings = [prompt(120, 36, 128), prompt(121, 20, 128)];
+        for i in 0..9u64 {
+            let own = prompt(130 + i, 3 + (seed + 7 * i) as usize % 30, 128);
+            let tokens = [beginnings[i as usize % 3 / 2].clone(), own].concat();
+            let id = world.submit(usize::from(i % 4 == 3), greedy(tokens, 8 + 3 * (i as u32 % 5)));
+            if let Some(function) = fail.filter(|_| i % 3 == 1) {
+                fake.fail(function, 2 + i, OUT_OF_MEMORY);
+            }
+            // The next one comes while this one runs, or while it waits for memory.
+            if i % 3 != 2 {
+                world.run_until(|w| w.requests[id].tokens.len() > 1 || w.requests[id].is_over());
+            }
+        }
+        world.run();
+        fake.fail("", 0, 0);
+        assert_equals_single(&format!("shared prefixes, {fail:?}"), &world, &pool);
+        for node in &world.nodes {
+            let counters = node.kv_counters().unwrap();
+            assert_eq!(counters.shared % counters.groups_per_block, 0, "{counters:?}");
+            shared += counters.shared;
+        }
+        crossed += world.sent("partial").0;
+        world.check_empty();
+        drop(world);
+        fake.finish();
+    }
+    assert!(shared > 0 && crossed > 0, "{shared} page groups were shared, {crossed} partials sent");
 }
 
 /// What the device draws from logits is what the host draws from them, also where the two lanes have draws under way at once.

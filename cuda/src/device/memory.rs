@@ -6,13 +6,14 @@
 //! that are held.
 
 use super::lane::Lane;
-use crate::driver::{Buffer, Context, CudaError, fill_zero};
+use crate::driver::{Buffer, Context, CudaError, copy_within_device, fill_zero};
 use crate::kernels::attention::KvView;
 use crate::kernels::weight_ld;
 use crate::virtual_kv::{VirtualKv, VirtualKvError};
 use lagoon_backend::{DeviceError, KvCounters, WeightSource};
 use lagoon_kv::vmm::{VmmConfig, VmmCounters, VmmError, VmmLayout, VmmShape};
 use lagoon_types::{DType, KvShape, KvSpace};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -126,17 +127,24 @@ pub struct CudaKv {
     zeroed: u32,
 }
 
-/// Which rBlocks of a store with rows have memory.
+/// Which rBlocks of a store with rows have memory, and which of them the same.
 #[derive(Debug)]
 struct Held {
     block_tokens: u32,
     /// rBlocks of the layout in one of the store's.
     ratio: u32,
-    /// By rBlock of the store.
-    blocks: Vec<bool>,
+    /// By rBlock of the store: the number of the memory behind it, [`NONE`] where there is none.
+    blocks: Vec<u64>,
+    /// Numbers given so far.
+    numbers: u64,
+    /// Memory that is behind several rBlocks, and how many.
+    sharers: BTreeMap<u64, u32>,
     /// What was expected last: it is not said twice.
     expected: (Vec<u32>, Option<u32>),
 }
+
+/// Of an rBlock without memory.
+const NONE: u64 = 0;
 
 impl Held {
     /// The rBlocks of these slots.
@@ -145,7 +153,35 @@ impl Held {
     }
 
     fn holds(&self, block: u32) -> bool {
-        self.blocks[block as usize]
+        self.blocks[block as usize] != NONE
+    }
+
+    fn is_shared(&self, block: u32) -> bool {
+        !self.sharers.is_empty() && self.sharers.contains_key(&self.blocks[block as usize])
+    }
+
+    /// New memory is behind a block.
+    fn give(&mut self, block: u32) {
+        self.numbers += 1;
+        self.blocks[block as usize] = self.numbers;
+    }
+
+    /// The memory of one block is behind another one, too.
+    fn share(&mut self, from: u32, to: u32) {
+        let memory = self.blocks[from as usize];
+        self.blocks[to as usize] = memory;
+        *self.sharers.entry(memory).or_insert(1) += 1;
+    }
+
+    /// Nothing is behind a block.
+    fn take(&mut self, block: u32) {
+        let memory = std::mem::replace(&mut self.blocks[block as usize], NONE);
+        if let Some(places) = self.sharers.get_mut(&memory) {
+            *places -= 1;
+            if *places == 1 {
+                self.sharers.remove(&memory);
+            }
+        }
     }
 
     /// rBlocks of the layout.
@@ -214,8 +250,14 @@ impl CudaKv {
         };
         let memory = Arc::new(VirtualKv::new(context, layout, config)?);
         let mut kv = Self::over(shape, memory)?;
-        let blocks = vec![false; addresses as usize];
-        kv.rows = Some(Held { block_tokens: space.block_tokens, ratio, blocks, expected: (Vec::new(), None) });
+        kv.rows = Some(Held {
+            block_tokens: space.block_tokens,
+            ratio,
+            blocks: vec![NONE; addresses as usize],
+            numbers: NONE,
+            sharers: BTreeMap::new(),
+            expected: (Vec::new(), None),
+        });
         Ok(kv)
     }
 
@@ -228,7 +270,32 @@ impl CudaKv {
             return Ok(());
         }
         self.memory.hold(missing.iter().flat_map(|block| held.parts(*block)))?;
-        missing.into_iter().for_each(|block| held.blocks[block as usize] = true);
+        missing.into_iter().for_each(|block| held.give(block));
+        Ok(())
+    }
+
+    /// Maps the memory of whole rBlocks behind others, too. Returns whether it did: not in a flat store, nor where the others
+    /// have memory of their own.
+    pub(super) fn share(&mut self, from: Range<u32>, to: u32) -> Result<bool, DeviceError> {
+        let Some(held) = &mut self.rows else { return Ok(false) };
+        let whole = [from.start, from.end, to].iter().all(|slot| slot.is_multiple_of(held.block_tokens));
+        let (blocks, to) = (held.blocks_of(&from), to / held.block_tokens);
+        if !whole || (to..).zip(blocks.clone()).any(|(to, from)| held.holds(to) || !held.holds(from)) {
+            return Ok(false);
+        }
+        self.memory.share_direct(blocks.start * held.ratio..blocks.end * held.ratio, to * held.ratio)?;
+        blocks.zip(to..).for_each(|(from, to)| held.share(from, to));
+        Ok(true)
+    }
+
+    /// Copies slots on the device, in `lane`; both have memory.
+    pub(super) fn copy(&self, lane: &Lane, from: u32, to: u32, tokens: u32) -> Result<(), DeviceError> {
+        let slot = self.memory.layout().slot_bytes();
+        let at = |base: u64, slots: u32| base + u64::from(slots) * slot;
+        let bytes = usize::try_from(u64::from(tokens) * slot).expect("addresses are 64 bits");
+        for base in self.memory.tensors() {
+            copy_within_device(&lane.stream, at(*base, to), at(*base, from), bytes)?;
+        }
         Ok(())
     }
 
@@ -237,7 +304,7 @@ impl CudaKv {
         let Some(held) = &mut self.rows else { return Ok(()) };
         let blocks = held.blocks_of(&slots);
         self.memory.release(blocks.start * held.ratio..blocks.end * held.ratio)?;
-        held.blocks[blocks.start as usize..blocks.end as usize].fill(false);
+        blocks.for_each(|block| held.take(block));
         Ok(())
     }
 
@@ -262,6 +329,12 @@ impl CudaKv {
             None => slots.end <= self.mapped,
             Some(held) => slots.end as usize <= self.slots && ends.iter().all(|at| held.holds(at / held.block_tokens)),
         }
+    }
+
+    /// Whether these slots have memory that is behind no others: what is shared is never written.
+    pub(super) fn has_own(&self, slots: Range<u32>) -> bool {
+        let shared = |held: &Held| held.blocks_of(&slots).any(|block| held.is_shared(block));
+        self.has(slots.clone()) && !self.rows.as_ref().is_some_and(shared)
     }
 
     /// A store of `slots` tokens; `layers_per_group` layers share page groups.

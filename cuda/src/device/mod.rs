@@ -37,6 +37,7 @@ use linear::Linear;
 use memory::{ADDRESS_BYTES_MAX, layout_for, least_block_tokens, word};
 use plans::Plans;
 use std::ops::Range;
+use std::slice;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -380,6 +381,19 @@ impl Device for CudaDevice {
         kv.release(slots)
     }
 
+    fn kv_share(&mut self, kv: &mut CudaKv, _: usize, from: u32, to: u32, tokens: u32) -> Result<(), DeviceError> {
+        self.lanes.iter_mut().try_for_each(Lane::settle)?;
+        if kv.share(from..from + tokens, to)? {
+            return Ok(());
+        }
+        kv.hold(slice::from_ref(&(to..to + tokens)))?;
+        self.kv_ensure(kv, from.max(to) + tokens)?;
+        assert!(kv.has(from..from + tokens) && kv.has_own(to..to + tokens), "slots that are copied are held");
+        kv.copy(&self.lanes[self.at], from, to, tokens)?;
+        self.kv_written()?;
+        kv.used_by(&mut self.lanes[self.at])
+    }
+
     fn kv_expect(&mut self, kv: &mut CudaKv, next: &[u32], row: Option<u32>) {
         kv.expect(next, row);
     }
@@ -523,8 +537,8 @@ impl Device for CudaDevice {
         self.lane().settle()?;
         self.kv_ensure(kv, slot0 + word(bytes.len() / token))?;
         assert!(
-            bytes.is_empty() || kv.has(slot0..slot0 + word(bytes.len() / token)),
-            "slots that are written are held"
+            bytes.is_empty() || kv.has_own(slot0..slot0 + word(bytes.len() / token)),
+            "slots that are written are held, and not shared"
         );
         let mut slot = slot0;
         for piece in bytes.chunks((KV_PIECE_BYTES / token).max(1) * token) {
@@ -646,8 +660,8 @@ impl Device for CudaDevice {
         let end = slots.iter().filter(|slot| **slot != u32::MAX).max().map_or(0, |slot| slot + 1);
         assert!(end as usize <= kv.slots, "slots beyond the store");
         self.kv_ensure(kv, end)?;
-        let writes_memory = |slot: &u32| *slot == u32::MAX || kv.has(*slot..*slot + 1);
-        assert!(layer > 0 || slots.iter().all(writes_memory), "slots that are written are held");
+        let writes_memory = |slot: &u32| *slot == u32::MAX || kv.has_own(*slot..*slot + 1);
+        assert!(layer > 0 || slots.iter().all(writes_memory), "slots that are written are held, and not shared");
         let params = p::RopeParams {
             qkv: qkv.address(),
             rope: rope.address(),

@@ -251,6 +251,30 @@ pub trait Device: Send + 'static {
         Ok(())
     }
 
+    /// Has `tokens` slots from `to` on hold what those from `from` on hold, in each of the store's `layers`: the same memory
+    /// at both places where the device maps memory behind addresses and both are whole rBlocks, else a copy. Nobody has used
+    /// the former since they were released, and nobody writes to either before it is released.
+    ///
+    /// # Errors
+    /// [`DeviceError::OutOfMemory`]; what the slots from `to` on hold is then undefined.
+    fn kv_share(
+        &mut self,
+        kv: &mut Self::Kv,
+        layers: usize,
+        from: u32,
+        to: u32,
+        tokens: u32,
+    ) -> Result<(), DeviceError> {
+        self.kv_hold(kv, std::slice::from_ref(&(to..to + tokens)))?;
+        let mut bytes = Vec::new();
+        for layer in 0..layers {
+            bytes.clear();
+            self.kv_read(kv, layer, from, tokens, &mut bytes)?;
+            self.kv_write(kv, layer, to, &bytes)?;
+        }
+        Ok(())
+    }
+
     /// The slots that the next step may write first, and where the sequence that begins next lies: a device may map memory
     /// there meanwhile.
     fn kv_expect(&mut self, _kv: &mut Self::Kv, _next: &[u32], _row: Option<u32>) {}

@@ -5,7 +5,7 @@
 //! written. What becomes of a named block that is given back, whoever had it last (a request of this instance, a lease
 //! of a decode worker), is the pool's matter (`lagoon_kv::BlockPool`). A sequence that gets all of its memory here looks
 //! its prefix up; at least one of its tokens is computed, for the logits. What nobody has becomes its own; what somebody
-//! has is copied.
+//! has is copied, or mapped at the copy's addresses where the device maps memory.
 //!
 //! Invariants:
 //! * only blocks that are sealed and whole have names, and a block with a name is never written;
@@ -29,7 +29,7 @@ pub struct PrefixStatus {
     pub looked_up_tokens: u64,
     /// Those of them whose KV was found, and was not computed again.
     pub hit_tokens: u64,
-    /// rBlocks of these that were copied, as others had them at the time.
+    /// rBlocks of these that were copied or mapped once more, as others had them at the time.
     pub copied_blocks: u64,
     /// Free rBlocks that keep what they hold.
     pub blocks: u32,

@@ -347,19 +347,6 @@ impl<D: Device> Executor<D> {
         Turn::Worked
     }
 
-    /// Copies the KV of one rBlock, through the host.
-    fn copy(&mut self, from: u32, to: u32, tokens: u32) -> Result<(), DeviceError> {
-        let held = to..to + tokens;
-        self.device.kv_hold(&mut self.kv, slice::from_ref(&held))?;
-        let mut kv = Vec::new();
-        for layer in 0..self.kv_shape.layers as usize {
-            kv.clear();
-            self.device.kv_read(&self.kv, layer, from, tokens, &mut kv)?;
-            self.device.kv_write(&mut self.kv, layer, to, &kv)?;
-        }
-        Ok(())
-    }
-
     fn serve(&mut self, work: GuestWork, reports: &mut dyn FnMut(Report)) {
         match work {
             GuestWork::Query(GuestQuery { tag, .. }) | GuestWork::Read(GuestRead { tag, .. })
@@ -395,7 +382,9 @@ impl<D: Device> Executor<D> {
                 reports(Report::GuestWritten { bytes: write.kv.len(), tag: stored_tag });
             }
             GuestWork::Copy { copy, tokens, mut slots } => {
-                let copied = slots.pop().map_or(Ok(()), |(from, to)| self.copy(from, to, tokens));
+                let layers = self.kv_shape.layers as usize;
+                let mut share = |(from, to)| self.device.kv_share(&mut self.kv, layers, from, to, tokens);
+                let copied = slots.pop().map_or(Ok(()), &mut share);
                 match copied {
                     // One bounded piece of work at a time, before anything that came later: that may overwrite the rest.
                     Ok(()) if !slots.is_empty() => self.guests.push_front(GuestWork::Copy { copy, tokens, slots }),

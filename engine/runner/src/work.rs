@@ -174,8 +174,9 @@ pub enum Command {
     GuestQuery(GuestQuery),
     GuestWrite(GuestWrite),
     GuestRead(GuestRead),
-    /// Copies the KV of all layers of rBlocks, `(first slot it is in, first slot it goes to)` each, `tokens` tokens of one:
-    /// what they hold at this place in the order of commands.
+    /// Has rBlocks hold the KV of others in all layers, `(first slot it is in, first slot it goes to)` each, `tokens` tokens of
+    /// one: what they hold at this place in the order of commands. As a copy or in the same memory
+    /// ([`lagoon_backend::Device::kv_share`]): both are sealed.
     Copy {
         copy: CopyId,
         tokens: u32,

@@ -1,9 +1,11 @@
 //! A host device that behaves like one that maps memory: it has no more KV memory than rBlocks, knows which addresses are
-//! held, spoils what is released, and panics where the engine uses what it does not hold.
+//! held and which of them share memory, spoils what is released, and panics where the engine uses what it does not hold or
+//! writes what is shared.
 
 use lagoon_backend::cpu::CpuDevice;
 use lagoon_backend::{AttnBatch, Device, DeviceError, DeviceInfo, KvCounters, Mode, Partials, WeightSource};
 use lagoon_types::{AttentionGeometry, KvShape, KvSpace};
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 type Inner = CpuDevice;
@@ -20,8 +22,10 @@ pub(super) struct MappedKv {
     inner: <Inner as Device>::Kv,
     shape: KvShape,
     space: KvSpace,
-    held: Vec<bool>,
+    /// By rBlock: the number of the memory that is behind it, 0 where none is.
+    held: Vec<u64>,
     holds: u64,
+    shared: u64,
 }
 
 impl MappedKv {
@@ -32,13 +36,24 @@ impl MappedKv {
     #[track_caller]
     fn assert_held(&self, what: &str, slots: Range<u32>) {
         if self.space.rows > 0 {
-            let missing = self.blocks(&slots).find(|block| !self.held[*block as usize]);
+            let missing = self.blocks(&slots).find(|block| self.held[*block as usize] == 0);
             assert_eq!(missing, None, "{what}: slots {slots:?} have no memory");
         }
     }
 
+    #[track_caller]
+    fn assert_own(&self, what: &str, slots: Range<u32>) {
+        self.assert_held(what, slots.clone());
+        for block in self.blocks(&slots).filter(|_| self.space.rows > 0) {
+            let memory = self.held[block as usize];
+            let places = self.held.iter().filter(|held| **held == memory).count();
+            assert_eq!(places, 1, "{what}: slots {slots:?} are somebody else's, too");
+        }
+    }
+
+    /// rBlocks of memory that are behind something.
     fn count(&self) -> u32 {
-        self.held.iter().filter(|held| **held).count() as u32
+        self.held.iter().filter(|held| **held > 0).collect::<BTreeSet<_>>().len() as u32
     }
 }
 
@@ -76,14 +91,23 @@ impl Device for MappedDevice {
 
     fn kv_in(&mut self, shape: KvShape, space: &KvSpace) -> Result<MappedKv, DeviceError> {
         let inner = self.0.kv(shape, space.slots())?;
-        Ok(MappedKv { inner, shape, space: *space, held: vec![false; space.addresses().unwrap() as usize], holds: 0 })
+        Ok(MappedKv {
+            inner,
+            shape,
+            space: *space,
+            held: vec![0; space.addresses().unwrap() as usize],
+            holds: 0,
+            shared: 0,
+        })
     }
 
     fn kv_hold(&mut self, kv: &mut MappedKv, slots: &[Range<u32>]) -> Result<(), DeviceError> {
         let blocks: Vec<u32> = slots.iter().flat_map(|slots| kv.blocks(slots)).collect();
-        for block in blocks {
-            kv.holds += u64::from(!kv.held[block as usize]);
-            kv.held[block as usize] = true;
+        for block in blocks.into_iter().map(|block| block as usize) {
+            if kv.held[block] == 0 {
+                kv.holds += 1;
+                kv.held[block] = kv.holds;
+            }
         }
         assert!(kv.count() <= kv.space.blocks, "{} rBlocks are held, there are {}", kv.count(), kv.space.blocks);
         Ok(())
@@ -91,7 +115,7 @@ impl Device for MappedDevice {
 
     fn kv_release(&mut self, kv: &mut MappedKv, slots: Range<u32>) -> Result<(), DeviceError> {
         for block in kv.blocks(&slots).filter(|_| kv.space.rows > 0) {
-            if std::mem::take(&mut kv.held[block as usize]) {
+            if std::mem::take(&mut kv.held[block as usize]) > 0 {
                 let spoiled = vec![0xff; kv.space.block_tokens as usize * kv.shape.layer_token_bytes()];
                 for layer in 0..kv.shape.layers as usize {
                     self.0.kv_write(&mut kv.inner, layer, block * kv.space.block_tokens, &spoiled)?;
@@ -101,9 +125,34 @@ impl Device for MappedDevice {
         Ok(())
     }
 
+    fn kv_share(
+        &mut self,
+        kv: &mut MappedKv,
+        layers: usize,
+        from: u32,
+        to: u32,
+        tokens: u32,
+    ) -> Result<(), DeviceError> {
+        kv.assert_held("a prefix", from..from + tokens);
+        if kv.space.rows > 0 {
+            assert_eq!(tokens, kv.space.block_tokens, "whole rBlocks");
+            let (source, target) = ((from / tokens) as usize, (to / tokens) as usize);
+            assert_eq!(kv.held[target], 0, "slot {to} is in use");
+            kv.held[target] = kv.held[source];
+            kv.shared += 1;
+        }
+        let mut bytes = Vec::new();
+        for layer in 0..layers {
+            bytes.clear();
+            self.0.kv_read(&kv.inner, layer, from, tokens, &mut bytes)?;
+            self.0.kv_write(&mut kv.inner, layer, to, &bytes)?;
+        }
+        Ok(())
+    }
+
     fn kv_counters(&self, kv: &MappedKv) -> Option<KvCounters> {
         let free = u64::from(kv.space.blocks - kv.count());
-        Some(KvCounters { groups_per_block: 1, free, in_step: kv.holds, ..KvCounters::default() })
+        Some(KvCounters { groups_per_block: 1, free, in_step: kv.holds, shared: kv.shared, ..KvCounters::default() })
     }
 
     fn write(&mut self, tensor: &mut Tensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
@@ -121,7 +170,7 @@ impl Device for MappedDevice {
     }
 
     fn kv_write(&mut self, kv: &mut MappedKv, layer: usize, slot0: u32, bytes: &[u8]) -> Result<(), DeviceError> {
-        kv.assert_held("a write", slot0..slot0 + (bytes.len() / kv.shape.layer_token_bytes()) as u32);
+        kv.assert_own("a write", slot0..slot0 + (bytes.len() / kv.shape.layer_token_bytes()) as u32);
         self.0.kv_write(&mut kv.inner, layer, slot0, bytes)
     }
 
@@ -180,7 +229,7 @@ impl Device for MappedDevice {
         kv: &mut MappedKv,
         layer: usize,
     ) -> Result<(), DeviceError> {
-        slots.iter().filter(|slot| **slot != u32::MAX).for_each(|slot| kv.assert_held("a step", *slot..*slot + 1));
+        slots.iter().filter(|slot| **slot != u32::MAX).for_each(|slot| kv.assert_own("a step", *slot..*slot + 1));
         self.0.rope_append(qkv, rope, geometry, slots, &mut kv.inner, layer)
     }
 
