@@ -12,12 +12,15 @@ mod lane;
 mod linear;
 mod memory;
 mod plans;
+mod span;
 mod tuner;
+mod windows;
 
 pub use linear::LinearLayers;
 pub use memory::{CudaKv, CudaTensor, CudaWeight};
 pub use tuner::{Tried, TuneFor};
 
+use crate::arena::Arena;
 use crate::driver::{Buffer, Context, Event, Pinned, Priority, copy_to_host};
 use crate::kernels::attention::{Buffers, SHARED_BYTES_LEAST, SHARED_BYTES_MAX, Tuning};
 use crate::kernels::linear::Product;
@@ -27,8 +30,8 @@ use crate::kernels::{Launch, pointwise};
 use crate::virtual_kv::{VirtualKv, VirtualKvError};
 use bytemuck::Pod;
 use lagoon_backend::{
-    AttnBatch, Device, DeviceError, DeviceInfo, KvCounters, LaunchCounters, Mode, Partials, SampleRow, SampledRow,
-    WeightSource,
+    AttnBatch, Device, DeviceError, DeviceInfo, KvCounters, KvPiece, LaunchCounters, Mode, Partials, SampleRow,
+    SampledRow, WeightSource, WindowId,
 };
 use lagoon_kv::vmm::{VmmConfig, VmmLayout};
 use lagoon_types::{AttentionGeometry, KvShape, KvSpace};
@@ -36,10 +39,14 @@ use lane::{Kernels, Lane};
 use linear::Linear;
 use memory::{ADDRESS_BYTES_MAX, layout_for, least_block_tokens, word};
 use plans::Plans;
+use span::Span;
 use std::ops::Range;
+#[cfg(target_os = "linux")]
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::slice;
 use std::sync::Arc;
 use std::time::Duration;
+use windows::Windows;
 
 /// Tokens of KV that are staged at once are as many as fit so many bytes.
 const KV_PIECE_BYTES: usize = 1 << 20;
@@ -90,6 +97,7 @@ pub struct CudaDevice {
     /// Marks and reads ahead of the two lanes of own steps.
     marks: [Event; 2],
     staged: [Staged; 2],
+    windows: Windows,
     /// The lane of the next calls.
     at: usize,
 }
@@ -120,7 +128,8 @@ impl CudaDevice {
         let plans = [Plans::default(), Plans::default()];
         let marks = [Event::new(&context, false)?, Event::new(&context, false)?];
         let staged = [Staged::default(), Staged::default()];
-        Ok(Self { context, options, tuning, lanes, plans, linear, copied, unseen: [false; 2], marks, staged, at: 0 })
+        let (unseen, windows) = ([false; 2], Windows::default());
+        Ok(Self { context, options, tuning, lanes, plans, linear, copied, unseen, marks, staged, windows, at: 0 })
     }
 
     /// KV memory on this device whose rows the caller maps and unmaps: requests, shared prefixes, guests.
@@ -282,38 +291,6 @@ impl CudaDevice {
     }
 }
 
-/// Part of a tensor: from the first wanted element to the last, rows whole but for the two ends.
-#[derive(Debug)]
-struct Span {
-    first: usize,
-    end: usize,
-    stride: usize,
-    cols: Range<usize>,
-}
-
-impl Span {
-    fn of(tensor: &CudaTensor, rows: &Range<usize>, cols: &Range<usize>) -> Self {
-        let stride = tensor.cols;
-        let (first, end) = (rows.start * stride + cols.start, rows.end.saturating_sub(1) * stride + cols.end);
-        let end = if rows.is_empty() || cols.is_empty() { first } else { end };
-        Self { first, end, stride, cols: cols.clone() }
-    }
-
-    fn bytes(&self) -> usize {
-        (self.end - self.first) * 4
-    }
-
-    fn address(&self, tensor: &CudaTensor) -> u64 {
-        tensor.buffer.range(self.first * 4, self.bytes())
-    }
-
-    /// The wanted ones of consecutive elements, of which the first is number `at`.
-    fn take(&self, at: usize, bytes: &[u8], out: &mut Vec<f32>) {
-        let elements = (at..).zip(bytes.chunks_exact(4)).filter(|(at, _)| self.cols.contains(&(at % self.stride)));
-        out.extend(elements.map(|(_, b)| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
-    }
-}
-
 impl Device for CudaDevice {
     type Tensor = CudaTensor;
     type Weight = CudaWeight;
@@ -328,6 +305,34 @@ impl Device for CudaDevice {
             software: false,
             memory_bytes: self.context.memory().ok().map(|(free, _)| free),
         }
+    }
+
+    #[cfg(target_os = "linux")]
+    fn window(&mut self, bytes: usize) -> Result<Option<(WindowId, usize, OwnedFd)>, DeviceError> {
+        self.make_window(bytes)
+    }
+
+    #[cfg(target_os = "linux")]
+    fn window_of(&mut self, descriptor: BorrowedFd<'_>, bytes: usize) -> Result<WindowId, DeviceError> {
+        Ok(self.windows.add(Arena::import(&self.context, descriptor, bytes)?))
+    }
+
+    fn close_window(&mut self, window: WindowId) {
+        self.windows.remove(window);
+    }
+
+    fn kv_to_window(&mut self, kv: &CudaKv, pieces: &[KvPiece], to: WindowId, at: usize) -> Result<(), DeviceError> {
+        self.kv_through("kv_pack", kv, pieces, to, at)
+    }
+
+    fn kv_from_window(
+        &mut self,
+        kv: &mut CudaKv,
+        pieces: &[KvPiece],
+        from: WindowId,
+        at: usize,
+    ) -> Result<(), DeviceError> {
+        self.unpack_window(kv, pieces, from, at)
     }
 
     fn urgent(&mut self, urgent: bool) {

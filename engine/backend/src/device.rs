@@ -14,6 +14,8 @@ use bytes::Bytes;
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape, KvSpace};
 use std::fmt;
 use std::ops::Range;
+#[cfg(target_os = "linux")]
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 /// What a caller of a device cannot foresee.
@@ -183,6 +185,19 @@ pub struct SampledRow {
     pub status: u32,
 }
 
+/// Memory of a device that other processes on its host map, too; see [`Device::window`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct WindowId(pub u32);
+
+/// Tokens of one layer in a window, in the canonical layout `[token][k | v][kv_heads][head_dim]`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvPiece {
+    pub layer: u32,
+    /// Where they are in the store.
+    pub slot0: u32,
+    pub tokens: u32,
+}
+
 /// A KV store, and the memory that each of its layers is in.
 #[cfg(target_os = "linux")]
 pub type SharedKv<K> = (K, Vec<crate::SharedArena>);
@@ -295,6 +310,46 @@ pub trait Device: Send + 'static {
         _granule_slots: usize,
     ) -> Result<Option<SharedKv<Self::Kv>>, DeviceError> {
         Ok(None)
+    }
+
+    /// Memory of this device that another process on this host can map by the descriptor: `bytes` of it, or a little more
+    /// (the number tells). What lies in it goes from one device's KV to another's without passing the host. `None` where the
+    /// backend has no such memory.
+    #[cfg(target_os = "linux")]
+    fn window(&mut self, _bytes: usize) -> Result<Option<(WindowId, usize, OwnedFd)>, DeviceError> {
+        Ok(None)
+    }
+
+    /// Maps the window that another process has made, of so many bytes. The descriptor may be closed afterwards.
+    #[cfg(target_os = "linux")]
+    fn window_of(&mut self, _descriptor: BorrowedFd<'_>, _bytes: usize) -> Result<WindowId, DeviceError> {
+        Err(DeviceError::Unsupported("memory of another process's device".to_owned()))
+    }
+
+    /// Unmaps a window. Its memory is there as long as some process has it.
+    fn close_window(&mut self, _window: WindowId) {}
+
+    /// Packs KV into a window, a piece behind the other from byte `at` (a multiple of 16). It is there when this returns.
+    fn kv_to_window(
+        &mut self,
+        _kv: &Self::Kv,
+        _pieces: &[KvPiece],
+        _window: WindowId,
+        _at: usize,
+    ) -> Result<(), DeviceError> {
+        Err(DeviceError::Unsupported("windows".to_owned()))
+    }
+
+    /// Writes KV from a window, as [`Device::kv_to_window`] packed it; the slots are held. The window may be written when this
+    /// returns.
+    fn kv_from_window(
+        &mut self,
+        _kv: &mut Self::Kv,
+        _pieces: &[KvPiece],
+        _window: WindowId,
+        _at: usize,
+    ) -> Result<(), DeviceError> {
+        Err(DeviceError::Unsupported("windows".to_owned()))
     }
 
     /// Partials for up to `rows` rows.

@@ -14,8 +14,8 @@ pub mod xxh3;
 pub use arena::{ArenaError, ArenaView, SharedArena};
 pub use cpu::CpuDevice;
 pub use device::{
-    AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, KvCounters, LaunchCounters, Mode, Partials, SampleRow,
-    SampledRow, WeightSource,
+    AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, KvCounters, KvPiece, LaunchCounters, Mode, Partials,
+    SampleRow, SampledRow, WeightSource, WindowId,
 };
 pub use paced::{Lateness, PaceProfile, Paced};
 pub use xxh3::Xxh3;

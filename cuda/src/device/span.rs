@@ -1,0 +1,36 @@
+//! Parts of tensors as ranges of memory.
+
+use super::memory::CudaTensor;
+use std::ops::Range;
+
+/// Part of a tensor: from the first wanted element to the last, rows whole but for the two ends.
+#[derive(Debug)]
+pub(super) struct Span {
+    pub(super) first: usize,
+    end: usize,
+    stride: usize,
+    cols: Range<usize>,
+}
+
+impl Span {
+    pub(super) fn of(tensor: &CudaTensor, rows: &Range<usize>, cols: &Range<usize>) -> Self {
+        let stride = tensor.cols;
+        let (first, end) = (rows.start * stride + cols.start, rows.end.saturating_sub(1) * stride + cols.end);
+        let end = if rows.is_empty() || cols.is_empty() { first } else { end };
+        Self { first, end, stride, cols: cols.clone() }
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        (self.end - self.first) * 4
+    }
+
+    pub(super) fn address(&self, tensor: &CudaTensor) -> u64 {
+        tensor.buffer.range(self.first * 4, self.bytes())
+    }
+
+    /// The wanted ones of consecutive elements, of which the first is number `at`.
+    pub(super) fn take(&self, at: usize, bytes: &[u8], out: &mut Vec<f32>) {
+        let elements = (at..).zip(bytes.chunks_exact(4)).filter(|(at, _)| self.cols.contains(&(at % self.stride)));
+        out.extend(elements.map(|(_, b)| f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+    }
+}
