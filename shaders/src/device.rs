@@ -130,6 +130,24 @@ impl WgpuDevice {
         }
         Ok(())
     }
+
+    /// A norm of the first `rows` rows, by the kernel for its weight's encoding.
+    fn norm(
+        &mut self,
+        kernel: impl FnOnce(Encoding) -> Kernel,
+        x: &WgpuTensor,
+        weight: &WgpuWeight,
+        eps: f32,
+        rows: usize,
+        out: &WgpuTensor,
+    ) -> Result<(), DeviceError> {
+        assert!(weight.cols == x.cols && out.cols == x.cols && rows <= x.rows.min(out.rows), "norm shapes");
+        assert_eq!((weight.rows, weight.shards.len()), (1, 1), "a norm's weight is one row");
+        self.gpu.begin()?;
+        let params = params::Norm { rows: word(rows), cols: word(x.cols), quads: word(quads(x.cols)), eps };
+        let buffers = [Some(&x.buf), Some(&weight.shards[0].buf), Some(&out.buf)];
+        self.gpu.dispatch(kernel(self.gpu.encoding(weight.dtype)), &params, &buffers, params.rows, 1)
+    }
 }
 
 impl Device for WgpuDevice {
@@ -225,13 +243,7 @@ impl Device for WgpuDevice {
         rows: usize,
         out: &mut WgpuTensor,
     ) -> Result<(), DeviceError> {
-        assert!(weight.cols == x.cols && out.cols == x.cols && rows <= x.rows.min(out.rows), "norm shapes");
-        assert_eq!((weight.rows, weight.shards.len()), (1, 1), "a norm's weight is one row");
-        self.gpu.begin()?;
-        let params = params::RmsNorm { rows: word(rows), cols: word(x.cols), quads: word(quads(x.cols)), eps };
-        let kernel = Kernel::RmsNorm(self.gpu.encoding(weight.dtype));
-        let buffers = [Some(&x.buf), Some(&weight.shards[0].buf), Some(&out.buf)];
-        self.gpu.dispatch(kernel, &params, &buffers, params.rows, 1)
+        self.norm(Kernel::RmsNorm, x, weight, eps, rows, out)
     }
 
     fn layer_norm(
@@ -242,13 +254,7 @@ impl Device for WgpuDevice {
         rows: usize,
         out: &mut WgpuTensor,
     ) -> Result<(), DeviceError> {
-        assert!(weight.cols == x.cols && out.cols == x.cols && rows <= x.rows.min(out.rows), "norm shapes");
-        assert_eq!((weight.rows, weight.shards.len()), (1, 1), "a norm's weight is one row");
-        self.gpu.begin()?;
-        let params = params::LayerNorm { rows: word(rows), cols: word(x.cols), quads: word(quads(x.cols)), eps };
-        let kernel = Kernel::LayerNorm(self.gpu.encoding(weight.dtype));
-        let buffers = [Some(&x.buf), Some(&weight.shards[0].buf), Some(&out.buf)];
-        self.gpu.dispatch(kernel, &params, &buffers, params.rows, 1)
+        self.norm(Kernel::LayerNorm, x, weight, eps, rows, out)
     }
 
     fn matmul(

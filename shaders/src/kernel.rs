@@ -260,6 +260,7 @@ fn op_source(stem: &str) -> &'static str {
 fn shared_source(name: &str, encoding: Encoding) -> &'static str {
     match (name, encoding) {
         ("grid", _) => include_str!("../wgsl/shared/grid.wgsl"),
+        ("norm", _) => include_str!("../wgsl/shared/norm.wgsl"),
         ("round_f16", _) => include_str!("../wgsl/shared/round_f16.wgsl"),
         ("dtype", Encoding::F32) => include_str!("../wgsl/shared/dtype_f32.wgsl"),
         ("dtype", Encoding::F16) => include_str!("../wgsl/shared/dtype_f16.wgsl"),

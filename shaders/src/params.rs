@@ -34,10 +34,8 @@ params! {
     GatherRows: 16 { index: u32, rows: u32, quads: u32, pad0: u32 }
     /// See `silu_mul.wgsl`.
     SiluMul: 16 { rows: u32, n: u32, x_stride: u32, out_stride: u32 }
-    /// See `rms_norm.wgsl`.
-    RmsNorm: 16 { rows: u32, cols: u32, quads: u32, eps: f32 }
-    /// See `layer_norm.wgsl`.
-    LayerNorm: 16 { rows: u32, cols: u32, quads: u32, eps: f32 }
+    /// See `shared/norm.wgsl`.
+    Norm: 16 { rows: u32, cols: u32, quads: u32, eps: f32 }
     /// See `gelu.wgsl`.
     Gelu: 16 { quads: u32, pad0: u32, pad1: u32, pad2: u32 }
     /// See `matmul.wgsl`.

@@ -26,8 +26,7 @@ fn parse(kernel: Kernel) -> (Module, ModuleInfo) {
 fn fields(kernel: Kernel) -> (Vec<(&'static str, usize, &'static str)>, usize) {
     match kernel {
         Kernel::Embed(_) => (params::Embed::fields(), size_of::<params::Embed>()),
-        Kernel::RmsNorm(_) => (params::RmsNorm::fields(), size_of::<params::RmsNorm>()),
-        Kernel::LayerNorm(_) => (params::LayerNorm::fields(), size_of::<params::LayerNorm>()),
+        Kernel::RmsNorm(_) | Kernel::LayerNorm(_) => (params::Norm::fields(), size_of::<params::Norm>()),
         Kernel::Gelu => (params::Gelu::fields(), size_of::<params::Gelu>()),
         Kernel::Matvec(..) | Kernel::MatmulTiled(_) => (params::Matmul::fields(), size_of::<params::Matmul>()),
         Kernel::RopeAppend(_) => (params::RopeAppend::fields(), size_of::<params::RopeAppend>()),

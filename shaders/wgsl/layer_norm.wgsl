@@ -1,37 +1,8 @@
-// out[r] = (x[r] - mean(x[r])) / sqrt(var(x[r]) + eps) * weight. One workgroup per row. The variance is that of the
-// differences from the mean, in a second pass. Padding is zero and, as the weight's is too, stays zero.
+// out[r] = (x[r] - mean(x[r])) / sqrt(var(x[r]) + eps) * weight. The variance is that of the differences from the mean, in a
+// second pass.
 //#include dtype
 //#include grid
-
-struct Params {
-    rows: u32,
-    cols: u32,
-    // Quads of a row, of both tensors and of the weight.
-    quads: u32,
-    eps: f32,
-}
-
-@group(0) @binding(0) var<uniform> params: Params;
-@group(0) @binding(1) var<storage, read> x: array<vec4<f32>>;
-@group(0) @binding(2) var<storage, read> weight: array<Quad>;
-@group(0) @binding(3) var<storage, read_write> out: array<vec4<f32>>;
-
-const LANES = 128u;
-var<workgroup> sums: array<f32, LANES>;
-
-// The sum of every invocation's `own`, for all of them.
-fn total(own: f32, tid: u32) -> f32 {
-    workgroupBarrier();
-    sums[tid] = own;
-    for (var step = LANES / 2u; step > 0u; step /= 2u) {
-        workgroupBarrier();
-        if tid < step {
-            sums[tid] += sums[tid + step];
-        }
-    }
-    workgroupBarrier();
-    return sums[0];
-}
+//#include norm
 
 @compute @workgroup_size(128)
 fn main(
