@@ -39,6 +39,7 @@ impl<D: Device> Session<D> {
             step_seqs: 1,
             fetch_tokens: 0,
             share_blocks: None,
+            stage_blocks: 0,
         };
         let executor = Executor::new(device, &config, Some(model), executor_config).unwrap();
         Self { executor, steps: 0, fed: 0 }

@@ -15,6 +15,7 @@ use lagoon_backend::conformance::Data;
 use lagoon_cuda::{CudaDevice, CudaOptions};
 use lagoon_instance::RemotePolicy;
 use lagoon_kv::Placement;
+use lagoon_protocol::Role;
 use lagoon_runner::sampling::{SampleError, Sampler};
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
 use lagoon_tests::cluster::{Backend, PoolSpec, Spec, World, greedy};
@@ -86,6 +87,23 @@ fn a_cuda_and_a_cpu_instance_serve_together() {
         }
         drop(world);
         fake.finish();
+    }
+}
+
+/// Prompts computed on one of the two backends and decoded on the other, or both on CUDA: KV passes through host memory,
+/// out of rows of addresses and into others.
+#[test]
+fn prompts_pass_between_cuda_and_the_host() {
+    let pool = PoolSpec::golden("head_dim_64", BLOCK);
+    let cases = [(Backend::Cuda, Backend::Cpu), (Backend::Cpu, Backend::Cuda), (Backend::Cuda, Backend::Cuda)];
+    for (seed, (from, to)) in (30..).zip(cases) {
+        for push in [false, true] {
+            let Some(fake) = driver("prompts_pass_between_cuda_and_the_host", seed) else { return };
+            let worker = |backend, role| Spec { role, ..spec(backend, 12, RemotePolicy::Ship) };
+            let decode = Spec { push, ..worker(to, Role::Decode) };
+            crate::staged::assert_serves(&pool, worker(from, Role::Prefill), decode);
+            fake.finish();
+        }
     }
 }
 

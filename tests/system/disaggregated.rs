@@ -6,30 +6,48 @@ use lagoon_tests::cluster::{Fault, PoolSpec, Spec, World, greedy};
 use lagoon_tests::golden::{Golden, MODELS, max_diff};
 use lagoon_types::limits::{LEASE_TTL_MS, TRANSFER_READ_MS, TRANSFER_REQUEST_MS};
 
+/// When KV is read, and whether the workers' stores can be, or only memory beside them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Mode {
-    Pull,
-    Push,
+struct Mode {
+    push: bool,
+    staged: bool,
 }
 
 impl Mode {
+    const PULL: Self = Self { push: false, staged: false };
+    const PUSH: Self = Self { push: true, staged: false };
+
+    fn prefill(self, blocks: u32) -> Spec {
+        self.of(Spec::prefill(blocks))
+    }
+
     fn decode(self, blocks: u32) -> Spec {
-        Spec { push: self == Self::Push, ..Spec::decode(blocks) }
+        self.of(Spec { push: self.push, ..Spec::decode(blocks) })
+    }
+
+    fn of(self, spec: Spec) -> Spec {
+        Spec { stage_blocks: self.staged.then_some(spec.blocks), ..spec }
     }
 }
 
-macro_rules! in_both_modes {
+macro_rules! in_all_modes {
     ($($name:ident)*) => {
         mod pull {
-            $(#[test] fn $name() { super::$name(super::Mode::Pull); })*
+            $(#[test] fn $name() { super::$name(super::Mode::PULL); })*
         }
         mod push {
-            $(#[test] fn $name() { super::$name(super::Mode::Push); })*
+            $(#[test] fn $name() { super::$name(super::Mode::PUSH); })*
+        }
+        mod staged_pull {
+            $(#[test] fn $name() { super::$name(super::Mode { push: false, staged: true }); })*
+        }
+        mod staged_push {
+            $(#[test] fn $name() { super::$name(super::Mode { push: true, staged: true }); })*
         }
     };
 }
 
-in_both_modes! {
+in_all_modes! {
     a_prompt_is_computed_elsewhere_and_read
     every_model_says_what_transformers_says
     reads_proceed_while_the_prefill_workers_loop_stands_still
@@ -57,7 +75,7 @@ fn pool(spec: &PoolSpec, seed: Option<u64>, specs: &[Spec], workers: usize) -> W
 
 fn a_prompt_is_computed_elsewhere_and_read(mode: Mode) {
     let spec = PoolSpec::golden("llama3_old", 4);
-    let mut world = pool(&spec, None, &[Spec::prefill(40), mode.decode(40)], 1);
+    let mut world = pool(&spec, None, &[mode.prefill(40), mode.decode(40)], 1);
     world.submit(1, greedy(prompt(1, 50, 128), 12));
     world.submit(1, greedy(prompt(2, 17, 128), 9));
     world.submit(1, greedy(prompt(3, 4, 128), 1));
@@ -77,7 +95,7 @@ fn every_model_says_what_transformers_says(mode: Mode) {
     for name in MODELS {
         let golden = Golden::load(name);
         let spec = PoolSpec::golden(name, 4);
-        let mut world = pool(&spec, None, &[Spec { step_rows: 9, ..Spec::prefill(60) }, mode.decode(60)], 1);
+        let mut world = pool(&spec, None, &[Spec { step_rows: 9, ..mode.prefill(60) }, mode.decode(60)], 1);
         let tokens = golden.description.tokens.clone();
         let last = tokens.len() - 1;
         world.submit(1, greedy(tokens, golden.description.greedy_continuation.len() as u32));
@@ -161,7 +179,7 @@ fn a_reader_that_never_ends_is_given_up_at_its_deadline() {
 /// The prefill worker's loop stands still for a second, and its memory is read all the while.
 fn reads_proceed_while_the_prefill_workers_loop_stands_still(mode: Mode) {
     let spec = PoolSpec::golden("llama3_old", 4);
-    let mut world = pool(&spec, None, &[Spec::prefill(40), mode.decode(40)], 1);
+    let mut world = pool(&spec, None, &[mode.prefill(40), mode.decode(40)], 1);
     world.submit(1, greedy(prompt(1, 60, 128), 8));
     run_into_transfer(&mut world, 1);
     // What is pushed is announced by the loop as long as it is computed.
@@ -181,7 +199,7 @@ fn reads_proceed_while_the_prefill_workers_loop_stands_still(mode: Mode) {
 fn what_does_not_fit_the_decode_worker_stays_where_it_was_computed(mode: Mode) {
     for name in ["llama3_old", "mpt", "mistral_window"] {
         let spec = PoolSpec::golden(name, 4);
-        let mut world = pool(&spec, None, &[Spec::prefill(40), mode.decode(16)], 1);
+        let mut world = pool(&spec, None, &[mode.prefill(40), mode.decode(16)], 1);
         world.submit(1, greedy(prompt(1, 110, 128), 10));
         world.run_until(|w| w.requests[0].tokens.len() >= 2);
         let status = world.nodes[1].live().status();
@@ -199,7 +217,7 @@ fn what_does_not_fit_the_decode_worker_stays_where_it_was_computed(mode: Mode) {
 /// Damage is found and read again, and so is what a broken path did not bring.
 fn damage_and_broken_paths_cost_a_second_read(mode: Mode) {
     let spec = PoolSpec::golden("yi", 4);
-    let mut world = pool(&spec, None, &[Spec::prefill(40), mode.decode(40)], 1);
+    let mut world = pool(&spec, None, &[mode.prefill(40), mode.decode(40)], 1);
     world.damage_next_read(1);
     world.submit(1, greedy(prompt(1, 60, 150), 4));
     world.run();
@@ -218,8 +236,8 @@ fn prefill_workers_die_at_every_stage(mode: Mode) {
     let spec = PoolSpec::golden("llama3_old", 4);
     for stage in ["asked", "ready", "pulling", "decoding"] {
         // A decode worker that is full makes what is ready wait. Pushed, it waits for its last part.
-        let mut world = pool(&spec, None, &[Spec::prefill(60), Spec::prefill(60), mode.decode(30)], 2);
-        let first = (stage == "ready" && mode == Mode::Pull).then(|| world.submit(2, greedy(prompt(9, 90, 128), 20)));
+        let mut world = pool(&spec, None, &[mode.prefill(60), mode.prefill(60), mode.decode(30)], 2);
+        let first = (stage == "ready" && !mode.push).then(|| world.submit(2, greedy(prompt(9, 90, 128), 20)));
         if let Some(first) = first {
             world.run_until(|w| w.requests[first].tokens.len() > 2);
         }
@@ -248,7 +266,7 @@ fn prefill_workers_die_at_every_stage(mode: Mode) {
 /// Nobody waits for a worker for ever.
 fn a_decode_worker_without_workers_computes_prompts_itself(mode: Mode) {
     let spec = PoolSpec::golden("llama3_old", 4);
-    let mut world = pool(&spec, None, &[Spec::prefill(20), mode.decode(40)], 1);
+    let mut world = pool(&spec, None, &[mode.prefill(20), mode.decode(40)], 1);
     // Too long for the worker.
     world.submit(1, greedy(prompt(1, 100, 128), 4));
     world.run();
@@ -265,7 +283,7 @@ fn decode_workers_die_at_every_stage(mode: Mode) {
     let spec = PoolSpec::golden("llama3_old", 4);
     for stage in ["asked", "pulling", "left behind"] {
         let blocks = if stage == "left behind" { 16 } else { 40 };
-        let mut world = pool(&spec, None, &[Spec::prefill(60), mode.decode(blocks)], 1);
+        let mut world = pool(&spec, None, &[mode.prefill(60), mode.decode(blocks)], 1);
         world.submit(1, greedy(prompt(1, 90, 128), 30));
         match stage {
             "asked" => world.run_until(|w| w.nodes[0].live().status().prefill.jobs > 0),
@@ -282,7 +300,7 @@ fn decode_workers_die_at_every_stage(mode: Mode) {
 fn cancelled_requests_leave_nothing_at_any_stage(mode: Mode) {
     let spec = PoolSpec::golden("llama3_old", 4);
     for stage in ["waiting", "asked", "ready", "pulling", "decoding"] {
-        let mut world = pool(&spec, None, &[Spec::prefill(60), mode.decode(40)], 1);
+        let mut world = pool(&spec, None, &[mode.prefill(60), mode.decode(40)], 1);
         let request = world.submit(1, greedy(prompt(1, 90, 128), 30));
         match stage {
             "asked" => world.run_until(|w| w.nodes[0].live().status().prefill.jobs > 0),
@@ -301,7 +319,7 @@ fn cancelled_requests_leave_nothing_at_any_stage(mode: Mode) {
 /// The gManager dies: requests go on, new ones too, and a worker that comes later is found by the next gManager.
 fn workers_serve_on_without_a_gmanager(mode: Mode) {
     let spec = PoolSpec::golden("llama3_old", 4);
-    let mut world = pool(&spec, None, &[Spec::prefill(40), mode.decode(60)], 1);
+    let mut world = pool(&spec, None, &[mode.prefill(40), mode.decode(60)], 1);
     world.submit(1, greedy(prompt(1, 60, 128), 8));
     run_into_transfer(&mut world, 1);
     world.kill_gmanager();
@@ -309,7 +327,7 @@ fn workers_serve_on_without_a_gmanager(mode: Mode) {
     world.run();
     assert_eq!(world.nodes[1].live().status().prefill.pulled, 2);
     world.start_gmanager();
-    world.add(Spec::prefill(60));
+    world.add(mode.prefill(60));
     world.run_until(|w| w.nodes[1].live().status().prefill.workers == 2);
     world.submit(1, greedy(prompt(3, 200, 128), 2));
     world.run();
@@ -322,7 +340,7 @@ fn workers_serve_on_without_a_gmanager(mode: Mode) {
 fn broken_sessions_repeat_what_was_not_answered(mode: Mode) {
     let spec = PoolSpec::golden("llama3_old", 4);
     for stage in ["asked", "ready", "pulling"] {
-        let mut world = pool(&spec, None, &[Spec::prefill(60), mode.decode(40)], 1);
+        let mut world = pool(&spec, None, &[mode.prefill(60), mode.decode(40)], 1);
         let request = world.submit(1, greedy(prompt(1, 90, 128), 6));
         match stage {
             "asked" => world.run_until(|w| w.nodes[0].live().status().prefill.jobs > 0),
@@ -333,7 +351,7 @@ fn broken_sessions_repeat_what_was_not_answered(mode: Mode) {
         world.run();
         let status = world.nodes[1].live().status().prefill;
         // What is pushed is read before the worker has said that it is computed.
-        let unsaid = stage == "asked" || (stage == "pulling" && mode == Mode::Push);
+        let unsaid = stage == "asked" || (stage == "pulling" && mode.push);
         assert_eq!((status.retried > 0, status.own), (unsaid, 0), "{stage}: {status:?}");
         assert_equals_single(stage, &world, &spec);
         world.run_for(20_000);
@@ -345,7 +363,7 @@ fn broken_sessions_repeat_what_was_not_answered(mode: Mode) {
 fn shuffled_pools_say_the_same_and_leave_nothing(mode: Mode) {
     let spec = PoolSpec::golden("llama3_old", 4);
     for seed in 0..12 {
-        let specs = [Spec::prefill(30), Spec::prefill(24), mode.decode(26), mode.decode(40)];
+        let specs = [mode.prefill(30), mode.prefill(24), mode.decode(26), mode.decode(40)];
         let mut world = pool(&spec, Some(seed), &specs, 2);
         let mut rng = lagoon_tests::cluster::Rng(seed);
         for n in 0..10 {
@@ -383,7 +401,7 @@ const LAYER_TOKEN_BYTES: u64 = 2 * 16 * 4;
 /// pulled KV arrives afterwards.
 #[test]
 fn pushed_kv_arrives_while_the_prompt_is_computed() {
-    for (mode, step_rows) in [(Mode::Pull, 64), (Mode::Push, 64), (Mode::Push, 16)] {
+    for (mode, step_rows) in [(Mode::PULL, 64), (Mode::PUSH, 64), (Mode::PUSH, 16)] {
         let spec = PoolSpec::golden("llama3_old", 4);
         let worker = Spec { step_rows, step_ms: 40, ..Spec::prefill(40) };
         let mut world = pool(&spec, None, &[worker, mode.decode(40)], 1);
@@ -391,7 +409,7 @@ fn pushed_kv_arrives_while_the_prompt_is_computed() {
         world.run_until(|w| w.nodes[0].live().status().prefill.queued_tokens > 0);
         let reserved = |w: &World| w.nodes[1].live().status().sequences[0].reserved_blocks;
         // 60 tokens and the next one.
-        assert_eq!(reserved(&world), if mode == Mode::Push { 16 } else { 0 });
+        assert_eq!(reserved(&world), if mode.push { 16 } else { 0 });
         world.run_until(|w| !w.requests[0].tokens.is_empty());
         let early = world.nodes[1].live().status().prefill.bytes;
         world.run();
@@ -400,7 +418,7 @@ fn pushed_kv_arrives_while_the_prompt_is_computed() {
         assert_eq!(all, layers * 60 * LAYER_TOKEN_BYTES);
         // Of the last step, all layers but the last are said to be there before it ends.
         let last_step = if step_rows == 16 { 12 } else { 60 };
-        let expected = if mode == Mode::Push { all - last_step * LAYER_TOKEN_BYTES } else { 0 };
+        let expected = if mode.push { all - last_step * LAYER_TOKEN_BYTES } else { 0 };
         assert_eq!(early, expected, "{mode:?} in steps of {step_rows}, {layers} layers");
         assert_equals_single("overlapped", &world, &spec);
         world.check_empty();
@@ -410,14 +428,14 @@ fn pushed_kv_arrives_while_the_prompt_is_computed() {
 /// What the paper holds against push: a full decode worker keeps prefill workers idle.
 #[test]
 fn a_full_decode_worker_keeps_pushed_prompts_back() {
-    for mode in [Mode::Pull, Mode::Push] {
+    for mode in [Mode::PULL, Mode::PUSH] {
         let spec = PoolSpec::golden("llama3_old", 4);
         let mut world = pool(&spec, None, &[Spec::prefill(60), mode.decode(30)], 1);
         world.submit(1, greedy(prompt(9, 90, 128), 20));
         world.run_until(|w| w.requests[0].tokens.len() > 2);
         let second = world.submit(1, greedy(prompt(1, 60, 128), 8));
         world.run_until(|w| w.requests[0].tokens.len() > 15);
-        let pulled = mode == Mode::Pull;
+        let pulled = !mode.push;
         assert_eq!(world.requests[second].tokens.len(), usize::from(pulled), "{mode:?}");
         assert_eq!(world.nodes[0].live().status().prefill.jobs_done, 1 + u64::from(pulled), "{mode:?}");
         world.run();
@@ -431,7 +449,7 @@ fn a_full_decode_worker_keeps_pushed_prompts_back() {
 fn a_failed_step_ends_what_was_pushed_of_it() {
     let spec = PoolSpec::golden("llama3_old", 4);
     let worker = Spec { step_ms: 40, ..Spec::prefill(40) };
-    let mut world = pool(&spec, None, &[worker, Mode::Push.decode(40)], 1);
+    let mut world = pool(&spec, None, &[worker, Mode::PUSH.decode(40)], 1);
     world.submit(1, greedy(prompt(1, 60, 128), 8));
     run_into_transfer(&mut world, 1);
     world.break_device(0, Fault::Step);

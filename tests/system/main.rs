@@ -28,4 +28,5 @@ mod process_standby;
 mod process_up;
 mod random;
 mod recovery;
+mod staged;
 mod threshold;

@@ -130,6 +130,10 @@ pub(crate) struct EngineArgs {
     /// Tokens of KV in each instance's host memory besides, lent to itself and others as a kv node of the pool.
     #[arg(long, value_name = "N")]
     pub(crate) host_kv_tokens: Option<u32>,
+    /// Tokens of host memory through which KV that others compute or are computed for passes, where others cannot read
+    /// the device's memory (wgpu, CUDA) [default: twice the longest sequence, at most all].
+    #[arg(long, value_name = "N")]
+    pub(crate) stage_kv_tokens: Option<u32>,
     /// Tokens in an rBlock; the same in the whole pool.
     #[arg(long, value_name = "N", default_value_t = lagoon_types::limits::BLOCK_TOKENS_DEFAULT)]
     pub(crate) block_tokens: u32,
@@ -226,6 +230,7 @@ impl EngineArgs {
         flags.extend(self.move_tokens_per_step.map(|n| format!("--move-tokens-per-step={n}")));
         flags.extend((!self.prefix_cache).then(|| "--prefix-cache=off".to_owned()));
         flags.extend((!self.move_overlap).then(|| "--move-overlap=off".to_owned()));
+        flags.extend(self.stage_kv_tokens.map(|n| format!("--stage-kv-tokens={n}")));
         flags.extend(self.host_kv_tokens.map(|n| format!("--host-kv-tokens={n}")));
         flags.extend(self.target_tbt_ms.map(|ms| format!("--target-tbt-ms={ms}")));
         flags.extend(self.threads.map(|n| format!("--threads={n}")));

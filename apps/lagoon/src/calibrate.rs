@@ -286,6 +286,7 @@ mod tests {
             step_seqs: 4,
             fetch_tokens: 0,
             share_blocks: None,
+            stage_blocks: 0,
         };
         let executor = Executor::new(device, &model.config, weights, config).unwrap();
         let subject = Subject {

@@ -200,6 +200,7 @@ fn engine_args(args: &DemoArgs, backend: &str) -> EngineArgs {
         kv_dtype: None,
         kv_tokens: Some(args.kv_tokens),
         host_kv_tokens: None,
+        stage_kv_tokens: None,
         block_tokens: limits::BLOCK_TOKENS_DEFAULT,
         step_tokens: u32::try_from(limits::STEP_ROWS_DEFAULT).unwrap_or(u32::MAX),
         max_running: 8,

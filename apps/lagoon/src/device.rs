@@ -78,8 +78,9 @@ pub(crate) struct Running {
     pub(crate) info: DeviceInfo,
     /// How its KV is addressed.
     pub(crate) space: KvSpace,
-    /// Its KV, if that is shared.
+    /// Its KV, if that is shared, or memory for so many rBlocks beside it.
     pub(crate) arenas: Vec<KvArena>,
+    pub(crate) stage_blocks: u32,
     /// What it measured of itself, now or earlier.
     pub(crate) calibration: Option<Calibration>,
 }
@@ -92,8 +93,9 @@ const CALIBRATION_BUDGET: Duration = Duration::from_secs(1);
 pub(crate) struct Sizes {
     pub(crate) blocks_total: u32,
     pub(crate) kv_dtype: lagoon_types::DType,
-    /// In memory that others may read and fill, where the backend has such.
+    /// In memory that others may read and fill, where the backend has such; else through memory for so many rBlocks.
     pub(crate) shared: bool,
+    pub(crate) stage_blocks: u32,
 }
 
 /// A row of addresses for each sequence that runs or is about to, as long as the model's longest.
@@ -195,6 +197,7 @@ fn load<D: Device>(
         step_seqs: args.max_running.min(args.step_tokens as usize),
         fetch_tokens: FETCH_TOKENS as usize,
         share_blocks: sizes.shared.then_some(args.block_tokens),
+        stage_blocks: sizes.stage_blocks,
     };
     let runs_requests = weights.is_some();
     let mut executor = Executor::new(device, &model.config, weights, config)
@@ -210,7 +213,9 @@ fn load<D: Device>(
     };
     let calibration = measured(&mut executor, subject, args, model, &info)?;
     let arenas = executor.arenas().to_vec();
-    Ok(Running { thread: lagoon_runner::spawn(executor, report), info, space, arenas, calibration })
+    let stage_blocks = if executor.stages() { sizes.stage_blocks } else { 0 };
+    let thread = lagoon_runner::spawn(executor, report);
+    Ok(Running { thread, info, space, arenas, stage_blocks, calibration })
 }
 
 /// What is known of the executor's speed: from the cache, or measured now, as the flag says.

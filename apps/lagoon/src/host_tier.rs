@@ -53,7 +53,8 @@ impl HostTier {
             "--host-kv-tokens {tokens} is less than one rBlock of {} tokens\nhint: raise it, or leave it out",
             args.block_tokens
         );
-        let sizes = Sizes { blocks_total: tokens / args.block_tokens, kv_dtype: of.kv.dtype, shared: false };
+        let blocks_total = tokens / args.block_tokens;
+        let sizes = Sizes { blocks_total, kv_dtype: of.kv.dtype, shared: false, stage_blocks: 0 };
         let (report, reports) = mpsc::unbounded_channel();
         // A profile paces the instance's device, not the host.
         let own = EngineArgs { pace: None, ..args.clone() };

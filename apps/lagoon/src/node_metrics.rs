@@ -115,6 +115,8 @@ fn record_prefill(of: &PrefillStatus) {
     states.iter().for_each(|(state, n)| counter!("lagoon_prefill_prompts_total", "state" => *state).absolute(*n));
     let states = [("done", of.jobs_done), ("refused", of.jobs_refused), ("dropped", of.jobs_dropped)];
     states.iter().for_each(|(state, n)| counter!("lagoon_prefill_jobs_total", "state" => *state).absolute(*n));
+    gauge!("lagoon_transfer_stage_blocks_used").set(of.stage_blocks_used);
+    counter!("lagoon_transfer_stage_waits_total").absolute(of.stage_waits);
     counter!("lagoon_transfer_reads_total").absolute(of.reads);
     counter!("lagoon_transfer_transactions_total").absolute(of.transactions);
     counter!("lagoon_transfer_bytes_total").absolute(of.bytes);
@@ -132,6 +134,11 @@ fn describe_prefill() {
         "Prompts that others computed (pulled), gave back or lost (retried), and that nobody took (own)."
     );
     describe_counter!("lagoon_prefill_jobs_total", "Prompts for others, by what became of them.");
+    describe_gauge!(
+        "lagoon_transfer_stage_blocks_used",
+        "rBlocks of host memory in use through which KV passes where others cannot read the device's."
+    );
+    describe_counter!("lagoon_transfer_stage_waits_total", "Prompts for others that waited for such memory.");
     describe_counter!("lagoon_transfer_reads_total", "Reads of KV before merging.");
     describe_counter!("lagoon_transfer_transactions_total", "Reads of KV after merging (KVDirect's coalescing).");
     describe_counter!("lagoon_transfer_bytes_total", "Bytes of KV that were read.");

@@ -199,9 +199,7 @@ fn start_transfers(
     }
     anyhow::ensure!(
         !running.arenas.is_empty(),
-        "prefill and decode workers need KV in memory that others can read, and the {} backend has none here\n\
-         hint: --backend cpu on Linux has; or leave out --role",
-        running.info.backend
+        "prefill and decode workers need memory that others can read, which Linux has\nhint: leave out --role"
     );
     let listen = args.transfer_quic.unwrap_or(SocketAddr::new(args.quic.ip(), 0));
     Transfers::start(config, &running.arenas, (listen, args.advertise), &args.tls.identity()?).map(Some)
@@ -217,7 +215,11 @@ fn sizes(args: &ServeArgs, model: &OpenModel) -> anyhow::Result<Sizes> {
         block_tokens > 0 && kv_tokens >= block_tokens,
         "--kv-tokens {kv_tokens} is less than one rBlock of {block_tokens} tokens\nhint: raise --kv-tokens or lower --block-tokens"
     );
-    Ok(Sizes { blocks_total: kv_tokens / block_tokens, kv_dtype, shared: shares_kv(args.role) })
+    let (blocks_total, shared) = (kv_tokens / block_tokens, shares_kv(args.role));
+    // Room for one prompt that is read while another one arrives.
+    let enough = (2 * model.config.max_positions.div_ceil(block_tokens)).min(blocks_total);
+    let stage_blocks = args.engine.stage_kv_tokens.map_or(enough, |tokens| tokens.div_ceil(block_tokens)).max(1);
+    Ok(Sizes { blocks_total, kv_dtype, shared, stage_blocks: if shared { stage_blocks } else { 0 } })
 }
 
 /// The endpoint of the host memory tier: beside the instance's own.
@@ -260,7 +262,8 @@ pub(crate) async fn run(args: ServeArgs) -> anyhow::Result<()> {
         calibration: running.calibration.clone(),
         ..instance_config(&args, &model, sizes, running.info.backend, http_addr, quic_addr)
     };
-    let transfer = shares_kv(args.role).then(|| transfers::config(&config, sizes, &args.engine)).transpose()?;
+    let transfer =
+        shares_kv(args.role).then(|| transfers::config(&config, running.stage_blocks, &args.engine)).transpose()?;
     let config = InstanceConfig { transfer, ..config };
     let transfers = start_transfers(&args, &config, &running)?;
     let host = HostTier::start(&args.engine, &model, &config, &stop, || join_host(&args))?;

@@ -3,7 +3,6 @@
 //! stands still.
 
 use crate::args::{EngineArgs, KvTransferArg, TransferPathArg};
-use crate::device::Sizes;
 use crate::path_probe::{self, PathRow};
 use anyhow::Context;
 use lagoon_instance::{InstanceConfig, TransferConfig, TransferEffect, TransferEvent};
@@ -126,13 +125,16 @@ impl Meter {
     }
 }
 
-/// What an instance needs to know of its memory to take part. Where the path is QUIC, others on this host do not share
+/// What an instance needs to know of its memory to take part, or of memory for so many rBlocks beside it. Where the path is QUIC, others on this host do not share
 /// memory with it either.
-pub(crate) fn config(of: &InstanceConfig, sizes: Sizes, engine: &EngineArgs) -> anyhow::Result<TransferConfig> {
+pub(crate) fn config(of: &InstanceConfig, stage_blocks: u32, engine: &EngineArgs) -> anyhow::Result<TransferConfig> {
     let far = engine.transfer_path == TransferPathArg::Quic;
     let host = if far { String::new() } else { host_identity() };
-    let config = TransferConfig::new(of.model_hash, of.kv, (sizes.blocks_total, of.block_tokens), host)
-        .context("describe the KV store to others")?;
+    let config = match stage_blocks {
+        0 => TransferConfig::new(of.model_hash, of.kv, (of.blocks_total, of.block_tokens), host),
+        blocks => TransferConfig::staged(of.model_hash, of.kv, (blocks, of.block_tokens), host),
+    };
+    let config = config.context("describe the KV store to others")?;
     Ok(TransferConfig { push: engine.kv_transfer == KvTransferArg::Push, ..config })
 }
 

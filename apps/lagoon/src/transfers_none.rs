@@ -1,7 +1,6 @@
 //! KV transfer needs shared memory that only Linux has: elsewhere nothing is exported and nothing read.
 
 use crate::args::EngineArgs;
-use crate::device::Sizes;
 use crate::path_probe::PathRow;
 use lagoon_instance::{InstanceConfig, TransferConfig, TransferEffect, TransferEvent};
 use lagoon_runner::KvArena;
@@ -16,7 +15,7 @@ pub(crate) enum Told {}
 #[derive(Debug)]
 pub(crate) enum Transfers {}
 
-pub(crate) fn config(_of: &InstanceConfig, _sizes: Sizes, _engine: &EngineArgs) -> anyhow::Result<TransferConfig> {
+pub(crate) fn config(_of: &InstanceConfig, _stage_blocks: u32, _engine: &EngineArgs) -> anyhow::Result<TransferConfig> {
     anyhow::bail!("prefill and decode workers need Linux\nhint: leave out --role")
 }
 

@@ -108,6 +108,7 @@ impl Side {
             step_seqs: 64,
             fetch_tokens: FETCH_TOKENS as usize,
             share_blocks: None,
+            stage_blocks: 0,
         };
         let executor = Executor::new(device, &config, Some(model), sizes)?;
         let (report, reports) = mpsc::unbounded_channel();

@@ -15,9 +15,25 @@ pub struct TransferConfig {
     pub host: String,
     /// A decode worker allocates memory before a prompt is computed and reads its KV meanwhile, rather than afterwards.
     pub push: bool,
+    /// The layout is that of so many rBlocks of memory beside the KV store, through which what others read and what is read
+    /// passes: the store itself is the device's alone. 0 where it is not.
+    pub stage_blocks: u32,
 }
 
 impl TransferConfig {
+    /// Of a store that the device has alone, with memory for `stage_blocks` rBlocks beside it.
+    ///
+    /// # Errors
+    /// For sizes that no layout has.
+    pub fn staged(
+        model: ModelHash,
+        kv: KvShape,
+        (stage_blocks, block_tokens): (u32, u32),
+        host: String,
+    ) -> Result<Self, LayoutError> {
+        Ok(Self { stage_blocks, ..Self::new(model, kv, (stage_blocks, block_tokens), host)? })
+    }
+
     /// Of a store with one region a layer, each `[slot][k | v][kv_heads][head_dim]`: blocks of `block_tokens` slots.
     ///
     /// # Errors
@@ -57,7 +73,7 @@ impl TransferConfig {
             region_bytes: vec![region_bytes; kv.layers as usize],
             planes: (0..kv.layers).map(plane).collect(),
         })?;
-        Ok(Self { layout, host, push: false })
+        Ok(Self { layout, host, push: false, stage_blocks: 0 })
     }
 }
 

@@ -435,6 +435,7 @@ impl Instance {
             }
             Report::Failed { step, lane, error } => self.on_step_failed(step, lane, &error),
             Report::Copied { copy, error } => self.on_copied(copy, error.as_ref()),
+            Report::Staged { stage, error } => self.on_staged(stage, error.as_ref()),
             Report::Memory(counters) => self.memory = Some(counters),
             Report::Launches(counters) => self.launches = Some(counters),
             Report::GuestPartial { tag, out, lse, count } => self.on_guest_partial(tag, out, lse, count),

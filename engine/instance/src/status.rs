@@ -131,6 +131,7 @@ impl Instance {
             blocks_settling: self.prefills.settling(),
             blocks_handed_over: self.rm.handed_over(),
             blocks_held_back: self.rm.held_back(),
+            stage_blocks_used: self.prefills.staged(),
             jobs: self.jobs(),
             queued_tokens: self.queued_tokens(),
             reads: stats.reads,

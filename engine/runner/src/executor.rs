@@ -4,6 +4,7 @@ use crate::guest::{AttentionShape, GuestBuffers};
 use crate::lane::{LaneBuffers, RemoteBuffers};
 use crate::pass::{Pass, Progress};
 use crate::sampling::Sampler;
+use crate::stage::Stages;
 use crate::work::{Command, CopyId, GuestQuery, GuestRead, GuestWrite, Report};
 use lagoon_backend::{Device, DeviceError, KvCounters, LaunchCounters, SampleRow, SampledRow};
 use lagoon_model::{LlamaWeights, ModelConfig, Rope};
@@ -28,6 +29,9 @@ pub struct ExecutorConfig {
     pub fetch_tokens: usize,
     /// Tokens of an rBlock, if the KV store is to lie in memory that others read and fill by whole rBlocks (KV transfer).
     pub share_blocks: Option<u32>,
+    /// rBlocks of the memory beside the store that others read and fill where they cannot read and fill the store itself;
+    /// 0 for none.
+    pub stage_blocks: u32,
 }
 
 /// Memory of one layer's KV that others may read and fill.
@@ -37,23 +41,37 @@ pub type KvArena = lagoon_backend::SharedArena;
 #[cfg(not(target_os = "linux"))]
 pub type KvArena = std::convert::Infallible;
 
-/// The KV store, in shared memory if that is asked for and can be.
+/// The KV store, in shared memory if that is asked for and can be, else with such memory beside it, which the last says.
 #[cfg(target_os = "linux")]
 fn store<D: Device>(
     device: &mut D,
     shape: KvShape,
     config: &ExecutorConfig,
-) -> Result<(D::Kv, Vec<KvArena>), DeviceError> {
+) -> Result<(D::Kv, Vec<KvArena>, bool), DeviceError> {
     let shared = match config.share_blocks {
         Some(block_tokens) if config.kv.rows == 0 => {
             device.kv_shared(shape, config.kv.slots(), block_tokens as usize)?
         }
         _ => None,
     };
-    match shared {
-        Some(shared) => Ok(shared),
-        None => Ok((device.kv_in(shape, &config.kv)?, Vec::new())),
+    if let Some((kv, arenas)) = shared {
+        return Ok((kv, arenas, false));
     }
+    let stages = config.share_blocks.filter(|_| config.stage_blocks > 0);
+    let arenas = stages.map(|block_tokens| staging(shape, config.stage_blocks, block_tokens)).transpose()?;
+    Ok((device.kv_in(shape, &config.kv)?, arenas.unwrap_or_default(), stages.is_some()))
+}
+
+/// Memory for so many rBlocks beside a store, an arena a layer, whose accesses exclude each other by rBlock.
+#[cfg(target_os = "linux")]
+fn staging(shape: KvShape, blocks: u32, block_tokens: u32) -> Result<Vec<KvArena>, DeviceError> {
+    let granule_bytes = block_tokens as usize * shape.layer_token_bytes();
+    let bytes = (blocks as usize).saturating_mul(granule_bytes);
+    let arena = |_| {
+        KvArena::new(bytes, granule_bytes)
+            .map_err(|error| DeviceError::OutOfMemory { what: format!("staging KV ({error})"), bytes: bytes as u64 })
+    };
+    (0..shape.layers).map(arena).collect()
 }
 
 #[cfg(not(target_os = "linux"))]
@@ -61,8 +79,8 @@ fn store<D: Device>(
     device: &mut D,
     shape: KvShape,
     config: &ExecutorConfig,
-) -> Result<(D::Kv, Vec<KvArena>), DeviceError> {
-    Ok((device.kv_in(shape, &config.kv)?, Vec::new()))
+) -> Result<(D::Kv, Vec<KvArena>, bool), DeviceError> {
+    Ok((device.kv_in(shape, &config.kv)?, Vec::new(), false))
 }
 
 /// A model on a device.
@@ -117,6 +135,9 @@ pub struct Executor<D: Device> {
     config: ExecutorConfig,
     kv: D::Kv,
     arenas: Vec<KvArena>,
+    stages: Option<Stages>,
+    /// The last turn was for what is staged, if there was any: it and passes take turns.
+    staged_last: bool,
     kv_shape: KvShape,
     attention: AttentionShape,
     /// `None` on a kv node.
@@ -154,7 +175,7 @@ impl<D: Device> Executor<D> {
         config: ExecutorConfig,
     ) -> Result<Self, DeviceError> {
         let kv_shape = shape.kv_shape(config.kv_dtype);
-        let (kv, arenas) = store(&mut device, kv_shape, &config)?;
+        let (kv, arenas, staged) = store(&mut device, kv_shape, &config)?;
         let attention = AttentionShape {
             geometry: shape.geometry,
             scale: shape.attention_scale(),
@@ -181,7 +202,9 @@ impl<D: Device> Executor<D> {
             device,
             config,
             kv,
+            stages: staged.then(|| Stages::new(arenas.clone(), kv_shape.layer_token_bytes())),
             arenas,
+            staged_last: false,
             kv_shape,
             attention,
             forward,
@@ -208,9 +231,14 @@ impl<D: Device> Executor<D> {
         self.device.kv_counters(&self.kv)
     }
 
-    /// The memory of each layer's KV, if it can be shared and that was asked for; else none.
+    /// The memory of each layer's KV, or beside it, that others read and fill, if that was asked for and can be; else none.
     pub fn arenas(&self) -> &[KvArena] {
         &self.arenas
+    }
+
+    /// Whether that memory lies beside the store ([`Command::Stage`]).
+    pub fn stages(&self) -> bool {
+        self.stages.is_some()
     }
 
     /// The device, for its description.
@@ -221,7 +249,8 @@ impl<D: Device> Executor<D> {
     /// Queues a command.
     ///
     /// # Panics
-    /// If a step comes while its lane is busy, or to a kv node: bugs of the caller.
+    /// If a step comes while its lane is busy, or to a kv node, or KV is to be staged and there is nowhere to: bugs of the
+    /// caller.
     pub fn push(&mut self, command: Command) {
         self.worked = true;
         match command {
@@ -252,6 +281,7 @@ impl<D: Device> Executor<D> {
             Command::GuestWrite(write) => self.guests.push_back(GuestWork::Write(write)),
             Command::GuestRead(read) => self.guests.push_back(GuestWork::Read(read)),
             Command::Copy { copy, tokens, slots } => self.guests.push_back(GuestWork::Copy { copy, tokens, slots }),
+            Command::Stage(work) => self.stages.as_mut().expect("there is memory beside the store").push(work),
             Command::Release { slots } => self.guests.push_back(GuestWork::Release(slots)),
         }
     }
@@ -281,6 +311,10 @@ impl<D: Device> Executor<D> {
             self.device.urgent(false);
             return Turn::Worked;
         }
+        self.staged_last = !self.staged_last;
+        if self.staged_last && self.stage(reports) {
+            return Turn::Worked;
+        }
         let other = match self.last {
             Lane::Local => Lane::Remote,
             Lane::Remote => Lane::Local,
@@ -293,10 +327,22 @@ impl<D: Device> Executor<D> {
                 (_, second) => second,
             },
         };
+        if !matches!(turn, Turn::Worked) && self.stage(reports) {
+            return Turn::Worked;
+        }
         if matches!(turn, Turn::Idle) {
             self.tell_counters(reports);
         }
         turn
+    }
+
+    /// Copies a piece between the store and the memory beside it, while passes wait for the device and between their layers.
+    fn stage(&mut self, reports: &mut dyn FnMut(Report)) -> bool {
+        let Some(stages) = self.stages.as_mut().filter(|stages| stages.is_busy()) else { return false };
+        self.device.urgent(true);
+        let staged = stages.turn(&mut self.device, &mut self.kv, reports);
+        self.device.urgent(false);
+        staged
     }
 
     /// Says what mapping memory and keeping launches have come to, where that changed.

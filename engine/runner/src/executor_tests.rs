@@ -33,6 +33,7 @@ fn slow() -> Executor<Paced<CpuDevice>> {
         step_seqs: 2,
         fetch_tokens: 0,
         share_blocks: None,
+        stage_blocks: 0,
     };
     Executor::new(device, &config, Some(model), sizes).unwrap()
 }

@@ -12,6 +12,7 @@ mod guest;
 mod lane;
 mod pass;
 pub mod sampling;
+mod stage;
 mod thread;
 mod work;
 
@@ -19,5 +20,5 @@ pub use executor::{Executor, ExecutorConfig, KvArena, Model, Turn};
 pub use thread::{ExecutorThread, spawn};
 pub use work::{
     Command, CopyId, Fetch, GuestQuery, GuestRead, GuestTag, GuestWrite, PassError, RemotePart, RemoteWork, Report,
-    SampleOut, SampleSpec, SeqRows, Ship, StepWork, WriteSegment,
+    SampleOut, SampleSpec, SeqRows, Ship, StageId, StageWork, StepWork, WriteSegment,
 };

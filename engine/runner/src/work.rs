@@ -151,7 +151,23 @@ pub struct GuestRead {
     pub pieces: Vec<(u32, u32)>,
 }
 
-/// What the executor is told. Commands are executed in the order given, except that peers' work overtakes passes.
+/// Chosen by the instance to recognise KV that was staged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct StageId(pub u64);
+
+/// KV on its way between the store and the memory beside it that others read and fill, where the store is none such.
+#[derive(Clone, Debug)]
+pub struct StageWork {
+    pub stage: StageId,
+    /// To the store, or out of it.
+    pub inward: bool,
+    pub layers: Range<u32>,
+    /// Consecutive tokens each: the first slot in the store, the first one beside it, and how many.
+    pub pieces: Vec<(u32, u32, u32)>,
+}
+
+/// What the executor is told. Commands are executed in the order given, except that peers' work overtakes passes, and
+/// that what is staged is staged between their layers.
 #[derive(Debug)]
 pub enum Command {
     Step(Box<StepWork>),
@@ -182,6 +198,8 @@ pub enum Command {
         tokens: u32,
         slots: Vec<(u32, u32)>,
     },
+    /// Nobody else uses these slots and places until it is reported.
+    Stage(StageWork),
     /// Nobody uses these slots any more. Executed in the order of the commands before and after it.
     Release {
         slots: Vec<Range<u32>>,
@@ -240,6 +258,11 @@ pub enum Report {
     /// The copy is made, or what it was to be is not to be used.
     Copied {
         copy: CopyId,
+        error: Option<DeviceError>,
+    },
+    /// All of it is where it was to be, or some of it is not.
+    Staged {
+        stage: StageId,
         error: Option<DeviceError>,
     },
     /// On a device that maps memory behind addresses: what that has come to, when there is nothing else to do and it

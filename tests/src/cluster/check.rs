@@ -57,6 +57,7 @@ impl World {
             let free = (status.blocks_free, status.blocks_lent, status.blocks_borrowed, status.guest_frames);
             assert_eq!(free, (status.blocks_total, 0, 0, 0), "node {index} is not empty: {}", self.describe());
             assert!(status.sequences.is_empty());
+            assert_eq!(status.prefill.stage_blocks_used, 0, "node {index} has KV beside its store for nobody");
             let pool = instance.rmanager().pool();
             assert!((0..status.blocks_total).all(|b| pool.owner(PhysBlock(b)) == Owner::Free));
             pool.check();

@@ -550,6 +550,9 @@ impl World {
             (Some((n, Fault::Guest)), Report::Copied { copy, .. }) if n == node => {
                 Report::Copied { copy: *copy, error: Some(error) }
             }
+            (Some((n, Fault::Guest)), Report::Staged { stage, .. }) if n == node => {
+                Report::Staged { stage: *stage, error: Some(error) }
+            }
             _ => return report,
         };
         self.faulty = None;

@@ -89,12 +89,15 @@ pub struct Spec {
     /// Virtual time that the device takes for a step of the instance, and for one layer of a peer's step.
     pub step_ms: u64,
     pub guest_ms: u64,
-    /// Its sequences have rows of addresses, as on a device that maps memory. Not where its KV is shared.
+    /// Its sequences have rows of addresses, as on a device that maps memory. Not where its store is shared.
     pub rows: bool,
     /// Its KV can be read by others, whatever its role.
     pub share: bool,
     /// It reads others' KV while it is computed.
     pub push: bool,
+    /// Transports do not read and fill its store, but memory for so many rBlocks beside it. Where there is nothing else,
+    /// `None` is as much as the store.
+    pub stage_blocks: Option<u32>,
 }
 
 impl Spec {
@@ -114,8 +117,19 @@ impl Spec {
         self.rows && self.backend != Backend::Wgpu && !self.shares()
     }
 
+    /// Others read its KV, or it reads theirs.
+    fn takes_part(&self) -> bool {
+        self.share || matches!(self.role, Role::Prefill | Role::Decode)
+    }
+
+    fn stages(&self) -> u32 {
+        let else_all = if self.backend == Backend::Cpu { 0 } else { self.blocks };
+        if self.takes_part() { self.stage_blocks.unwrap_or(else_all) } else { 0 }
+    }
+
+    /// Its store itself is read and filled by others.
     fn shares(&self) -> bool {
-        self.backend == Backend::Cpu && (self.share || matches!(self.role, Role::Prefill | Role::Decode))
+        self.takes_part() && self.stages() == 0
     }
 
     /// An instance on the CPU, as if it mapped memory behind addresses ([`MappedDevice`]), that lends everything it has.
@@ -144,6 +158,7 @@ impl Spec {
             rows: true,
             share: false,
             push: false,
+            stage_blocks: None,
         }
     }
 }
@@ -232,11 +247,7 @@ impl Node {
             target_step_ms: spec.target_step_ms,
             transfer: None,
         };
-        let (sizes, host) = ((spec.blocks, pool.block_tokens), String::new());
-        let transfer = spec.shares().then(|| TransferConfig {
-            push: spec.push,
-            ..TransferConfig::new(hash, instance_config.kv, sizes, host).unwrap()
-        });
+        let transfer = transfer_config(pool, &spec, &instance_config);
         let instance_config = InstanceConfig { transfer, ..instance_config };
         let shape = instance_config.pool_shape();
         let (engine, arenas) = engine(pool, &spec, &config, &checkpoint);
@@ -292,6 +303,16 @@ impl Node {
     }
 }
 
+/// How others read a node's KV, or it theirs.
+fn transfer_config(pool: &PoolSpec, spec: &Spec, of: &InstanceConfig) -> Option<TransferConfig> {
+    let config = match spec.stages() {
+        _ if !spec.takes_part() => return None,
+        0 => TransferConfig::new(of.model_hash, of.kv, (spec.blocks, pool.block_tokens), String::new()),
+        blocks => TransferConfig::staged(of.model_hash, of.kv, (blocks, pool.block_tokens), String::new()),
+    };
+    Some(TransferConfig { push: spec.push, ..config.unwrap() })
+}
+
 /// The executor of a node, on its backend, and its KV's memory if that is shared.
 fn engine(
     pool: &PoolSpec,
@@ -345,7 +366,10 @@ fn executor<D: Device>(
         step_rows: spec.step_rows as usize,
         step_seqs: spec.running,
         fetch_tokens: spec.fetch_tokens as usize,
-        share_blocks: spec.shares().then_some(pool.block_tokens),
+        share_blocks: spec.takes_part().then_some(pool.block_tokens),
+        stage_blocks: spec.stages(),
     };
-    Executor::new(device, config, model, executor_config).unwrap()
+    let executor = Executor::new(device, config, model, executor_config).unwrap();
+    assert_eq!(executor.stages(), spec.stages() > 0, "only the host's stores are shared, unless they have rows");
+    executor
 }

@@ -178,6 +178,7 @@ impl Device {
             }
             Command::Copy { .. } => unreachable!("the papers' systems keep no prefixes"),
             // Slots are memory here.
+            Command::Stage(_) => unreachable!("the papers' systems stage nothing"),
             Command::Release { .. } => {}
         }
     }

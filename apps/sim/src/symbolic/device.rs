@@ -118,6 +118,7 @@ impl SimRunner for Symbolic {
             Command::GuestRead(read) => self.guests.push_back(Guest::Read(read)),
             Command::Copy { copy, tokens, slots } => self.guests.push_back(Guest::Copy { copy, tokens, slots }),
             // Slots are memory here.
+            Command::Stage(_) => unreachable!("stores are read and filled as they are here"),
             Command::Release { .. } => {}
         }
     }

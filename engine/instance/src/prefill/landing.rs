@@ -5,6 +5,7 @@
 
 use super::ask::Stage;
 use crate::instance::Instance;
+use lagoon_runner::StageId;
 use lagoon_transfer::{Offer, PullId, reader::PullRefused};
 use lagoon_types::{PhysBlock, SeqId};
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,6 +15,9 @@ use std::ops::Range;
 #[derive(Debug)]
 pub(super) struct Landing {
     pub(super) blocks: Vec<PhysBlock>,
+    /// Where it arrives, if transports cannot fill the store: it is copied from there when all of it has, as this.
+    pub(super) staged: Vec<u32>,
+    pub(super) stage: Option<StageId>,
     /// The prompt's oldest blocks: they stay where they are computed.
     pub(super) left: u32,
     /// Tokens of the prompt.
@@ -36,7 +40,19 @@ impl Landing {
     pub(super) fn new(blocks: Vec<PhysBlock>, left: u32, (tokens, layers): (u32, u32), block_tokens: u32) -> Self {
         let missing = u64::from(tokens.saturating_sub(left * block_tokens)) * u64::from(layers);
         let (parts, offers, pulls) = (Vec::new(), Vec::new(), BTreeMap::new());
-        Self { blocks, left, tokens, block_tokens, early: false, parts, offers, pulls, missing }
+        let (staged, stage) = (Vec::new(), None);
+        Self { blocks, staged, stage, left, tokens, block_tokens, early: false, parts, offers, pulls, missing }
+    }
+
+    /// Tokens whose KV is read.
+    pub(super) fn tokens_here(&self) -> u32 {
+        self.tokens.saturating_sub(self.left * self.block_tokens)
+    }
+
+    /// It was copied from where it arrived, or is not to be: nothing needs that any more.
+    pub(super) fn stored(&mut self) -> Vec<u32> {
+        self.stage = None;
+        std::mem::take(&mut self.staged)
     }
 
     /// Takes a part that a worker announces, to be read. False if it is none of this prompt's, or was announced before.
@@ -62,7 +78,10 @@ impl Landing {
         let end = (offer.first_token + offer.tokens).div_ceil(self.block_tokens);
         let skip = self.left.clamp(first, end) - first;
         let into = (first + skip).saturating_sub(self.left) as usize..end.saturating_sub(self.left) as usize;
-        let local = self.blocks[into].iter().map(|block| block.0).collect();
+        let local = match &self.staged[..] {
+            [] => self.blocks[into].iter().map(|block| block.0).collect(),
+            staged => staged[into].to_vec(),
+        };
         Some((offer, skip, local))
     }
 
@@ -104,11 +123,13 @@ impl Landing {
     }
 }
 
-/// Blocks into which something is still read that nobody wants.
+/// Blocks into which something is still read, or copied, that nobody wants.
 #[derive(Debug)]
 pub(super) struct Settling {
     seq: SeqId,
     blocks: Vec<PhysBlock>,
+    staged: Vec<u32>,
+    stage: Option<StageId>,
     pulls: BTreeSet<PullId>,
 }
 
@@ -150,25 +171,38 @@ impl Instance {
     /// Gives blocks up that were to be read into: at once, or when nothing is written to them any more.
     pub(super) fn give_up_landing(&mut self, seq: SeqId, landing: Landing) {
         let now_ms = self.now_ms;
-        let Landing { blocks, offers, pulls, .. } = landing;
+        let Landing { blocks, staged, stage, offers, pulls, .. } = landing;
         let pulls: BTreeSet<PullId> = pulls.into_keys().collect();
         if let Some(reader) = &mut self.prefills.reader {
             offers.iter().for_each(|offer| reader.decline(offer.conn, offer.export, now_ms));
             pulls.iter().for_each(|pull| reader.cancel(*pull, now_ms));
         }
-        if pulls.is_empty() {
+        if pulls.is_empty() && stage.is_none() {
             self.rm.free(seq, &blocks);
+            self.unstage(staged);
         } else {
-            self.prefills.settling.push(Settling { seq, blocks, pulls });
+            self.prefills.settling.push(Settling { seq, blocks, staged, stage, pulls });
         }
     }
 
     /// A read that was given up has ended.
     pub(super) fn settle(&mut self, pull: PullId) {
         let settling = &mut self.prefills.settling;
-        let Some(at) = settling.iter_mut().position(|s| s.pulls.remove(&pull) && s.pulls.is_empty()) else { return };
-        let Settling { seq, blocks, .. } = settling.swap_remove(at);
+        let at = settling.iter_mut().position(|s| s.pulls.remove(&pull) && s.pulls.is_empty());
+        self.settled(at);
+    }
+
+    /// A copy that was given up has ended.
+    pub(super) fn settle_stage(&mut self, stage: StageId) {
+        let at = self.prefills.settling.iter().position(|s| s.stage == Some(stage));
+        self.settled(at);
+    }
+
+    fn settled(&mut self, at: Option<usize>) {
+        let Some(at) = at else { return };
+        let Settling { seq, blocks, staged, .. } = self.prefills.settling.swap_remove(at);
         self.rm.free(seq, &blocks);
+        self.unstage(staged);
     }
 }
 

@@ -2,7 +2,8 @@
 //! (`ask.rs`), which computes the prompt like any other and hands the KV over as a lease (`serve.rs`); the decode worker
 //! reads it, all or nothing, into blocks of its own and goes on (`pull.rs`, `landing.rs`). It reads what the worker exports
 //! (`publish.rs`): all of it when it is computed (pull), or, into blocks that it has before it asks, parts of it while it is
-//! being computed (push). See docs/adr/0012.
+//! being computed (push). Where the KV store is the device's alone, both pass through memory beside it (`staging.rs`). See
+//! docs/adr/0012.
 //!
 //! Invariants:
 //! * a sequence whose prompt is away is in no queue and no batch of the scheduler, and holds no own blocks but those that
@@ -16,6 +17,7 @@ mod landing;
 mod publish;
 mod pull;
 mod serve;
+mod staging;
 mod status;
 #[cfg(test)]
 mod tests;
@@ -31,6 +33,7 @@ use lagoon_types::{InstanceId, SeqId};
 use landing::Settling;
 use publish::Publication;
 use serve::Job;
+use staging::Staging;
 use std::collections::BTreeMap;
 
 /// A prefill: who asked, and its number for it.
@@ -58,6 +61,7 @@ pub(crate) struct Prefills {
     /// What of prefills is or will be exported, and whose exports transports serve.
     published: BTreeMap<SeqId, Publication>,
     exports: BTreeMap<u64, SeqId>,
+    staging: Staging,
     pub(crate) status: PrefillStatus,
 }
 
@@ -86,6 +90,7 @@ impl Prefills {
             next_job: JOB_SEQ_BASE,
             published: BTreeMap::new(),
             exports: BTreeMap::new(),
+            staging: Staging::new(config.transfer.as_ref().map_or(0, |transfer| transfer.stage_blocks)),
             status: PrefillStatus::default(),
         }
     }
@@ -98,6 +103,11 @@ impl Prefills {
     /// Own blocks that a sequence's prompt is being read into.
     pub(crate) fn landing(&self, seq: SeqId) -> usize {
         self.away.get(&seq).map_or(0, Away::landing)
+    }
+
+    /// Blocks beside the store that something uses.
+    pub(crate) fn staged(&self) -> u32 {
+        self.staging.used()
     }
 
     /// Own blocks of pulls that were given up and have not ended.

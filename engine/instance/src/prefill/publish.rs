@@ -14,6 +14,7 @@
 use super::Key;
 use crate::event::{Effect, TransferEffect};
 use crate::instance::Instance;
+use lagoon_runner::StageId;
 use lagoon_transfer::Span;
 use lagoon_types::limits::PUSH_PARTS;
 use lagoon_types::{Chunk, Epoch, LeaseId, PhysBlock, SeqId};
@@ -22,13 +23,13 @@ use std::collections::BTreeSet;
 /// The exports of one prefill.
 #[derive(Debug)]
 pub(super) struct Publication {
-    key: Key,
+    pub(super) key: Key,
     /// The asker's sequence.
     seq: SeqId,
     /// In parts, while it is computed.
     push: bool,
     /// Tokens of the prompt.
-    total: u32,
+    pub(super) total: u32,
     /// Exported or being exported: all layers of the tokens before `from`, and `layers` of those from there to `upto`.
     from: u32,
     upto: u32,
@@ -40,8 +41,13 @@ pub(super) struct Publication {
     live: BTreeSet<u64>,
     /// Set when it is computed, or given up with exports that stand: whose blocks they are then.
     lease: Option<LeaseId>,
-    blocks: Vec<u32>,
-    ended: bool,
+    pub(super) blocks: Vec<u32>,
+    /// Where its blocks lie beside the store, if transports cannot read that, or that it waits for room there.
+    pub(super) staged: Vec<u32>,
+    pub(super) waits: bool,
+    /// A part is being copied there.
+    pub(super) stage: Option<(StageId, Span)>,
+    pub(super) ended: bool,
 }
 
 impl Publication {
@@ -59,6 +65,9 @@ impl Publication {
             live: BTreeSet::new(),
             lease: None,
             blocks: Vec::new(),
+            staged: Vec::new(),
+            waits: false,
+            stage: None,
             ended: false,
         }
     }
@@ -147,8 +156,11 @@ impl Instance {
     }
 
     /// Exports what is computed of a prompt, if that is enough.
-    fn publish(&mut self, id: SeqId) {
+    pub(super) fn publish(&mut self, id: SeqId) {
         let (block_tokens, layers) = (self.config.block_tokens, self.config.kv.layers);
+        if !self.has_stages(id) {
+            return;
+        }
         let Some(publication) = self.prefills.published.get_mut(&id) else { return };
         let mut whole = publication.total;
         if publication.lease.is_none() {
@@ -160,11 +172,7 @@ impl Instance {
             }
         }
         let Some(part) = publication.next(whole, layers) else { return };
-        let blocks = part.first_token / block_tokens..(part.first_token + part.tokens).div_ceil(block_tokens);
-        let blocks = publication.blocks[blocks.start as usize..blocks.end as usize].to_vec();
-        let (reader, request) = publication.key;
-        let export = TransferEffect::Export { job: id, reader, request, part, blocks };
-        self.effects.push(Effect::Transfer(export));
+        if publication.staged.is_empty() { self.export(id, part) } else { self.stage_out(id, part) }
     }
 
     /// All of a prompt is computed, and its blocks are this lease's: what is not exported yet is now.
@@ -219,7 +227,7 @@ impl Instance {
     /// Nobody wants it any more.
     pub(super) fn unpublish(&mut self, id: SeqId) {
         let Some(publication) = self.prefills.published.get_mut(&id) else { return };
-        publication.ended = true;
+        (publication.ended, publication.waits) = (true, false);
         let live: Vec<u64> = publication.live.iter().copied().collect();
         live.into_iter().for_each(|export| self.revoke(export));
         self.settle_publication(id);
@@ -232,9 +240,17 @@ impl Instance {
         // Without a lease its sequence has the blocks, and forgets it when it gives them up.
         let over = publication.ended || publication.is_whole();
         if let Some(lease) = publication.lease.filter(|_| over) {
-            self.prefills.published.remove(&id);
+            self.forget_publication(id);
             self.rm.unpin(lease);
         }
+    }
+
+    fn forget_publication(&mut self, id: SeqId) {
+        if let Some(publication) = self.prefills.published.remove(&id) {
+            self.unstage(publication.staged);
+        }
+        // One less may wait in front of others.
+        self.stage_waiting();
     }
 
     /// A sequence gave its blocks up. True if transports may still read them: they are free when none does.
@@ -242,7 +258,7 @@ impl Instance {
         let Some(publication) = self.prefills.published.get_mut(&id) else { return false };
         if !publication.making && publication.live.is_empty() {
             if publication.ended {
-                self.prefills.published.remove(&id);
+                self.forget_publication(id);
             }
             return false;
         }

@@ -237,13 +237,13 @@ impl Instance {
     /// Blocks to read into for a sequence of so many, and how many of its blocks stay where they are. `None`: wait.
     fn pull_room(&self, needed: u32) -> Option<(u32, u32)> {
         let (room, total) = (self.room(), self.config.blocks_total);
-        let fits = needed + GROWTH_BLOCKS <= total;
-        if fits {
+        let most = Some(self.stage_blocks()).filter(|blocks| *blocks > 0).unwrap_or(u32::MAX);
+        if needed + GROWTH_BLOCKS <= total && needed <= most {
             return (needed <= room).then_some((needed, 0));
         }
-        // It never fits. Half of this instance is enough to begin with.
-        let taken = room.saturating_sub(GROWTH_BLOCKS).min(needed);
-        (taken > 0 && taken >= total / 2).then_some((taken, needed - taken))
+        // It never fits. Half of this instance is enough to begin with, or all that can arrive at once.
+        let taken = room.saturating_sub(GROWTH_BLOCKS).min(needed).min(most);
+        (taken > 0 && taken >= most.min(total / 2)).then_some((taken, needed - taken))
     }
 
     /// Blocks for a sequence whose prompt is to be read, those of its newest tokens if not all of it ever fits. `known`:
@@ -251,8 +251,14 @@ impl Instance {
     fn allocate_landing(&mut self, id: SeqId, known: u32, len: u32) -> Option<Landing> {
         let (block_tokens, layers) = (self.config.block_tokens, self.config.kv.layers);
         let (own, left) = self.pull_room(len.div_ceil(block_tokens))?;
-        let blocks = self.rm.allocate(id, left..left + own, None)?;
-        Some(Landing::new(blocks, left, (known, layers), block_tokens))
+        let staged = self.take_stages(known.div_ceil(block_tokens).saturating_sub(left))?;
+        let Some(blocks) = self.rm.allocate(id, left..left + own, None) else {
+            self.unstage(staged);
+            return None;
+        };
+        let mut landing = Landing::new(blocks, left, (known, layers), block_tokens);
+        landing.staged = staged;
+        Some(landing)
     }
 
     /// Blocks for a prompt that nobody computes yet, if there is room for it now, and a place in the batch.
@@ -296,7 +302,7 @@ impl Instance {
     /// If all of a prompt is computed, here and right, the sequence goes on with it.
     pub(super) fn land(&mut self, id: SeqId) {
         let whole = |stage: &Stage| matches!(stage, Stage::Pulling { landing, .. } if landing.is_whole());
-        if !self.prefills.away.get(&id).is_some_and(|away| whole(&away.stage)) {
+        if !self.prefills.away.get(&id).is_some_and(|away| whole(&away.stage)) || self.stage_in(id) {
             return;
         }
         let Some(away) = self.prefills.away.remove(&id) else { return };

@@ -156,6 +156,12 @@ impl Instance {
         if needed > room {
             return Err(format!("the prompt needs {needed} rBlocks, this instance has {room}"));
         }
+        let beside = self.stage_blocks();
+        if beside > 0 && needed > beside {
+            return Err(format!(
+                "the prompt needs {needed} rBlocks of host memory to be read from, there are {beside}"
+            ));
+        }
         if self.prefills.jobs.len() >= PREFILL_JOBS_MAX {
             return Err(format!("{PREFILL_JOBS_MAX} prompts are computed or kept for others"));
         }

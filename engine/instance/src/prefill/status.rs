@@ -31,6 +31,10 @@ pub struct PrefillStatus {
     pub blocks_handed_over: u32,
     /// Blocks that were given back and are still read.
     pub blocks_held_back: u32,
+    /// Blocks of host memory beside the device's store through which others' KV and KV for others passes, in use, and times
+    /// that a prompt computed for others waited for some.
+    pub stage_blocks_used: u32,
+    pub stage_waits: u64,
     /// Prompts that workers computed and that were read.
     pub pulled: u64,
     /// Blocks of them that stayed where they were computed.

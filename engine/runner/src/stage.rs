@@ -1,0 +1,117 @@
+//! KV between a store that only the device can read and memory beside it that transports read and fill.
+
+use crate::executor::KvArena;
+use crate::work::{Report, StageWork};
+use lagoon_backend::{Device, DeviceError};
+use std::collections::VecDeque;
+
+/// Bytes that one turn copies at most, but for a single token's: peers and passes wait for no more.
+const TURN_BYTES: usize = 1 << 20;
+
+/// The memory beside a store, one arena a layer, and what is to be copied.
+#[derive(Debug)]
+pub(crate) struct Stages {
+    arenas: Vec<KvArena>,
+    token_bytes: usize,
+    queue: VecDeque<Under>,
+    /// What one turn copies.
+    bytes: Vec<u8>,
+}
+
+/// Work, and where it goes on: the layer, the piece, and the tokens of that which are done.
+#[derive(Debug)]
+struct Under {
+    work: StageWork,
+    layer: u32,
+    piece: usize,
+    done: u32,
+}
+
+impl Under {
+    /// What comes next: the layer, the slots in the store and beside it, and how many tokens.
+    fn next(&mut self, tokens_max: u32) -> Option<(u32, u32, u32, u32)> {
+        if self.piece == self.work.pieces.len() {
+            (self.layer, self.piece) = (self.layer + 1, 0);
+        }
+        let &(slot, beside, tokens) = self.work.pieces.get(self.piece).filter(|_| self.layer < self.work.layers.end)?;
+        let (at, n) = (self.done, (tokens - self.done).min(tokens_max));
+        self.done += n;
+        if self.done == tokens {
+            (self.piece, self.done) = (self.piece + 1, 0);
+        }
+        Some((self.layer, slot + at, beside + at, n))
+    }
+}
+
+impl Stages {
+    pub(crate) fn new(arenas: Vec<KvArena>, token_bytes: usize) -> Self {
+        Self { arenas, token_bytes, queue: VecDeque::new(), bytes: Vec::new() }
+    }
+
+    pub(crate) fn push(&mut self, work: StageWork) {
+        let layer = work.layers.start;
+        self.queue.push_back(Under { work, layer, piece: 0, done: 0 });
+    }
+
+    pub(crate) fn is_busy(&self) -> bool {
+        !self.queue.is_empty()
+    }
+
+    /// Copies the next piece. False if there is none.
+    pub(crate) fn turn<D: Device>(&mut self, device: &mut D, kv: &mut D::Kv, reports: &mut dyn FnMut(Report)) -> bool {
+        let Some(mut under) = self.queue.pop_front() else { return false };
+        match self.copy(device, kv, &mut under) {
+            Ok(true) => self.queue.push_front(under),
+            Ok(false) => reports(Report::Staged { stage: under.work.stage, error: None }),
+            Err(error) => reports(Report::Staged { stage: under.work.stage, error: Some(error) }),
+        }
+        true
+    }
+
+    /// False if there was nothing left.
+    fn copy<D: Device>(&mut self, device: &mut D, kv: &mut D::Kv, under: &mut Under) -> Result<bool, DeviceError> {
+        let tokens_max = u32::try_from((TURN_BYTES / self.token_bytes).max(1)).unwrap_or(u32::MAX);
+        let begins = (under.layer, under.piece, under.done) == (under.work.layers.start, 0, 0);
+        if under.work.inward && begins {
+            let slots: Vec<_> = under.work.pieces.iter().map(|(slot, _, tokens)| *slot..slot + tokens).collect();
+            device.kv_hold(kv, &slots)?;
+        }
+        let Some((layer, slot, beside, tokens)) = under.next(tokens_max) else { return Ok(false) };
+        let (at, n) = (beside as usize * self.token_bytes, tokens as usize * self.token_bytes);
+        let arena = &self.arenas[layer as usize];
+        self.bytes.clear();
+        if under.work.inward {
+            load(arena, at, n, &mut self.bytes)?;
+            device.kv_write(kv, layer as usize, slot, &self.bytes)?;
+        } else {
+            device.kv_read(kv, layer as usize, slot, tokens, &mut self.bytes)?;
+            store(arena, at, &self.bytes)?;
+        }
+        Ok(true)
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn in_use(error: lagoon_backend::ArenaError) -> DeviceError {
+    DeviceError::Unsupported(format!("staging KV: {error}"))
+}
+
+#[cfg(target_os = "linux")]
+fn load(arena: &KvArena, at: usize, bytes: usize, out: &mut Vec<u8>) -> Result<(), DeviceError> {
+    arena.view(at as u64, bytes, &mut |part| out.extend_from_slice(part)).map_err(in_use)
+}
+
+#[cfg(target_os = "linux")]
+fn store(arena: &KvArena, at: usize, bytes: &[u8]) -> Result<(), DeviceError> {
+    arena.fill(at as u64, bytes.len(), &mut |target| target.copy_from_slice(bytes)).map_err(in_use)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn load(arena: &KvArena, _at: usize, _bytes: usize, _out: &mut Vec<u8>) -> Result<(), DeviceError> {
+    match *arena {}
+}
+
+#[cfg(not(target_os = "linux"))]
+fn store(arena: &KvArena, _at: usize, _bytes: &[u8]) -> Result<(), DeviceError> {
+    match *arena {}
+}
