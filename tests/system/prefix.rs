@@ -195,3 +195,75 @@ fn a_prefill_worker_keeps_what_it_handed_over() {
     world.check_empty();
     assert_eq!(world.exports(0), 0);
 }
+
+/// A pool of prefill workers and, last, a decode worker that reads them.
+fn disaggregated(spec: &PoolSpec, workers: &[Spec]) -> World {
+    let specs = [workers, &[Spec::decode(120)]].concat();
+    let mut world = World::pool(spec.clone(), None, &specs);
+    world.run_until(|w| w.nodes[workers.len()].live().status().prefill.workers == workers.len());
+    world
+}
+
+/// The prompts of each turn of a conversation go where its beginning was computed, and are not computed again there; to
+/// where nothing is known of them they go by load.
+#[test]
+fn a_conversation_stays_with_its_prefill_worker() {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    let mut world = disaggregated(&spec, &[Spec::prefill(120), Spec::prefill(120)]);
+    let mut said: Vec<Vec<u32>> = (0..2).map(|n| prompt(n, 33, 128)).collect();
+    let done = |w: &World, n: usize| w.nodes[n].live().status().prefill.jobs_done;
+    for turn in 0..4 {
+        // Both at once, so that the first turns are divided.
+        let ids: Vec<usize> = said.iter().map(|said| world.submit(2, greedy(said.clone(), 8))).collect();
+        world.run();
+        assert_eq!((done(&world, 0), done(&world, 1)), (turn + 1, turn + 1));
+        for (n, id) in ids.into_iter().enumerate() {
+            said[n] = joined(&[&said[n], &world.requests[id].tokens, &prompt(50 + 2 * turn + n as u64, 9, 128)]);
+        }
+        // The other one comes first from now on.
+        said.reverse();
+    }
+    let status = world.nodes[2].live().status().prefill;
+    assert_eq!(status.affine, 6, "{status:?}");
+    // What workers found is what was expected of them, but for blocks beyond the last one that is remembered.
+    let found = prefix(&world, 0).hit_tokens + prefix(&world, 1).hit_tokens;
+    assert!(
+        status.affine_tokens > 0 && (0..6 * 4 * 4).contains(&(found - status.affine_tokens)),
+        "{found}, {status:?}"
+    );
+    assert_equals_single("a conversation elsewhere", &world, &spec);
+    world.check_empty();
+}
+
+/// A worker with much to do is not given a prompt for the sake of its beginning; nor is one of a life that is over.
+#[test]
+fn a_busy_or_dead_worker_is_not_preferred() {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    for dead in [false, true] {
+        let worker = Spec { step_ms: 50, ..Spec::prefill(120) };
+        let mut world = disaggregated(&spec, std::slice::from_ref(&worker));
+        let beginning = prompt(1, 40, 128);
+        world.submit(1, greedy(beginning.clone(), 2));
+        world.run();
+        if !dead {
+            (0..4).for_each(|n| _ = world.submit(1, greedy(prompt(10 + n, 100, 128), 2)));
+            world.run_until(|w| w.nodes[0].live().status().prefill.queued_tokens > 0);
+        }
+        world.add(worker);
+        world.run_until(|w| w.nodes[1].live().status().prefill.workers == 2);
+        if dead {
+            world.kill(0);
+            world.run_for(1_000);
+        } else {
+            assert!(world.nodes[0].live().status().prefill.queued_tokens > 100, "it is busy");
+        }
+        world.submit(1, greedy(joined(&[&beginning, &prompt(2, 20, 128)]), 2));
+        world.run();
+        assert_eq!(world.nodes[2].live().status().prefill.jobs_done, 1, "dead: {dead}");
+        let status = world.nodes[1].live().status().prefill;
+        assert_eq!((status.affine, status.own), (0, 0), "dead: {dead}, {status:?}");
+        assert_equals_single("elsewhere", &world, &spec);
+        world.run_for(20_000);
+        world.check_empty();
+    }
+}

@@ -113,6 +113,8 @@ fn record_prefill(of: &PrefillStatus) {
     gauge!("lagoon_prefill_queued_tokens").set(f64::from(u32::try_from(of.queued_tokens).unwrap_or(u32::MAX)));
     let states = [("pulled", of.pulled), ("retried", of.retried), ("own", of.own)];
     states.iter().for_each(|(state, n)| counter!("lagoon_prefill_prompts_total", "state" => *state).absolute(*n));
+    counter!("lagoon_prefill_affine_prompts_total").absolute(of.affine);
+    counter!("lagoon_prefill_affine_tokens_total").absolute(of.affine_tokens);
     let states = [("done", of.jobs_done), ("refused", of.jobs_refused), ("dropped", of.jobs_dropped)];
     states.iter().for_each(|(state, n)| counter!("lagoon_prefill_jobs_total", "state" => *state).absolute(*n));
     gauge!("lagoon_transfer_stage_blocks_used").set(of.stage_blocks_used);
@@ -133,6 +135,11 @@ fn describe_prefill() {
         "lagoon_prefill_prompts_total",
         "Prompts that others computed (pulled), gave back or lost (retried), and that nobody took (own)."
     );
+    describe_counter!(
+        "lagoon_prefill_affine_prompts_total",
+        "Prompts that were given to a prefill worker which had computed their beginning."
+    );
+    describe_counter!("lagoon_prefill_affine_tokens_total", "Tokens of these beginnings.");
     describe_counter!("lagoon_prefill_jobs_total", "Prompts for others, by what became of them.");
     describe_gauge!(
         "lagoon_transfer_stage_blocks_used",

@@ -65,7 +65,7 @@ impl Prefixes {
 
 impl Instance {
     /// Names of a sequence's first `blocks` blocks, all of whose tokens are known.
-    fn name_tokens(&mut self, id: SeqId, blocks: u32) {
+    pub(crate) fn name_tokens(&mut self, id: SeqId, blocks: u32) {
         let (Some(root), Some(seq)) = (self.prefixes.root, self.seqs.get_mut(&id)) else { return };
         let (block_tokens, blocks) = (self.config.block_tokens as usize, blocks as usize);
         for block in seq.names.len()..blocks {

@@ -220,6 +220,8 @@ pub const PREFILL_REST_MS: u64 = 1_000;
 pub const PREFILL_TRIES_MAX: u32 = 8;
 /// Time that KV which waits to be read stays with a worker whose connection broke, before the prompt is computed elsewhere.
 pub const PREFILL_GRACE_MS: u64 = 2_000;
+/// Blocks of prompts of which a decode worker remembers who computed them.
+pub const AFFINITY_NAMES_MAX: usize = 1 << 15;
 /// Parts in which the layers of one step are pushed, at most.
 pub const PUSH_PARTS: u32 = 8;
 

@@ -1,7 +1,8 @@
 //! The decode worker: which prefill workers there are, who is given which prompt, and what becomes of it.
 //!
 //! It keeps a connection to every worker that the gManager announced, also while there is no gManager. A prompt goes to
-//! the connected worker with the fewest queued tokens; what a worker refuses, loses or does not answer goes to another
+//! the connected worker with the fewest tokens to compute until it is done: those that are queued there, and those of the
+//! prompt less what the worker may have computed before (`affinity.rs`); what a worker refuses, loses or does not answer goes to another
 //! one, with the tokens that were generated meanwhile, so that none is said twice. When none takes it for a while, this
 //! instance computes it itself.
 
@@ -272,11 +273,11 @@ impl Instance {
         let ids: Vec<SeqId> = waiting.map(|(seq, _)| *seq).collect();
         for seq in ids {
             match self.choose_worker(seq) {
-                Some(worker) if self.pushes() => {
+                Some((worker, known)) if self.pushes() => {
                     let Some(landing) = self.reserve(seq) else { return self.wait_for_memory(seq) };
-                    self.ask_prefill(seq, worker, Some(landing));
+                    self.ask_prefill(seq, worker, known, Some(landing));
                 }
-                Some(worker) => self.ask_prefill(seq, worker, None),
+                Some((worker, known)) => self.ask_prefill(seq, worker, known, None),
                 None if self.prefills.away.get(&seq).is_some_and(|a| a.wait_by_ms <= self.now_ms) => {
                     self.compute_here(seq);
                 }
@@ -285,8 +286,9 @@ impl Instance {
         }
     }
 
-    /// The worker with the fewest queued tokens of those that could do it now; one that also decodes only if no other can.
-    fn choose_worker(&self, seq: SeqId) -> Option<InstanceId> {
+    /// The worker that would be done with a prompt first of those that could do it now, and the tokens that it may not have
+    /// to compute; one that also decodes only if no other can.
+    fn choose_worker(&mut self, seq: SeqId) -> Option<(InstanceId, u32)> {
         let (now_ms, away) = (self.now_ms, self.prefills.away.get(&seq)?);
         let needed = self.seqs.get(&seq)?.len().div_ceil(self.config.block_tokens);
         let mut asked: BTreeMap<InstanceId, usize> = BTreeMap::new();
@@ -299,8 +301,19 @@ impl Instance {
                 && asked.get(*id).is_none_or(|n| *n < PREFILL_ASKED_MAX)
                 && away.resting.get(*id).is_none_or(|until_ms| *until_ms <= now_ms)
         };
-        let rank = |worker: &WorkerState| (worker.role != Role::Prefill, worker.queued_tokens);
-        self.prefills.workers.iter().filter(can).min_by_key(|(_, worker)| rank(worker)).map(|(id, _)| *id)
+        let load = |worker: &WorkerState| (worker.role != Role::Prefill, worker.queued_tokens);
+        let candidates: Vec<_> =
+            self.prefills.workers.iter().filter(can).map(|(id, worker)| (*id, load(worker))).collect();
+        if candidates.is_empty() {
+            return None;
+        }
+        let known = self.known_elsewhere(seq);
+        let known = |id: InstanceId| known.get(&id).copied().unwrap_or(0);
+        // The prompt is as long everywhere: only what need not be computed of it tells workers apart.
+        let rank = |(id, (decodes, queued)): &(InstanceId, (bool, u64))| {
+            (*decodes, i128::from(*queued) - i128::from(known(*id)))
+        };
+        candidates.into_iter().min_by_key(rank).map(|(id, _)| (id, known(id)))
     }
 
     /// The oldest prompt that nobody has waits for memory here, and all others behind it. They do not wait for workers.
@@ -314,7 +327,8 @@ impl Instance {
         }
     }
 
-    fn ask_prefill(&mut self, id: SeqId, worker: InstanceId, landing: Option<Landing>) {
+    /// Gives a prompt to a worker, which may have `known` tokens of it.
+    fn ask_prefill(&mut self, id: SeqId, worker: InstanceId, known: u32, landing: Option<Landing>) {
         let Some(seq) = self.seqs.get(&id) else { return };
         let request = self.rm.next_request();
         let sampling = &seq.sampling;
@@ -338,8 +352,10 @@ impl Instance {
         }
         messages.into_iter().for_each(|m| self.send_worker(worker, ControlBody::PrefillRequest(m)));
         if let Some(worker) = self.prefills.workers.get_mut(&worker) {
-            worker.queued_tokens += u64::from(total);
+            worker.queued_tokens += u64::from(total - known);
         }
+        self.prefills.status.affine += u64::from(known > 0);
+        self.prefills.status.affine_tokens += u64::from(known);
         if let Some(away) = self.prefills.away.get_mut(&id) {
             away.stage = Stage::Asked { worker, request, tokens: total, confirmed_ms: now_ms, landing, offer: None };
             away.asked_ms = now_ms;
@@ -387,6 +403,7 @@ impl Instance {
             let why = if sensible { "the worker's answer came too late" } else { "the worker's answer makes no sense" };
             return self.redo(seq, why);
         }
+        self.remember_worker(seq, from, tokens);
         let handed = Handed {
             lease,
             tokens,
@@ -518,6 +535,7 @@ impl Instance {
     pub(crate) fn lose_worker(&mut self, worker: InstanceId) {
         let (now_ms, until_ms) = (self.now_ms, self.now_ms + PREFILL_GRACE_MS);
         self.prefills.reader.iter_mut().for_each(|reader| reader.on_session_down(worker, now_ms));
+        self.prefills.affinity.forget(worker);
         self.redo_asked(worker, "the worker's connection broke");
         for handed in self.prefills.away.values_mut().filter_map(Away::handed_mut) {
             if handed.lease.creditor == worker {

@@ -12,6 +12,7 @@
 //! * blocks that are being read into are given back only when no read into them is under way, whatever else happens;
 //! * blocks that a worker handed over are free only when their lease has ended and nobody reads them.
 
+mod affinity;
 mod ask;
 mod landing;
 mod publish;
@@ -26,6 +27,7 @@ pub(crate) use ask::Away;
 pub use status::{LastTimes, PrefillStatus, PrefillTimes};
 
 use crate::config::InstanceConfig;
+use affinity::Affinity;
 use ask::WorkerState;
 use lagoon_protocol::Role;
 use lagoon_transfer::{ConnId, Reader, ReaderConfig};
@@ -45,6 +47,8 @@ pub(crate) struct Prefills {
     /// Name of the workers' list that is known; 0 before the first.
     pub(crate) version: u64,
     workers: BTreeMap<InstanceId, WorkerState>,
+    /// Which of them computed what lately.
+    affinity: Affinity,
     /// Own sequences whose prompts are computed elsewhere, the oldest first.
     pub(crate) away: BTreeMap<SeqId, Away>,
     /// Requests that workers may still work on, and until when they do without being told.
@@ -79,6 +83,7 @@ impl Prefills {
         Self {
             version: 0,
             workers: BTreeMap::new(),
+            affinity: Affinity::default(),
             away: BTreeMap::new(),
             dropped: Vec::new(),
             reader,

@@ -43,6 +43,9 @@ pub struct PrefillStatus {
     pub retried: u64,
     /// Prompts that this instance computed, because no worker did.
     pub own: u64,
+    /// Prompts that were given to a worker which had computed their beginning, and the tokens of these beginnings.
+    pub affine: u64,
+    pub affine_tokens: u64,
     /// Prompts for others: under way, handed over, refused, and given up by whoever asked.
     pub jobs: usize,
     pub jobs_done: u64,

@@ -1,0 +1,137 @@
+//! Which prefill worker computed which beginning of a prompt lately: it may have that in its prefix cache still
+//! (docs/adr/0016). A belief, from what workers said to have computed, never asked for: a wrong one costs time only.
+//!
+//! Beginnings are known by the names of every [`STRIDE`]th of their blocks. What was used longest ago is forgotten first,
+//! and of one prompt the deepest, as it is of use only with all that precedes it.
+
+use crate::instance::Instance;
+use lagoon_kv::BlockIdentity;
+use lagoon_types::limits::AFFINITY_NAMES_MAX;
+use lagoon_types::{InstanceId, SeqId};
+use std::collections::BTreeMap;
+
+/// Of so many blocks one is remembered, so that a long prompt is looked up in little time.
+const STRIDE: usize = 4;
+
+/// See the module's documentation.
+#[derive(Debug, Default)]
+pub(super) struct Affinity {
+    known: BTreeMap<BlockIdentity, (InstanceId, u64)>,
+    /// The same names by when they were remembered.
+    order: BTreeMap<u64, BlockIdentity>,
+    clock: u64,
+}
+
+/// The names of a prompt that are remembered, the deepest first, each with the blocks up to there.
+fn marks(names: &[BlockIdentity]) -> impl Iterator<Item = (u32, BlockIdentity)> {
+    let last = names.len() - names.len() % STRIDE;
+    (1..=last / STRIDE).rev().map(|n| n * STRIDE).map(|n| (u32::try_from(n).unwrap_or(u32::MAX), names[n - 1]))
+}
+
+impl Affinity {
+    /// A worker computed blocks of these names.
+    fn remember(&mut self, worker: InstanceId, names: &[BlockIdentity]) {
+        for (_, name) in marks(names) {
+            self.clock += 1;
+            if let Some((_, old)) = self.known.insert(name, (worker, self.clock)) {
+                self.order.remove(&old);
+            }
+            self.order.insert(self.clock, name);
+        }
+        while self.known.len() > AFFINITY_NAMES_MAX {
+            let Some((_, oldest)) = self.order.pop_first() else { return };
+            self.known.remove(&oldest);
+        }
+    }
+
+    /// Blocks of these names that each worker may have, from the first on.
+    fn found(&self, names: &[BlockIdentity]) -> BTreeMap<InstanceId, u32> {
+        let mut found = BTreeMap::new();
+        for (blocks, name) in marks(names) {
+            if let Some((worker, _)) = self.known.get(&name) {
+                found.entry(*worker).or_insert(blocks);
+            }
+        }
+        found
+    }
+
+    /// A worker may be gone, and what it kept.
+    pub(super) fn forget(&mut self, worker: InstanceId) {
+        let gone = self.known.extract_if(.., |_, (of, _)| *of == worker);
+        gone.for_each(|(_, (_, at))| _ = self.order.remove(&at));
+    }
+}
+
+impl Instance {
+    /// Tokens of a prompt that workers may not have to compute, by worker.
+    pub(super) fn known_elsewhere(&mut self, id: SeqId) -> BTreeMap<InstanceId, u32> {
+        // The last token is computed in any case.
+        let whole = self.seqs.get(&id).map_or(0, |seq| (seq.len() - 1) / self.config.block_tokens);
+        self.name_tokens(id, whole);
+        let Some(seq) = self.seqs.get(&id) else { return BTreeMap::new() };
+        let mut found = self.prefills.affinity.found(&seq.names[..seq.names.len().min(whole as usize)]);
+        found.values_mut().for_each(|blocks| *blocks *= self.config.block_tokens);
+        found
+    }
+
+    /// A worker computed the first `tokens` tokens of a sequence.
+    pub(super) fn remember_worker(&mut self, id: SeqId, worker: InstanceId, tokens: u32) {
+        let whole = tokens / self.config.block_tokens;
+        self.name_tokens(id, whole);
+        let Some(seq) = self.seqs.get(&id) else { return };
+        self.prefills.affinity.remember(worker, &seq.names[..seq.names.len().min(whole as usize)]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: InstanceId = InstanceId(1);
+    const B: InstanceId = InstanceId(2);
+
+    /// Names of `n` blocks, the first `shared` of them those of every prompt.
+    fn names(seed: u16, shared: u16, n: u16) -> Vec<BlockIdentity> {
+        let name = |block: u16| {
+            let mut name = [0; 32];
+            name[..2].copy_from_slice(&block.to_be_bytes());
+            name[2..4].copy_from_slice(&if block < shared { 0 } else { seed }.to_be_bytes());
+            BlockIdentity(name)
+        };
+        (0..n).map(name).collect()
+    }
+
+    fn found(of: &Affinity, names: &[BlockIdentity]) -> Vec<(InstanceId, u32)> {
+        of.found(names).into_iter().collect()
+    }
+
+    #[test]
+    fn the_longest_beginning_of_each_worker_is_found() {
+        let mut of = Affinity::default();
+        of.remember(A, &names(1, 0, 18));
+        assert_eq!(found(&of, &names(1, 0, 30)), [(A, 16)]);
+        assert_eq!(found(&of, &names(1, 0, 10)), [(A, 8)]);
+        assert_eq!(found(&of, &names(2, 0, 30)), []);
+        // Another one computes what begins alike: the beginning is its, the rest is not.
+        of.remember(A, &names(1, 8, 16));
+        of.remember(B, &names(2, 8, 12));
+        assert_eq!(found(&of, &names(1, 8, 30)), [(A, 16), (B, 8)]);
+        of.forget(A);
+        assert_eq!(found(&of, &names(1, 8, 30)), [(B, 8)]);
+        assert_eq!(of.known.len(), of.order.len());
+    }
+
+    #[test]
+    fn what_was_used_longest_ago_is_forgotten_the_deepest_first() {
+        let mut of = Affinity::default();
+        let blocks = u16::try_from(STRIDE * 64).unwrap();
+        let prompts = u16::try_from(AFFINITY_NAMES_MAX / 64).unwrap();
+        (0..prompts).for_each(|n| of.remember(A, &names(n, 0, blocks)));
+        assert_eq!(of.known.len(), AFFINITY_NAMES_MAX);
+        of.remember(B, &names(prompts, 0, u16::try_from(STRIDE).unwrap()));
+        assert_eq!((of.known.len(), of.order.len()), (AFFINITY_NAMES_MAX, AFFINITY_NAMES_MAX));
+        let stride = u32::try_from(STRIDE).unwrap();
+        assert_eq!(found(&of, &names(0, 0, blocks)), [(A, u32::from(blocks) - stride)]);
+        assert_eq!(found(&of, &names(1, 0, blocks)), [(A, u32::from(blocks))]);
+    }
+}
