@@ -9,6 +9,7 @@ mod failures;
 mod goldens;
 mod hostile;
 mod lanes;
+mod left_behind;
 mod membership;
 mod moves;
 mod parking;

@@ -15,7 +15,7 @@ fn moves(world: &World, node: usize) -> MoveStatus {
 }
 
 /// Blocks of a request at each node, its own included.
-fn placed(world: &World, request: usize) -> BTreeMap<usize, u32> {
+pub(crate) fn placed(world: &World, request: usize) -> BTreeMap<usize, u32> {
     let node = world.requests[request].node;
     let status = world.nodes[node].live().status();
     let seq = status.sequences.iter().find(|s| s.seq.0 == request as u64 + 1).unwrap();
@@ -25,13 +25,13 @@ fn placed(world: &World, request: usize) -> BTreeMap<usize, u32> {
     all
 }
 
-fn run_to_token(world: &mut World, request: usize, tokens: usize) {
+pub(crate) fn run_to_token(world: &mut World, request: usize, tokens: usize) {
     world.run_until(|w| w.requests[request].tokens.len() >= tokens || w.requests[request].is_over());
     assert!(!world.requests[request].is_over(), "{:?}", world.requests[request].end);
 }
 
 /// Orders a move and runs until it is over.
-fn moved(world: &mut World, request: usize, blocks: u32, source: usize, target: usize) {
+pub(crate) fn moved(world: &mut World, request: usize, blocks: u32, source: usize, target: usize) {
     moved_from(world, request, None, blocks, source, target);
 }
 

@@ -4,9 +4,11 @@ use lagoon_cluster::BorrowId;
 use lagoon_kv::hash::ContentHash;
 use lagoon_kv::{BlockIdentity, LeaseHasher, RemoteEntries, SeqBlocks};
 use lagoon_runner::CopyId;
+use lagoon_transfer::Check;
 use lagoon_types::limits::{ADMISSION_DEADLINE_MS, RECOVERIES_MAX, RECOVERIES_WINDOW_MS};
 use lagoon_types::{FinishReason, GenerateRequest, InstanceId, LeaseId, PhysBlock, SamplingParams, SeqId};
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// rBlocks borrowed for a sequence under one lease.
@@ -18,17 +20,33 @@ pub(crate) struct HeldLease {
     pub(crate) hasher: Option<LeaseHasher>,
     /// Hashes of whole entries: what comes back is compared with them.
     pub(crate) hashes: BTreeMap<u32, ContentHash>,
+    /// Of whole entries that the creditor computed, and nobody here: what it said of their content, by layers, all of
+    /// them.
+    pub(crate) checks: BTreeMap<u32, LayerChecks>,
 }
+
+/// Checks of an entry's content, each in some layers.
+pub(crate) type LayerChecks = Vec<(Range<u32>, Check)>;
 
 impl HeldLease {
     /// A lease that steps will write.
     pub(crate) fn new(blocks: u32, hasher: LeaseHasher) -> Self {
-        Self { blocks, hasher: Some(hasher), hashes: BTreeMap::new() }
+        Self { blocks, hasher: Some(hasher), hashes: BTreeMap::new(), checks: BTreeMap::new() }
+    }
+
+    /// A lease of what its creditor computed.
+    pub(crate) fn handed(blocks: u32, checks: BTreeMap<u32, LayerChecks>) -> Self {
+        Self { blocks, checks, ..Self::for_move() }
+    }
+
+    /// Whether it is known what an entry holds.
+    pub(crate) fn is_whole(&self, entry: u32) -> bool {
+        self.hashes.contains_key(&entry) || self.checks.contains_key(&entry)
     }
 
     /// A lease that a move wrote; nothing was switched to it yet.
     pub(crate) fn for_move() -> Self {
-        Self { blocks: 0, hasher: None, hashes: BTreeMap::new() }
+        Self { blocks: 0, hasher: None, hashes: BTreeMap::new(), checks: BTreeMap::new() }
     }
 }
 
@@ -153,7 +171,9 @@ impl Sequence {
         let key = (entries.creditor, entries.lease);
         let Some(held) = self.leases.get_mut(&key) else { return };
         held.blocks -= entries.entries - entries.first;
-        held.hashes.retain(|entry, _| !(entries.first..entries.entries).contains(entry));
+        let range = entries.first..entries.entries;
+        held.hashes.retain(|entry, _| !range.contains(entry));
+        held.checks.retain(|entry, _| !range.contains(entry));
         if held.blocks == 0 {
             self.leases.remove(&key);
         }

@@ -470,11 +470,15 @@ impl Creditor {
     }
 
     /// Rows of the request placement map, one for each debtor and sequence. What is written in every layer could move.
-    pub(super) fn rows(&self) -> Vec<PlacementEntry> {
+    /// So could what was computed here, once its debtor has read the rest of it.
+    pub(super) fn rows(&self, pool: &BlockPool) -> Vec<PlacementEntry> {
         let mut rows: BTreeMap<(u32, u64), (u32, usize)> = BTreeMap::new();
         for lease in self.leases.values() {
+            let left = lease.purpose == LeasePurpose::Handover && lease.lent < lease.entries();
+            let sealed = |block: &&PhysBlock| pool.state(**block) == BlockState::Sealed;
+            let whole = if left { lease.blocks.iter().flatten().filter(sealed).count() } else { lease.whole.len() };
             let row = rows.entry((lease.debtor.0, lease.seq.0)).or_default();
-            *row = (row.0 + lease.lent, row.1 + lease.whole.len());
+            *row = (row.0 + lease.lent, row.1 + whole);
         }
         let entry = |((debtor, seq), (blocks, whole)): (_, (u32, usize))| {
             let blocks_sealed = u32::try_from(whole).unwrap_or(blocks).min(blocks);

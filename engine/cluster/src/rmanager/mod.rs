@@ -525,7 +525,7 @@ impl RManager {
 
     /// Rows of the request placement map for what others' requests have here.
     pub fn guest_rows(&self) -> Vec<PlacementEntry> {
-        self.creditor.rows()
+        self.creditor.rows(&self.pool)
     }
 
     /// What this instance has lent, as in [`RManager::held`]; the first is the debtor.

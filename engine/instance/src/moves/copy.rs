@@ -6,13 +6,16 @@
 use super::{Item, Move, Place};
 use crate::event::Effect;
 use crate::instance::Instance;
+use crate::sequence::LayerChecks;
 use bytes::Bytes;
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_kv::Placement;
 use lagoon_protocol::{BulkFrame, RefuseCode};
 use lagoon_runner::{Command, GuestRead, GuestTag, GuestWrite};
+use lagoon_transfer::Check;
 use lagoon_types::limits::{MOVE_RESERVE_MS, MOVE_WINDOW_MS};
-use lagoon_types::{InstanceId, LeaseId};
+use lagoon_types::{InstanceId, LeaseId, SeqId};
+use std::ops::Range;
 
 impl Instance {
     fn layer_bytes(&self) -> u64 {
@@ -165,7 +168,12 @@ impl Instance {
         let Some(kv) = item.arrived.remove(&layer) else { return false };
         item.passed += 1;
         self.moves.status.bytes += kv.len() as u64;
-        match item.to {
+        let (seq, from, to) = (entry.seq, entry.items[at].from, entry.items[at].to);
+        if self.checks_at_source(seq, from).is_some() {
+            let check = Check::of(&kv);
+            self.moves.moves.get_mut(&no).into_iter().for_each(|m| m.items[at].checks.push(check));
+        }
+        match to {
             Placement::Local(_) => self.pass_home(no, at, layer, kv),
             Placement::Remote(_) => self.pass_on(no, at, layer, kv),
             Placement::Gone | Placement::Hole => panic!("a move has a target"),
@@ -178,6 +186,12 @@ impl Instance {
         let Placement::Remote(b) = item.from else { return None };
         let seq = self.seqs.get(&entry.seq)?;
         seq.leases.get(&(b.creditor, b.lease))?.hashes.get(&b.entry).copied()
+    }
+
+    /// What its creditor said of a block that it computed itself.
+    fn checks_at_source(&self, seq: SeqId, from: Placement) -> Option<&LayerChecks> {
+        let Placement::Remote(b) = from else { return None };
+        self.seqs.get(&seq)?.leases.get(&(b.creditor, b.lease))?.checks.get(&b.entry)
     }
 
     fn pass_home(&mut self, no: u64, at: usize, layer: u32, kv: Bytes) {
@@ -195,10 +209,15 @@ impl Instance {
         self.effects.push(Effect::Runner(Command::GuestWrite(write)));
     }
 
-    /// Whether an item's content is what was written to its source.
+    /// Whether an item's content is what was written to its source, or computed there.
     fn content_is_right(&self, no: u64, at: usize) -> bool {
         let entry = &self.moves.moves[&no];
         let item = &entry.items[at];
+        if let Some(checks) = self.checks_at_source(entry.seq, item.from) {
+            let found = |layers: &Range<u32>| item.checks.get(layers.start as usize..layers.end as usize);
+            let combined = |layers| found(layers).map(|checks| Check::combine(checks.iter().copied()));
+            return checks.iter().all(|(layers, check)| combined(layers) == Some(*check));
+        }
         matches!(item.from, Placement::Local(_)) || self.hash_at_source(entry, item) == item.hash
     }
 

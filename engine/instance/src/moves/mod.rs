@@ -29,6 +29,7 @@ use lagoon_kv::seq::push_entry;
 use lagoon_kv::{Advance, BlockHasher, LeaseHasher, Placement, RemoteBlock, RemoteEntries};
 use lagoon_protocol::{ControlBody, LeasePurpose, MoveKvCache, MoveOutcome, MoveReason};
 use lagoon_runner::GuestTag;
+use lagoon_transfer::Check;
 use lagoon_types::limits::{INSTANCE_MOVES_MAX, MOVE_BYTES_IN_FLIGHT_MAX, MOVE_MS_MAX, PARK_DEADLINE_MS};
 use lagoon_types::{Epoch, InstanceId, LeaseId, PhysBlock, SeqId};
 use pace::Pace;
@@ -88,6 +89,8 @@ struct Item {
     stored: u32,
     hasher: BlockHasher,
     hash: Option<ContentHash>,
+    /// Of each layer that was handed on, where its source is known by those.
+    checks: Vec<Check>,
     /// The copy is whole and its content is right: the sequence may switch to it.
     verified: bool,
 }
@@ -253,7 +256,7 @@ impl Instance {
             (Placement::Local(_), Place::Here) => true,
             (Placement::Remote(b), Place::At(creditor)) => {
                 let held = seq.leases.get(&(b.creditor, b.lease));
-                b.creditor == creditor && held.is_some_and(|h| h.hashes.contains_key(&b.entry))
+                b.creditor == creditor && held.is_some_and(|h| h.is_whole(b.entry))
             }
             _ => false,
         };
@@ -362,6 +365,7 @@ impl Instance {
             stored: 0,
             hasher: BlockHasher::new(kv.layers as usize, layer_bytes),
             hash: None,
+            checks: Vec::new(),
             verified: false,
         }
     }

@@ -5,8 +5,9 @@
 
 use super::ask::Stage;
 use crate::instance::Instance;
+use crate::sequence::LayerChecks;
 use lagoon_runner::StageId;
-use lagoon_transfer::{Offer, PullId, reader::PullRefused};
+use lagoon_transfer::{Check, Offer, PullId, reader::PullRefused};
 use lagoon_types::{PhysBlock, SeqId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -29,6 +30,8 @@ pub(super) struct Landing {
     parts: Vec<(Range<u32>, Range<u32>)>,
     /// Parts that are not being read yet.
     offers: Vec<Offer>,
+    /// What the worker said of blocks that stay with it.
+    left_checks: BTreeMap<u32, LayerChecks>,
     /// Reads under way, with their tokens times layers.
     pulls: BTreeMap<PullId, u64>,
     /// Tokens times layers that have not arrived.
@@ -40,8 +43,21 @@ impl Landing {
     pub(super) fn new(blocks: Vec<PhysBlock>, left: u32, (tokens, layers): (u32, u32), block_tokens: u32) -> Self {
         let missing = u64::from(tokens.saturating_sub(left * block_tokens)) * u64::from(layers);
         let (parts, offers, pulls) = (Vec::new(), Vec::new(), BTreeMap::new());
-        let (staged, stage) = (Vec::new(), None);
-        Self { blocks, staged, stage, left, tokens, block_tokens, early: false, parts, offers, pulls, missing }
+        let (staged, stage, left_checks) = (Vec::new(), None, BTreeMap::new());
+        Self {
+            blocks,
+            staged,
+            stage,
+            left,
+            tokens,
+            block_tokens,
+            early: false,
+            parts,
+            offers,
+            left_checks,
+            pulls,
+            missing,
+        }
     }
 
     /// Tokens whose KV is read.
@@ -83,6 +99,22 @@ impl Landing {
             staged => staged[into].to_vec(),
         };
         Some((offer, skip, local))
+    }
+
+    /// Remembers the checks of a part's first blocks, which stay with the worker.
+    fn leave(&mut self, offer: &Offer, checks: &[Check]) {
+        let first = offer.first_token / self.block_tokens;
+        for (block, check) in (first..self.left).zip(checks) {
+            self.left_checks.entry(block).or_default().push((offer.layers.clone(), *check));
+        }
+    }
+
+    /// The checks of the blocks that stay with the worker, of those that are known in all of `layers` layers.
+    pub(super) fn take_left_checks(&mut self, layers: u32) -> BTreeMap<u32, LayerChecks> {
+        let known = |checks: &LayerChecks| checks.iter().map(|(of, _)| of.end - of.start).sum::<u32>() == layers;
+        let mut checks = std::mem::take(&mut self.left_checks);
+        checks.retain(|_, checks| known(checks));
+        checks
     }
 
     fn started(&mut self, pull: PullId, offer: &Offer) {
@@ -155,13 +187,19 @@ impl Instance {
             let landing = prefills.away.get_mut(&id).and_then(|away| away.stage.landing_mut());
             let Some((landing, reader)) = landing.zip(prefills.reader.as_mut()) else { return };
             let Some((offer, skip, local)) = landing.next() else { return };
+            let checks = reader.offered_checks(offer.conn, offer.export);
+            let left: Vec<Check> = checks.iter().take(skip as usize).copied().collect();
             if local.is_empty() {
+                landing.leave(&offer, &left);
                 // All of it stays where it is, as the sequence's lease.
                 reader.decline(offer.conn, offer.export, now_ms);
                 continue;
             }
             match reader.pull_from(offer.conn, offer.export, skip, local, 0, now_ms) {
-                Ok(pull) => landing.started(pull, &offer),
+                Ok(pull) => {
+                    landing.leave(&offer, &left);
+                    landing.started(pull, &offer);
+                }
                 Err(PullRefused::Busy) => return landing.offers.insert(0, offer),
                 Err(error) => return self.redo(id, &error.to_string()),
             }

@@ -306,7 +306,8 @@ impl Instance {
             return;
         }
         let Some(away) = self.prefills.away.remove(&id) else { return };
-        let Stage::Pulling { handed, landing, since_ms } = away.stage else { return };
+        let Stage::Pulling { handed, mut landing, since_ms } = away.stage else { return };
+        let checks = landing.take_left_checks(self.config.kv.layers);
         let Landing { blocks, left, early, .. } = landing;
         let now_ms = self.now_ms;
         // What is pushed waits for memory before its prompt is given to anybody.
@@ -323,7 +324,7 @@ impl Instance {
         let lagoon_cluster::BorrowedLease { creditor, lease, epoch, .. } = handed.lease;
         if left > 0 {
             seq.blocks.push_remote(&RemoteGrant { creditor, lease, epoch, blocks: left });
-            seq.leases.insert((creditor, lease), HeldLease { blocks: left, ..HeldLease::for_move() });
+            seq.leases.insert((creditor, lease), HeldLease::handed(left, checks));
         }
         seq.blocks.push_local(&blocks);
         let advance = seq.blocks.advance(handed.tokens);

@@ -367,6 +367,13 @@ impl Reader {
         self.pull_from(conn, export, 0, local, local_first, now_ms)
     }
 
+    /// What the writer said of each rBlock of an export that waits to be pulled, in order: the content's check in the layers
+    /// of the offer.
+    #[must_use]
+    pub fn offered_checks(&self, conn: ConnId, export: u64) -> &[Check] {
+        self.conns.get(&conn).and_then(|conn| conn.offers.get(&export)).map_or(&[], |offered| &offered.checks)
+    }
+
     /// As [`Reader::pull`], but only the writer's rBlocks of the export from number `first` on. The COMPLETE at its end is
     /// that of the whole export.
     ///

@@ -1,0 +1,92 @@
+//! KV that stays with the prefill worker that computed it, because the decode worker cannot hold all of it, moves like any
+//! other: by order, home, and away from a worker that is drained.
+
+use crate::moves::{moved, placed, run_to_token};
+use lagoon_protocol::{AdminBody, AdminDrain, AdminQuery, ControlBody, Role};
+use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
+use lagoon_tests::cluster::{PoolSpec, Spec, World, greedy};
+
+fn spec() -> PoolSpec {
+    PoolSpec::golden("llama3_old", 4)
+}
+
+/// A prefill worker, a decode worker and a lender, and a request part of whose KV stays with the first.
+fn left(decode: Spec, tokens: u32) -> (World, usize) {
+    let mut world = World::pool(spec(), None, &[Spec::prefill(60), decode, Spec::cpu(60)]);
+    world.run_until(|w| w.nodes[1].live().status().prefill.workers == 1);
+    let request = world.submit(1, greedy(prompt(1, 110, 128), tokens));
+    run_to_token(&mut world, request, 2);
+    let left = world.nodes[1].live().status().prefill.blocks_left;
+    assert!(left >= 12 && u64::from(placed(&world, request)[&0]) >= left);
+    (world, request)
+}
+
+#[test]
+fn what_stays_with_a_prefill_worker_moves_to_another_creditor() {
+    for push in [false, true] {
+        let (mut world, request) = left(Spec { push, ..Spec::decode(16) }, 30);
+        let before = placed(&world, request)[&0];
+        moved(&mut world, request, 5, 0, 2);
+        assert_eq!((placed(&world, request)[&0], placed(&world, request)[&2]), (before - 5, 5));
+        moved(&mut world, request, before - 5, 0, 2);
+        assert_eq!(placed(&world, request).get(&0), None);
+        // What was copied with the prefill worker's checks has hashes of its own.
+        moved(&mut world, request, 2, 2, 0);
+        assert_eq!(placed(&world, request)[&0], 2);
+        let status = world.nodes[1].live().status().moves;
+        assert_eq!((status.blocks_between, status.damaged), (u64::from(before) + 2, 0), "{status:?}");
+        world.run();
+        assert_equals_single("moved", &world, &spec());
+        world.check_empty();
+    }
+}
+
+#[test]
+fn what_stays_with_a_prefill_worker_comes_home() {
+    for push in [false, true] {
+        // It has room for more than can arrive at once.
+        let decode = Spec { push, role: Role::Decode, stage_blocks: Some(12), ..Spec::cpu(60) };
+        let (mut world, request) = left(decode, 30);
+        let there = placed(&world, request)[&0];
+        moved(&mut world, request, there, 0, 1);
+        assert_eq!(placed(&world, request).len(), 1, "all of it is home");
+        world.run_until(|w| w.nodes[0].live().status().blocks_lent == 0);
+        world.run();
+        assert_equals_single("home", &world, &spec());
+        world.check_empty();
+    }
+}
+
+/// What does not come as its worker said that it is costs that, and no wrong answer.
+#[test]
+fn damage_on_the_way_is_found() {
+    for push in [false, true] {
+        let (mut world, request) = left(Spec { push, ..Spec::decode(16) }, 20);
+        world.corrupt_next_data();
+        moved(&mut world, request, 5, 0, 2);
+        assert_eq!(world.nodes[1].live().status().moves.damaged, 1);
+        world.run();
+        assert!(world.nodes[1].live().status().recoveries > 0);
+        assert_equals_single("damaged", &world, &spec());
+        world.check_empty();
+    }
+}
+
+/// A drained prefill worker waits for no request that has KV with it: that moves, and the request ends well.
+#[test]
+fn a_drained_prefill_worker_is_emptied_while_requests_go_on() {
+    for push in [false, true] {
+        let (mut world, request) = left(Spec { push, step_ms: 200, ..Spec::decode(16) }, 60);
+        let drain = AdminDrain { instance: world.nodes[0].id().unwrap().0, cancel: false, stop: true };
+        let query = AdminQuery { query: 1, body: Some(AdminBody::Drain(drain)) };
+        let now_ms = world.now_ms;
+        let gm = &mut world.coordinator.as_mut().unwrap().gmanager;
+        gm.on_control(None, &ControlBody::AdminQuery(query), now_ms);
+        world.run_until(|w| w.nodes[0].drained || w.requests[request].is_over());
+        assert!(world.nodes[0].drained && !world.requests[request].is_over(), "{}", world.describe());
+        assert_eq!(placed(&world, request).get(&0), None);
+        world.run();
+        assert_equals_single("drained", &world, &spec());
+        world.check_empty();
+    }
+}
