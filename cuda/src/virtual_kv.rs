@@ -227,14 +227,17 @@ impl VirtualKv {
         &self.bases
     }
 
-    /// Makes memory lie behind direct rBlocks. See [`Vmm::hold`].
+    /// Makes memory lie behind direct rBlocks. See [`Vmm::hold`]. Returns whether some was there already, from whoever held
+    /// them before: what that one has queued may still use it.
     ///
     /// # Errors
     /// As [`VirtualKv::step`].
-    pub fn hold(&self, blocks: impl Iterator<Item = u32>) -> Result<(), VirtualKvError> {
+    pub fn hold(&self, blocks: impl Iterator<Item = u32>) -> Result<bool, VirtualKvError> {
         let mut state = self.lock();
+        let before = state.vmm.counters().reused;
         let plan = state.vmm.hold(blocks)?;
-        state.carry_out(plan)
+        state.carry_out(plan)?;
+        Ok(state.vmm.counters().reused > before)
     }
 
     /// Nobody uses direct rBlocks any more. See [`Vmm::release`].

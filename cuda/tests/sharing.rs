@@ -206,6 +206,32 @@ fn a_share_that_fails_changes_nothing() {
     }
 }
 
+/// What is left of an own step that was given up is written before what a guest writes to the same memory, which was released and
+/// stayed mapped.
+#[test]
+fn a_guest_writes_after_a_step_that_was_given_up() {
+    for seed in 2..32 {
+        let Some(fake) = driver("a_guest_writes_after_a_step_that_was_given_up", seed) else { return };
+        let mut device = open();
+        let mut kv = device.kv_in(SHAPE, &KvSpace::flat(6, TOKENS).with_rows(3, 4)).unwrap();
+        let (mut qkv, rope) = (device.tensor(8, G.qkv_dim()).unwrap(), device.tensor(8, 64).unwrap());
+        let slots: Vec<u32> = (0..TOKENS).collect();
+        device.kv_hold(&mut kv, slice::from_ref(&(0..TOKENS))).unwrap();
+        device.begin_repeatable().unwrap();
+        for layer in 0..LAYERS {
+            device.rope_append(&mut qkv, &rope, G, &slots, &mut kv, layer).unwrap();
+        }
+        device.kv_release(&mut kv, 0..TOKENS).unwrap();
+        device.urgent(true);
+        fill(&mut device, &mut kv, 0, TOKENS, 5).unwrap();
+        device.urgent(false);
+        device.sync().unwrap();
+        assert_holds(&mut device, &kv, 0, TOKENS, 5);
+        drop((kv, device, qkv, rope));
+        fake.finish();
+    }
+}
+
 /// What the engine does with blocks of addresses: sequences' in rows, guests' in loose ones.
 #[derive(Clone, Debug)]
 enum Op {

@@ -261,17 +261,17 @@ impl CudaKv {
         Ok(kv)
     }
 
-    /// See [`lagoon_backend::Device::kv_hold`].
-    pub(super) fn hold(&mut self, slots: &[Range<u32>]) -> Result<(), DeviceError> {
-        let Some(held) = &mut self.rows else { return Ok(()) };
+    /// See [`lagoon_backend::Device::kv_hold`]. Returns whether some of the memory was there already.
+    pub(super) fn hold(&mut self, slots: &[Range<u32>]) -> Result<bool, DeviceError> {
+        let Some(held) = &mut self.rows else { return Ok(false) };
         let missing: Vec<u32> =
             slots.iter().flat_map(|slots| held.blocks_of(slots)).filter(|block| !held.holds(*block)).collect();
         if missing.is_empty() {
-            return Ok(());
+            return Ok(false);
         }
-        self.memory.hold(missing.iter().flat_map(|block| held.parts(*block)))?;
+        let reused = self.memory.hold(missing.iter().flat_map(|block| held.parts(*block)))?;
         missing.into_iter().for_each(|block| held.give(block));
-        Ok(())
+        Ok(reused)
     }
 
     /// Maps the memory of whole rBlocks behind others, too. Returns whether it did: not in a flat store, nor where the others

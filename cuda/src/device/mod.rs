@@ -39,7 +39,7 @@ use lane::{Kernels, Lane};
 use linear::Linear;
 use memory::{ADDRESS_BYTES_MAX, layout_for, least_block_tokens, word};
 use plans::Plans;
-use span::Span;
+use span::{STAGED_BYTES_MAX, Span, Staged};
 use std::ops::Range;
 #[cfg(target_os = "linux")]
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -50,19 +50,6 @@ use windows::Windows;
 
 /// Tokens of KV that are staged at once are as many as fit so many bytes.
 const KV_PIECE_BYTES: usize = 1 << 20;
-
-/// Largest read that is staged ahead; a larger one waits for its stream when it is taken.
-const STAGED_BYTES_MAX: usize = 8 << 20;
-
-/// A read that was begun.
-#[derive(Debug, Default)]
-struct Staged {
-    pinned: Option<Pinned>,
-    /// Tokens that were drawn, on the device.
-    drawn: Option<Buffer>,
-    /// 0: nothing was begun.
-    bytes: usize,
-}
 
 /// What may be chosen.
 #[derive(Clone, Debug, Default)]
@@ -94,6 +81,8 @@ pub struct CudaDevice {
     /// Behind the last copy into a store, by lane; and whether the other lane has not waited for it yet.
     copied: [Event; 2],
     unseen: [bool; 2],
+    /// Behind the own work that was queued when memory was last released; and whether the other lane has not waited for it yet.
+    released: (Event, bool),
     /// Marks and reads ahead of the two lanes of own steps.
     marks: [Event; 2],
     staged: [Staged; 2],
@@ -128,8 +117,23 @@ impl CudaDevice {
         let plans = [Plans::default(), Plans::default()];
         let marks = [Event::new(&context, false)?, Event::new(&context, false)?];
         let staged = [Staged::default(), Staged::default()];
-        let (unseen, windows) = ([false; 2], Windows::default());
-        Ok(Self { context, options, tuning, lanes, plans, linear, copied, unseen, marks, staged, windows, at: 0 })
+        let (unseen, released) = ([false; 2], (Event::new(&context, false)?, false));
+        let windows = Windows::default();
+        Ok(Self {
+            context,
+            options,
+            tuning,
+            lanes,
+            plans,
+            linear,
+            copied,
+            unseen,
+            released,
+            marks,
+            staged,
+            windows,
+            at: 0,
+        })
     }
 
     /// KV memory on this device whose rows the caller maps and unmaps: requests, shared prefixes, guests.
@@ -377,12 +381,18 @@ impl Device for CudaDevice {
     }
 
     fn kv_hold(&mut self, kv: &mut CudaKv, slots: &[Range<u32>]) -> Result<(), DeviceError> {
-        kv.hold(slots)
+        // A step that was given up may still write what it had when that was released.
+        if kv.hold(slots)? && self.at == 1 && std::mem::take(&mut self.released.1) {
+            self.lanes[1].stream.wait(&self.released.0)?;
+        }
+        Ok(())
     }
 
     fn kv_release(&mut self, kv: &mut CudaKv, slots: Range<u32>) -> Result<(), DeviceError> {
         // What a step that was given up listed must not happen to memory that is somebody else's by then.
         self.lanes.iter_mut().try_for_each(Lane::settle)?;
+        self.released.0.record(&self.lanes[0].stream)?;
+        self.released.1 = true;
         kv.release(slots)
     }
 
@@ -391,7 +401,7 @@ impl Device for CudaDevice {
         if kv.share(from..from + tokens, to)? {
             return Ok(());
         }
-        kv.hold(slice::from_ref(&(to..to + tokens)))?;
+        self.kv_hold(kv, slice::from_ref(&(to..to + tokens)))?;
         self.kv_ensure(kv, from.max(to) + tokens)?;
         assert!(kv.has(from..from + tokens) && kv.has_own(to..to + tokens), "slots that are copied are held");
         kv.copy(&self.lanes[self.at], from, to, tokens)?;

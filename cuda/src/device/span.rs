@@ -1,7 +1,21 @@
-//! Parts of tensors as ranges of memory.
+//! Parts of tensors as ranges of memory, and reads that were begun.
 
 use super::memory::CudaTensor;
+use crate::driver::{Buffer, Pinned};
 use std::ops::Range;
+
+/// Largest read that is staged ahead; a larger one waits for its stream when it is taken.
+pub(super) const STAGED_BYTES_MAX: usize = 8 << 20;
+
+/// A read that was begun.
+#[derive(Debug, Default)]
+pub(super) struct Staged {
+    pub(super) pinned: Option<Pinned>,
+    /// Tokens that were drawn, on the device.
+    pub(super) drawn: Option<Buffer>,
+    /// 0: nothing was begun.
+    pub(super) bytes: usize,
+}
 
 /// Part of a tensor: from the first wanted element to the last, rows whole but for the two ends.
 #[derive(Debug)]
