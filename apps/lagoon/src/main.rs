@@ -51,6 +51,8 @@ mod transfers;
 #[path = "transfers_none.rs"]
 mod transfers;
 mod up;
+#[cfg(target_os = "linux")]
+mod writers_here;
 
 use clap::{Parser, Subcommand};
 use std::io::IsTerminal as _;

@@ -1,7 +1,7 @@
 //! What a path to a prefill worker's KV carries, measured when it is first opened, beside what it should carry.
 //!
 //! Expectations, and why:
-//! * shared memory: what one thread copies of its own memory at the same moment. A path copies from the other process's
+//! * memory of this process, or of another one on this host: what one thread copies of its own memory at the same moment. A path copies from the other process's
 //!   pages as from its own; far less means pages of another NUMA node, or pages that are not there.
 //! * QUIC: the link's speed if the kernel tells it (`/sys/class/net/*/speed`), and never more than
 //!   [`QUIC_BYTES_PER_S`], what a core encrypts, sends and checks on one connection with room to spare (3 GB/s and more were measured on
@@ -23,7 +23,7 @@ const TELLING_BYTES: usize = 1 << 20;
 pub(crate) struct PathRow {
     /// The prefill worker's number.
     pub(crate) worker: u32,
-    /// `same host` or `quic`.
+    /// `same process`, `same host` or `quic`.
     pub(crate) path: &'static str,
     pub(crate) bytes_per_s: f64,
     /// 0 where nothing is expected.
@@ -33,8 +33,8 @@ pub(crate) struct PathRow {
 }
 
 impl PathRow {
-    /// Of shared memory of so many bytes.
-    pub(crate) fn shared(worker: u32, probe: Probe, bytes: usize) -> Self {
+    /// Of memory of so many bytes, of this process or shared.
+    pub(crate) fn memory(worker: u32, probe: Probe, bytes: usize) -> Self {
         let tells = bytes >= TELLING_BYTES;
         let expected_as = if tells { "one thread's memcpy" } else { "nothing: the memory is too small to tell" };
         Self {
@@ -140,10 +140,10 @@ mod tests {
     #[test]
     fn a_path_far_under_its_expectation_is_slow() {
         let probe = |bytes_per_s| Probe { path: "same host", bytes_per_s, expected_bytes_per_s: 8e9 };
-        assert!(!PathRow::shared(3, probe(4.1e9), 32 << 20).is_slow());
-        assert!(PathRow::shared(3, probe(3.9e9), 32 << 20).is_slow());
-        assert!(!PathRow::shared(3, probe(1e3), 1000).is_slow());
-        let row = PathRow::shared(3, probe(3.9e9), 32 << 20);
+        assert!(!PathRow::memory(3, probe(4.1e9), 32 << 20).is_slow());
+        assert!(PathRow::memory(3, probe(3.9e9), 32 << 20).is_slow());
+        assert!(!PathRow::memory(3, probe(1e3), 1000).is_slow());
+        let row = PathRow::memory(3, probe(3.9e9), 32 << 20);
         assert_eq!(
             row.line(),
             "KV of prefill worker 3: 3.90 GB/s by same host (expected: 8.00 GB/s, one thread's memcpy)"

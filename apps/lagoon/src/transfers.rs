@@ -4,6 +4,7 @@
 
 use crate::args::{EngineArgs, KvTransferArg, TransferPathArg};
 use crate::path_probe::{self, PathRow};
+use crate::writers_here::{self, KnownHere};
 use anyhow::Context;
 use lagoon_instance::{InstanceConfig, TransferConfig, TransferEffect, TransferEvent};
 use lagoon_protocol::TransferArena;
@@ -76,6 +77,7 @@ pub(crate) struct Transfers {
     runtime: Option<Runtime>,
     _arenas: ArenaServer,
     _sockets: TempDir,
+    _here: KnownHere,
     paths: BTreeMap<ConnId, Slot>,
     meter: Meter,
     /// Paths that were measured, and the workers to which one was begun to be.
@@ -178,6 +180,7 @@ impl Transfers {
         let clock = move || u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
         let server = ExportServer::new(Writer::new(layout, writer), regions.clone(), clock);
         node.serve_direct(Some(Arc::clone(&server)));
+        let here = KnownHere::new(arena_server.arenas(), &server);
         let (tell, told) = mpsc::unbounded_channel();
         Ok(Self {
             server,
@@ -187,6 +190,7 @@ impl Transfers {
             runtime: Some(runtime),
             _arenas: arena_server,
             _sockets: sockets,
+            _here: here,
             paths: BTreeMap::new(),
             meter: Meter::default(),
             measured: Vec::new(),
@@ -360,7 +364,8 @@ impl Transfers {
         Landing { regions: Arc::clone(&self.regions), verify: true, on_event }
     }
 
-    /// Opens the best path there is: shared memory if the writer is on this host, else QUIC.
+    /// Opens the best path there is: within this process if the writer is in it, shared memory if it is on this host, else
+    /// QUIC.
     fn open(
         &mut self,
         conn: ConnId,
@@ -376,16 +381,8 @@ impl Transfers {
             (self.node.clone(), self.landing(conn), addr.to_owned(), Arc::clone(layout));
         self.paths.insert(conn, Slot::Opening(Some(Vec::new())));
         self.blocking(move || {
-            let near = map_arenas(&layout, &arenas).and_then(|views| {
-                let views = views.ok_or_else(|| "it is on another host".to_owned())?;
-                if let (true, Some(view)) = (first, views.first()) {
-                    let row = Probe::of_arena(view).map(|probe| PathRow::shared(writer.0, probe, view.bytes()));
-                    // The loop may be gone.
-                    let _ = tell.send(Told::Probed(row));
-                }
-                MemoryPath::shared(views, COPIERS, &landing).map_err(|error| error.to_string())
-            });
-            let path = match near {
+            let of = (reader, writer, epoch);
+            let path = match near(&layout, &arenas, of, &landing, first.then_some(&tell)) {
                 Ok(path) => Ok(Box::new(path) as Box<dyn Path>),
                 Err(reason) => {
                     tracing::debug!(conn = conn.0, reason, "KV is read over QUIC");
@@ -452,6 +449,33 @@ async fn probe_quic(
     let _ = tell.send(Told::Probed(probe.map(|probe| PathRow::quic(writer.0, probe, expected_as))));
 }
 
+/// A path within this process or this host, if the writer is there. It is measured if there is somebody to `tell`.
+fn near(
+    layout: &Layout,
+    arenas: &[TransferArena],
+    (reader, writer, epoch): (InstanceId, InstanceId, u64),
+    landing: &Landing,
+    tell: Option<&mpsc::UnboundedSender<Told>>,
+) -> Result<MemoryPath, String> {
+    let measured = |probe: Result<Probe, String>, bytes: usize| {
+        let row = probe.map(|probe| PathRow::memory(writer.0, probe, bytes));
+        // The loop may be gone.
+        tell.into_iter().for_each(|tell| _ = tell.send(Told::Probed(row.clone())));
+    };
+    if let Some(server) = writers_here::find(arenas) {
+        let bytes = usize::try_from(layout.region_bytes().first().copied().unwrap_or(0)).unwrap_or(usize::MAX);
+        if tell.is_some() {
+            measured(Probe::within(&server), bytes);
+        }
+        return MemoryPath::within(server, (reader, epoch), COPIERS, landing).map_err(|error| error.to_string());
+    }
+    let views = map_arenas(layout, arenas)?.ok_or_else(|| "it is on another host".to_owned())?;
+    if let Some(view) = views.first().filter(|_| tell.is_some()) {
+        measured(Probe::of_arena(view), view.bytes());
+    }
+    MemoryPath::shared(views, COPIERS, landing).map_err(|error| error.to_string())
+}
+
 /// The writer's memory, if it offers all of it on this host.
 fn map_arenas(layout: &Layout, arenas: &[TransferArena]) -> Result<Option<Vec<lagoon_backend::ArenaView>>, String> {
     let sizes = layout.region_bytes();
@@ -474,3 +498,7 @@ impl Drop for Transfers {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "transfers_tests.rs"]
+mod tests;

@@ -1,6 +1,7 @@
 //! How fast a path is, measured when it is opened: bounded in bytes and in time.
 
 use super::lanes::{LanesConfig, dial};
+use super::serve::ExportServer;
 use crate::Node;
 use lagoon_protocol::DirectFrame;
 use lagoon_wire::direct::{DirectItem, DirectReader, encode};
@@ -17,6 +18,8 @@ const DEADLINE: Duration = Duration::from_secs(10);
 /// Bytes of shared memory that are measured, and how often: less than a tenth of a second at memory's rate.
 const SHARED_BYTES: usize = 32 << 20;
 const ROUNDS: usize = 3;
+/// Bytes of a memory of this process that are copied while its owner does not write them.
+const PIECE_BYTES: usize = 64 << 10;
 /// Bytes of one probe.
 const PROBE_BYTES: u64 = 4 << 20;
 
@@ -54,6 +57,32 @@ impl Probe {
             bytes_per_s = bytes_per_s.max(rate(u64::try_from(bytes).unwrap_or(0), start));
         }
         Ok(Self { path: "same host", bytes_per_s, expected_bytes_per_s: memcpy_bytes_per_s(bytes) })
+    }
+
+    /// As [`Probe::of_arena`], of a writer's memory in this process, in pieces so small that its owner hardly waits.
+    ///
+    /// # Errors
+    /// When the memory cannot be read.
+    pub fn within(server: &ExportServer) -> Result<Self, String> {
+        let region = server.regions().first().ok_or("the writer has no memory")?;
+        let bytes = usize::try_from(region.bytes()).unwrap_or(usize::MAX).min(SHARED_BYTES);
+        let mut target = vec![2u8; bytes];
+        let mut bytes_per_s = 0f64;
+        for _ in 0..ROUNDS {
+            let start = Instant::now();
+            for (offset, piece) in (0..).step_by(PIECE_BYTES).zip(target.chunks_mut(PIECE_BYTES)) {
+                let mut rest = &mut piece[..];
+                let read = region.view(offset, rest.len(), &mut |part| {
+                    let (now, later) = std::mem::take(&mut rest).split_at_mut(part.len());
+                    now.copy_from_slice(part);
+                    rest = later;
+                });
+                read.map_err(|error| error.to_string())?;
+            }
+            black_box(&target);
+            bytes_per_s = bytes_per_s.max(rate(u64::try_from(bytes).unwrap_or(0), start));
+        }
+        Ok(Self { path: "same process", bytes_per_s, expected_bytes_per_s: memcpy_bytes_per_s(bytes) })
     }
 }
 
