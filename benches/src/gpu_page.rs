@@ -192,6 +192,15 @@ fn tables(report: &Value) -> String {
         ("reused, us", "/reused_us"),
     ];
     table(&mut out, "A prompt's wait for memory (Figure 13)", &columns, &list(report, "vmm", "prompts_of_figure_13"));
+    let columns = [
+        ("tokens", "/tokens"),
+        ("page groups", "/groups"),
+        ("mapped, us", "/mapped_us"),
+        ("copied, us", "/copied_us"),
+        ("through the host, us", "/through_host_us"),
+    ];
+    let title = "A block of a prefix that another sequence has";
+    table(&mut out, title, &columns, &list(report, "vmm", "prefixes"));
     let columns = [("tokens", "/tokens"), ("chunk", "/chunk"), ("ms", "/ms"), ("linear layers", "/linear_layers")];
     let title = "The whole prefill that it adds to, 8B's shape";
     table(&mut out, title, &columns, &list(report, "steps", "prompts"));

@@ -61,6 +61,7 @@ fn the_check_runs_over_the_fake_driver() {
     let steps = section("vmm")["found"]["decode_steps_of_figure_12"].as_array().unwrap();
     assert_eq!((steps.len(), &steps[0]["overlapped"], &steps[1]["overlapped"]), (2, &false.into(), &true.into()));
     assert!(steps[1]["stripes_mapped_ahead"].as_u64() > Some(0));
+    assert!(section("vmm")["found"]["prefixes"][0]["mapped_us"].as_f64() > Some(0.0));
     let steps = section("steps")["found"]["rows"].as_array().unwrap();
     assert!(steps.iter().all(|row| (row["replayed"].as_u64() > Some(0)) == (row["graphs"] == true)), "{steps:?}");
     assert!(section("steps")["found"]["prompts"][0]["ms"].as_f64() > Some(0.0));
@@ -95,7 +96,27 @@ fn a_section_that_takes_too_long_is_killed_and_run_again_next_time() {
     let seconds = |report: &Value| report["sections"]["vmm"]["seconds"].as_f64().unwrap();
     assert_eq!(seconds(&run(&["--only", "vmm"])).to_bits(), seconds(&report).to_bits());
     assert_ne!(seconds(&run(&["--only", "vmm", "--fresh"])).to_bits(), seconds(&report).to_bits());
-    std::fs::remove_file(out).unwrap();
+    std::fs::remove_file(&out).unwrap();
+    // What a section has started is killed with it: here a python that says its number and sleeps.
+    let tools = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("gpu-check-tools-{}", std::process::id()));
+    std::fs::create_dir_all(&tools).unwrap();
+    let (python, number) = (tools.join("python3"), tools.join("number"));
+    std::fs::write(&python, format!("#!/bin/sh\necho $$ > {}\nexec sleep 600\n", number.display())).unwrap();
+    std::fs::set_permissions(&python, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let path = format!("{}:{}", tools.display(), std::env::var("PATH").unwrap());
+    let environment = [environment[0], environment[1], ("PATH", Path::new(&path))];
+    let report = check(&environment, &["--only", "torch", "--limit-s", "4"]);
+    assert_eq!(report["sections"]["torch"]["state"], "timed out");
+    let sleeper = std::fs::read_to_string(&number).unwrap();
+    let gone = || !Path::new("/proc").join(sleeper.trim()).join("exe").exists();
+    for _ in 0..500 {
+        if gone() {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    assert!(gone(), "{sleeper} runs on");
+    std::fs::remove_dir_all(tools).unwrap();
     let output = command(&environment).args(["--only", "speed"]).output().unwrap();
     assert!(String::from_utf8_lossy(&output.stderr).contains("no section speed"));
 }

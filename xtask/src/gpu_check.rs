@@ -19,6 +19,9 @@ const SCRIPT: &str = "#!/bin/sh\n\
     exec \"$here/gpu-check\" --goldens \"$here/goldens\" --lagoon \"$here/lagoon\" --label \"$(cat \"$here/commit\")\" \
     --out \"$out\" \"$@\"\n";
 
+/// Machines with a GPU may be far away.
+const PACK_BYTES_MAX: u64 = 64 << 20;
+
 pub(crate) fn run(root: &Path, here: bool) -> Result<bool> {
     build(root)?;
     let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
@@ -39,7 +42,9 @@ pub(crate) fn run(root: &Path, here: bool) -> Result<bool> {
     let archive = target.join("gpu-check.tar.gz");
     let tar = Command::new("tar").arg("-czf").arg(&archive).arg("-C").arg(&target).arg("gpu-check").status();
     ensure!(tar.context("run tar")?.success(), "tar failed");
-    println!("{}: {} KiB", archive.display(), fs::metadata(&archive)?.len() >> 10);
+    let bytes = fs::metadata(&archive)?.len();
+    ensure!(bytes <= PACK_BYTES_MAX, "{} has {bytes} bytes, at most {PACK_BYTES_MAX}", archive.display());
+    println!("{}: {} KiB", archive.display(), bytes >> 10);
     println!("there: tar -xzf gpu-check.tar.gz && sh gpu-check/run.sh report.json");
     if !here {
         return Ok(true);

@@ -152,6 +152,9 @@ fn run_section(args: &Args, section: &Section, limit: Duration) -> anyhow::Resul
         command.arg("--lagoon").arg(lagoon);
     }
     command.args(args.smoke.then_some("--smoke")).args(args.pip.then_some("--pip"));
+    // What a section starts (the demo's instances) is to end with it, or it would keep the GPU's memory from the next one.
+    #[cfg(unix)]
+    std::os::unix::process::CommandExt::process_group(&mut command, 0);
     let started = Instant::now();
     let mut child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().context("run a section")?;
     let status = loop {
@@ -159,12 +162,19 @@ fn run_section(args: &Args, section: &Section, limit: Duration) -> anyhow::Resul
             break Some(status);
         }
         if started.elapsed() > limit {
-            child.kill()?;
-            child.wait()?;
             break None;
         }
         std::thread::sleep(Duration::from_millis(20));
     };
+    if status.is_none() {
+        let group = format!("-{}", child.id());
+        let mut kill = Command::new("kill");
+        let killed = kill.args(["-KILL", "--", &group]).stdin(Stdio::null()).stderr(Stdio::null()).status();
+        if !killed.is_ok_and(|killed| killed.success()) {
+            child.kill()?;
+        }
+        child.wait()?;
+    }
     let text = std::fs::read_to_string(&path).unwrap_or_default();
     // What it has not written does not matter any more.
     let _gone = std::fs::remove_file(&path);

@@ -158,6 +158,9 @@ fn run_demo(args: &Args, out: &mut Out, more: &[&str]) -> anyhow::Result<()> {
     let Some(lagoon) = &args.lagoon else {
         return out.set("absent", "no --lagoon");
     };
+    if args.smoke {
+        return out.set("absent", "tiny sizes only: the demo's prompt has 20,000 tokens");
+    }
     let output = Command::new(lagoon).args(["demo", "--json"]).args(more).output().context("run lagoon")?;
     let text = String::from_utf8_lossy(&output.stdout);
     let report: Value = serde_json::from_str(text.trim())

@@ -1,10 +1,14 @@
 //! Virtual memory: what the driver's calls take (vAttention's Tables 3 and 9), and what a decode step waits for mapping
-//! with and without the background thread (its Figure 12), and a prompt with and without deferred reclamation (Figure 13).
+//! with and without the background thread (its Figure 12), a prompt with and without deferred reclamation (Figure 13), and a
+//! prefix that another sequence has.
 
 use crate::{Args, Out};
-use lagoon_cuda::VirtualKv;
+use anyhow::{Context as _, ensure};
+use lagoon_backend::Device;
 use lagoon_cuda::driver::{Context, Physical, Reservation, Sharing};
+use lagoon_cuda::{CudaDevice, CudaKv, VirtualKv};
 use lagoon_kv::vmm::{VmmConfig, VmmLayout, VmmShape};
+use lagoon_types::{DType, KvShape, KvSpace};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -165,6 +169,54 @@ fn prompts(small: bool, layers_per_group: u32) -> anyhow::Result<Value> {
     }))
 }
 
+/// What an rBlock costs whose tokens another sequence has, too: mapped at a second address, copied on the device, and copied
+/// through the host.
+fn prefixes(small: bool) -> anyhow::Result<Value> {
+    let mut device = crate::open()?;
+    let layers = if small { 2 } else { 32 };
+    // A page group of one layer's K: 2 MiB.
+    let (shape, tokens) = (KvShape { layers, kv_heads: 8, head_dim: 128, dtype: DType::F16 }, 1024);
+    let blocks: u32 = if small { 2 } else { 6 };
+    let layers = layers as usize;
+    let to = |block: usize| (blocks + u32::try_from(block).unwrap_or(0)) * tokens;
+    let from = |block: usize| to(block) - blocks * tokens;
+    let count = blocks as usize;
+    let last = vec![0; shape.layer_token_bytes()];
+
+    let space = device.kv_space(shape, KvSpace::flat(2 * blocks, tokens).with_rows(2, blocks));
+    ensure!(space.rows == 2, "blocks of {tokens} tokens are whole page groups");
+    let mut rows = device.kv_in(shape, &space)?;
+    device.kv_hold(&mut rows, std::slice::from_ref(&(0..blocks * tokens)))?;
+    let share = |device: &mut CudaDevice, kv: &mut CudaKv, block: usize| {
+        device.kv_share(kv, layers, from(block), to(block), tokens)?;
+        anyhow::Ok(device.sync()?)
+    };
+    let (mapped_us, _) = timed(count, |block| share(&mut device, &mut rows, block))?;
+    let counters = device.kv_counters(&rows).context("what mapping has come to")?;
+    ensure!(counters.shared == u64::from(blocks) * counters.groups_per_block, "{counters:?}");
+    drop(rows);
+    let mut flat = device.kv(shape, (2 * blocks * tokens) as usize)?;
+    device.kv_write(&mut flat, 0, 2 * blocks * tokens - 1, &last)?;
+    device.sync()?;
+    let (copied_us, _) = timed(count, |block| share(&mut device, &mut flat, block))?;
+    let (host_us, _) = timed(count, |block| {
+        let mut bytes = Vec::new();
+        for layer in 0..layers {
+            bytes.clear();
+            device.kv_read(&flat, layer, from(block), tokens, &mut bytes)?;
+            device.kv_write(&mut flat, layer, to(block), &bytes)?;
+        }
+        anyhow::Ok(device.sync()?)
+    })?;
+    Ok(json!({
+        "tokens": tokens,
+        "groups": counters.groups_per_block,
+        "mapped_us": mapped_us,
+        "copied_us": copied_us,
+        "through_host_us": host_us,
+    }))
+}
+
 /// Bytes per second of making and mapping memory, by the size of one allocation.
 fn allocation(small: bool, pages: usize) -> anyhow::Result<Value> {
     let context = Context::open(0)?;
@@ -186,6 +238,7 @@ pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     for pages in [1, 4, 16] {
         out.push("allocation", allocation(small, pages)?)?;
     }
+    out.push("prefixes", prefixes(small)?)?;
     // Without slicing small page groups are many: a page group holds 1024 tokens there, and 32 with full slicing.
     let groups: &[u32] = if small { &[32] } else { &[1, 32] };
     for group in groups {
