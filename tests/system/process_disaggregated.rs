@@ -8,6 +8,7 @@ use lagoon_tests::process::{Client, PATIENCE, Server, logits, token_ids};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
+use crate::process_moves::request;
 use crate::process_up::{golden_prompt, single};
 
 const VOCAB: u32 = 1024;
@@ -137,4 +138,56 @@ fn a_killed_prefill_worker_costs_time_only() {
     pool.watch("d0", &prompt(41, 500, VOCAB), 20).finish("without a gManager", &undisturbed);
     assert_eq!(number(&pool.status("d0"), "prefill/pulled"), 2);
     pool.wait_empty();
+}
+
+/// A long prompt's oldest rBlocks stay with the prefill worker: they are moved by hand, and what is left by a drain that ends
+/// its process, while the answer goes on.
+#[test]
+fn what_stays_with_a_prefill_worker_is_moved_by_hand_and_drained() {
+    let role = |name: &str| Place::default().with(&format!("--role={name}"));
+    let mut pool = FaultPool::without_members(&passkey(), 16, "127.0.0.1", Some(2 * lagoon_tests::faults::STEP));
+    pool.start(&[("p0", 128, role("prefill")), ("d0", 24, role("decode")), ("n0", 128, Place::default())]);
+    pool.wait("d0", "connected", |s| number(s, "prefill/workers") == 1);
+    let undisturbed = pool.undisturbed(128);
+    let stream = pool.watch("d0", &prompt(43, 1000, VOCAB), 700);
+    stream.wait_for(3);
+    assert!(pool.creditors("d0")["p0"] >= 30);
+    let worker = pool.status("p0")["instance"].to_string();
+    let order = ["kv", "move", &request(&pool, "d0"), "--from=p0", "--to=n0", "--blocks=10"];
+    // The planner may be moving it already, and the gManager hears of the request with a heartbeat.
+    while let Err(refused) = pool.try_ask(&order) {
+        assert!(!stream.is_over(), "no move is accepted: {refused:?}");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    pool.wait("d0", "moved by hand", |s| number(s, "moves/blocks_between") >= 10);
+    let drained = pool.ask(&["drain", "p0", "--wait", "--stop"]);
+    assert!(drained["drained"] == true && !stream.is_over(), "{drained}");
+    let status = pool.status("d0");
+    assert!(status["sequences"][0]["remote_blocks"].get(&worker).is_none(), "{status}");
+    assert_eq!((number(&status, "moves/damaged"), number(&status, "recomputed_tokens")), (0, 0), "{status}");
+    stream.finish("moved and drained", &undisturbed);
+}
+
+/// Workers whose store others cannot read, as processes.
+#[test]
+fn workers_on_wgpu_pass_prompts_through_host_memory() {
+    if let Err(why) = lagoon_tests::wgpu() {
+        return lagoon_tests::skip("workers_on_wgpu_pass_prompts_through_host_memory", &why);
+    }
+    let (model, prompt) = golden_prompt();
+    let reference = single(&model, "256");
+    let sizes = ["up", &model, "--prefill=1", "--decode=1", "--kv-tokens=256", "--stage-kv-tokens=128"];
+    let flags = ["--backend=wgpu", "--calibrate=off", "--port=0", "--block-tokens=8"];
+    let pool = Server::start(&[&sizes[..], &flags[..]].concat());
+    let client = pool.client();
+    let decoders = connected(&client.get("/lagoon/status").json(), 1);
+    for length in [100, 7] {
+        let said = token_ids(&client.complete(&prompt[..length], 8, &json!({})).json());
+        let expected = reference.client().complete(&prompt[..length], 8, &json!({})).json();
+        assert_eq!(said, token_ids(&expected), "{length} tokens");
+    }
+    let status = decoders[0].get("/lagoon/status").json();
+    assert_eq!((number(&status, "prefill/pulled"), number(&status, "prefill/own")), (2, 0), "{status}");
+    decoders[0].wait_until("/lagoon/status", "unstaged", |s| number(s, "prefill/stage_blocks_used") == 0);
+    client.wait_until("/lagoon/status", "empty", is_empty);
 }

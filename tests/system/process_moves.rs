@@ -22,7 +22,7 @@ fn remote_blocks(status: &Value) -> u64 {
 }
 
 /// The placement map's name of an instance's only request.
-fn request(pool: &FaultPool, debtor: &str) -> String {
+pub(crate) fn request(pool: &FaultPool, debtor: &str) -> String {
     let status = pool.status(debtor);
     assert_eq!(status["sequences"].as_array().unwrap().len(), 1, "{status}");
     format!("{}/{}", status["instance"], status["sequences"][0]["seq"])
