@@ -5,7 +5,7 @@
 //! nobody lends, the youngest sequence yields (it is computed again later): the oldest always advances.
 
 use crate::instance::Instance;
-use crate::sequence::{HeldLease, Hold};
+use crate::sequence::{HeldLease, Hold, Sequence};
 use lagoon_cluster::{BorrowFailure, BorrowedLease, Output};
 use lagoon_kv::{Freed, LeaseHasher, RemoteEntries, RemoteGrant};
 use lagoon_protocol::TierWish;
@@ -63,8 +63,33 @@ impl Instance {
         }
     }
 
-    /// Admits from the head of the queue for as long as there is memory.
+    /// Admits whatever there is memory for.
     pub(crate) fn admit(&mut self) {
+        self.admit_in_turn();
+        self.admit_pushed();
+    }
+
+    /// A prompt for which its asker keeps memory waits for this instance's memory only: not behind a head that waits for
+    /// others' (it may be the asker's), and not for an elder (the asker keeps nothing for what is younger).
+    fn admit_pushed(&mut self) {
+        let head = self.sched.next_waiting().and_then(|head| self.seqs.get(&head.seq));
+        let elsewhere = |s: &Sequence| s.blocks.shortfall(s.len() + 1) > self.config.blocks_total;
+        if !head.is_some_and(|head| elsewhere(head) || self.gives_way(head.since_ms)) {
+            return;
+        }
+        let pushed = self.sched.waiting().map(|w| w.seq).filter(|seq| self.prefills.is_pushed(*seq));
+        let pushed: Vec<SeqId> = pushed.collect();
+        for id in pushed {
+            let full = self.sched.running_len() >= self.config.sched.running;
+            let fits = |s: &Sequence| s.blocks.shortfall(s.len()) <= self.room();
+            if !full && self.seqs.get(&id).is_some_and(fits) && self.place(id) {
+                self.admit_placed();
+            }
+        }
+    }
+
+    /// Admits from the head of the queue for as long as there is memory.
+    fn admit_in_turn(&mut self) {
         self.admit_placed();
         while let Some(head) = self.sched.next_waiting() {
             let Some(seq) = self.seqs.get(&head.seq) else { return };
@@ -399,7 +424,7 @@ impl Instance {
         let row_us = self.config.calibration.as_ref().map_or(self.prefill_us, |c| c.prefill_us_per_token);
         let again_us = self.seqs.get(&victim).map_or(0.0, |s| f64::from(s.blocks.written())) * row_us;
         let advances = |seq: &SeqId| {
-            let has_room = |s: &crate::sequence::Sequence| s.is_ready() && s.blocks.shortfall(s.len()) == 0;
+            let has_room = |s: &Sequence| s.is_ready() && s.blocks.shortfall(s.len()) == 0;
             *seq != id && (self.sched.in_step(*seq) || self.seqs.get(seq).is_some_and(has_room))
         };
         again_us > RATHER_WAIT_US && self.sched.running().any(|seq| advances(&seq))
@@ -434,7 +459,7 @@ impl Instance {
     /// A sequence that was to yield when its step ends does, if that is still wanted.
     pub(crate) fn end_yielding(&mut self) {
         let Some((victim, id)) = self.yielding.take_if(|(victim, _)| !self.sched.in_step(*victim)) else { return };
-        let short = |s: &crate::sequence::Sequence| matches!(s.hold, Hold::RetryAt(_));
+        let short = |s: &Sequence| matches!(s.hold, Hold::RetryAt(_));
         let wanted = self.sched.is_running(id) && self.seqs.get(&id).is_some_and(short);
         if wanted && self.sched.is_running(victim) && !self.is_frozen(victim) && !self.grow_here(id) {
             self.yield_to(victim, id);

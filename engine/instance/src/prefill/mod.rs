@@ -105,6 +105,11 @@ impl Prefills {
         self.by_seq.contains_key(&seq)
     }
 
+    /// Whether that is read while it is computed, into memory that its asker has.
+    pub(crate) fn is_pushed(&self, seq: SeqId) -> bool {
+        self.published.get(&seq).is_some_and(Publication::is_pushed)
+    }
+
     /// Own blocks that a sequence's prompt is being read into.
     pub(crate) fn landing(&self, seq: SeqId) -> usize {
         self.away.get(&seq).map_or(0, Away::landing)

@@ -98,6 +98,10 @@ impl Publication {
         Some(part)
     }
 
+    pub(super) fn is_pushed(&self) -> bool {
+        self.push && !self.ended
+    }
+
     /// All of it is exported.
     fn is_whole(&self) -> bool {
         self.from == self.total && !self.making && !self.ended

@@ -3,8 +3,8 @@
 use crate::freeze::tests::config;
 use crate::{Effect, Event, Instance, InstanceConfig, PeerKey, TICK_MS, TransferConfig, TransferEffect, TransferEvent};
 use lagoon_protocol::{
-    ControlBody, Elder, HeartbeatAck, Hello, PrefillReady, PrefillRenew, PrefillRequest, PrefillSampling, Registered,
-    Role, TransferBlocks, TransferConnected, TransferExport, VERSION_MAX, Worker, Workers,
+    BorrowAdvice, ControlBody, Elder, HeartbeatAck, Hello, PrefillReady, PrefillRenew, PrefillRequest, PrefillSampling,
+    Registered, Role, TransferBlocks, TransferConnected, TransferExport, VERSION_MAX, Worker, Workers,
 };
 use lagoon_runner::{Command, Report, SampleOut};
 use lagoon_types::limits::LEASE_TTL_MS;
@@ -57,15 +57,34 @@ impl Side {
 
     /// Instance 2 asks for a prompt of `total` tokens, of which only so many arrive.
     fn ask(&mut self, total: u32, arrive: usize) -> Vec<Effect> {
+        self.ask_as(total, arrive, false)
+    }
+
+    fn ask_as(&mut self, total: u32, arrive: usize, push: bool) -> Vec<Effect> {
         let sampling = Some(PrefillSampling::default());
         let tokens = vec![1; arrive];
-        let body = PrefillRequest { request: 6, seq: 9, total, first: 0, tokens, sampling, push: false };
+        let body = PrefillRequest { request: 6, seq: 9, total, first: 0, tokens, sampling, push };
         self.on(Event::Control { peer: PEER, body: ControlBody::PrefillRequest(body) })
     }
 
     fn renew(&mut self) -> Vec<ControlBody> {
         self.hear(ControlBody::PrefillRenew(PrefillRenew { seq: 1, requests: vec![6] }))
     }
+}
+
+fn request(tokens: usize) -> GenerateRequest {
+    GenerateRequest {
+        prompt: vec![1; tokens],
+        answered: 0,
+        max_tokens: 4,
+        sampling: SamplingParams::default(),
+        stop_ids: Vec::new(),
+        return_logits: false,
+    }
+}
+
+fn steps(effects: &[Effect]) -> bool {
+    effects.iter().any(|effect| matches!(effect, Effect::Runner(Command::Step(_))))
 }
 
 fn told(effects: Vec<Effect>) -> Vec<ControlBody> {
@@ -154,18 +173,11 @@ fn asking(push: bool) -> (Side, u64) {
         arenas: Vec::new(),
         addr: String::new(),
     }));
-    let request = GenerateRequest {
-        prompt: vec![1; 7],
-        answered: 0,
-        max_tokens: 4,
-        sampling: SamplingParams::default(),
-        stop_ids: Vec::new(),
-        return_logits: false,
-    };
-    let asked = told(side.on(Event::Submit { seq: SeqId(1), request })).into_iter().find_map(|body| match body {
-        ControlBody::PrefillRequest(m) => Some(m.request),
-        _ => None,
-    });
+    let asked =
+        told(side.on(Event::Submit { seq: SeqId(1), request: request(7) })).into_iter().find_map(|body| match body {
+            ControlBody::PrefillRequest(m) => Some(m.request),
+            _ => None,
+        });
     (side, asked.expect("the worker is asked"))
 }
 
@@ -259,4 +271,22 @@ fn memory_for_what_nobody_has_begun_is_given_up_for_an_older_request() {
     assert_eq!(side.instance.rm.available(), 4);
     let asked = |body: &ControlBody| matches!(body, ControlBody::PrefillRequest(_));
     assert!(!side.tick(TICK_MS).iter().any(asked), "the older one comes first");
+}
+
+/// What the head waits for may be what the asker keeps.
+#[test]
+fn a_pushed_prompt_is_not_behind_what_waits_for_others_memory() {
+    for push in [false, true] {
+        let mut side = Side::new(Role::Instance);
+        let ack = HeartbeatAck { known: true, pool_blocks_total: 100, ..HeartbeatAck::default() };
+        side.on(Event::GManager(ControlBody::HeartbeatAck(ack)));
+        let query = side.on(Event::Submit { seq: SeqId(1), request: request(18) }).into_iter().find_map(|e| match e {
+            Effect::ToGManager(ControlBody::BorrowQuery(query)) => Some(query.query),
+            _ => None,
+        });
+        let query = query.expect("a head that needs more than this instance has");
+        let nobody = BorrowAdvice { query, pool_blocks_total: 100, ..BorrowAdvice::default() };
+        side.on(Event::GManager(ControlBody::BorrowAdvice(nobody)));
+        assert_eq!(steps(&side.ask_as(7, 7, push)), push, "push: {push}");
+    }
 }
