@@ -15,8 +15,10 @@ lagoon_types::mutants! {
     SealUnawaited,
     /// An instance names what a block holds by its place in the sequence, whatever its tokens are.
     TokensUnnamed,
-    /// A debtor takes what was handed over to it without looking at how long that was on its way.
-    TakenOverLate,
+    /// An instance that computed a prompt for another one says so once, whether or not that was heard.
+    AnswerUnrepeated,
+    /// An instance that was declared dead goes on waiting for what its former life asked for.
+    AskedByTheDead,
     /// A creditor frees blocks of a lease that has ended while transports read them.
     PinIgnored,
 }

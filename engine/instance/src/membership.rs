@@ -9,6 +9,7 @@ use crate::event::{Effect, TransferEffect};
 use crate::instance::Instance;
 use crate::sequence::Sequence;
 use lagoon_cluster::PlacementReport;
+use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_kv::Placement;
 use lagoon_protocol::{
     ControlBody, Deregister, DrainOrder, Fenced, HeartbeatAck, Link, Load, PlacementEntry, Register, Registered,
@@ -161,7 +162,9 @@ impl Instance {
         let ended = self.rm.forget_all(self.membership.incarnation, self.now_ms);
         self.forget_ended(&ended);
         self.drop_all_jobs();
-        self.redo_all_asked();
+        if !mutants::is(Mutant::AskedByTheDead) {
+            self.redo_all_asked();
+        }
         self.restart_reader();
         // Peers free what they lent to the old incarnation when they hear of the new one.
         self.greet_again();

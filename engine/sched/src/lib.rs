@@ -83,8 +83,13 @@ impl Scheduler {
         if self.waiting.len() >= self.config.queue {
             return Err(QueueFull { limit: self.config.queue });
         }
-        self.waiting.push_back(Waiting { seq, tokens, since_ms: now_ms });
+        self.enqueue_accepted(seq, tokens, now_ms);
         Ok(())
+    }
+
+    /// As [`Scheduler::enqueue`], for a sequence that was accepted before and waited elsewhere: the bound does not apply.
+    pub fn enqueue_accepted(&mut self, seq: SeqId, tokens: u32, now_ms: u64) {
+        self.waiting.push_back(Waiting { seq, tokens, since_ms: now_ms });
     }
 
     /// Takes a running sequence out of the batch and puts it at the front of the queue, to be computed again. The
@@ -286,6 +291,8 @@ mod tests {
         }
         assert_eq!(s.enqueue(SeqId(9), 3, 0), Err(QueueFull { limit: 8 }));
         assert_eq!(s.next_waiting().map(|w| w.seq), Some(SeqId(0)));
+        s.enqueue_accepted(SeqId(10), 3, 0);
+        assert_eq!(s.waiting().last().map(|w| w.seq), Some(SeqId(10)), "it was counted before");
         for seq in 0..4 {
             s.admit(SeqId(seq), Lane::Local, 0);
         }

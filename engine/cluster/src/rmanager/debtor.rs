@@ -10,7 +10,6 @@
 //! * a candidate is asked at most once per borrow.
 
 use super::held::{Held, HeldLeases, Reserved};
-use crate::mutants::{self, Mutant};
 use lagoon_kv::{RangeSet, RemoteGrant};
 use lagoon_protocol::{
     BorrowAdvice, BorrowQuery, Candidate, ControlBody, LeaseGrant, LeasePurpose, LeaseRefuse, LeaseRenewed,
@@ -260,7 +259,7 @@ impl Debtor {
             reserved: None,
         };
         // The answer was on its way, or this instance stood still, for so long that the creditor may have freed it.
-        if now_ms >= held.lost_at_ms() && !mutants::is(Mutant::TakenOverLate) {
+        if now_ms >= held.lost_at_ms() {
             return false;
         }
         self.held.insert(lease.creditor, lease.lease, held, now_ms);

@@ -500,13 +500,10 @@ impl Instance {
         let Some(tokens) = self.seqs.get(&id).map(crate::sequence::Sequence::len) else { return };
         tracing::warn!(seq = %id, "no prefill worker takes a prompt: this instance computes it");
         self.prefills.status.own += 1;
-        match self.sched.enqueue(id, tokens, self.now_ms) {
-            Ok(()) => {
-                let admit_by_ms = self.now_ms + ADMISSION_DEADLINE_MS;
-                self.seqs.entry(id).and_modify(|seq| seq.admit_by_ms = admit_by_ms);
-            }
-            Err(full) => self.fail(id, RequestError::QueueFull { queued: full.limit, limit: full.limit }),
-        }
+        // It was counted while it waited here, or it ran before.
+        self.sched.enqueue_accepted(id, tokens, self.now_ms);
+        let admit_by_ms = self.now_ms + ADMISSION_DEADLINE_MS;
+        self.seqs.entry(id).and_modify(|seq| seq.admit_by_ms = admit_by_ms);
     }
 
     /// A sequence that ran gave its memory up: its tokens are computed again where prompts are.

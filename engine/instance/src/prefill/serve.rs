@@ -6,6 +6,7 @@ use super::publish::{Publication, local};
 use crate::event::{Effect, TransferEffect};
 use crate::instance::Instance;
 use crate::sequence::Sequence;
+use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_protocol::{
     ControlBody, PrefillCancel, PrefillReady, PrefillRefused, PrefillRenew, PrefillRenewed, PrefillRequest,
     PrefillSampling, PrefillTop, TransferRefused,
@@ -329,6 +330,9 @@ impl Instance {
         }
         let queued_tokens = self.queued_tokens();
         self.tell(from, ControlBody::PrefillRenewed(PrefillRenewed { seq: m.seq, unknown, queued_tokens }));
+        if mutants::is(Mutant::AnswerUnrepeated) {
+            return;
+        }
         for ready in unheard {
             self.tell(from, ControlBody::PrefillReady(PrefillReady { queued_tokens, ..ready }));
         }
