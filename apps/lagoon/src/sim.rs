@@ -35,6 +35,9 @@ pub(crate) struct SimArgs {
     /// Draw no faults.
     #[arg(long)]
     no_faults: bool,
+    /// All pools have prefill and decode workers, or none has [default: drawn, one in four].
+    #[arg(long, value_name = "BOOL")]
+    roles: Option<bool>,
     /// Threads for many seeds [default: all cores].
     #[arg(long, value_name = "N")]
     jobs: Option<usize>,
@@ -59,8 +62,8 @@ pub(crate) fn run(args: &SimArgs) -> anyhow::Result<ExitCode> {
     if let Some(command) = &args.command {
         return sim_paper::run(command).map(|()| ExitCode::SUCCESS);
     }
-    let SimArgs { nodes, requests, seconds, steps, .. } = *args;
-    let limits = Limits { nodes, requests, seconds, steps, faults: !args.no_faults };
+    let SimArgs { nodes, requests, seconds, steps, roles, .. } = *args;
+    let limits = Limits { nodes, requests, seconds, steps, roles, faults: !args.no_faults };
     match args.seed {
         Some(seed) => one(args, seed, limits),
         None => many(args, args.seeds.clone().unwrap_or(0..1000), limits),
@@ -147,7 +150,8 @@ fn report(args: &SimArgs, scenario: &Scenario, failure: &Failure) -> anyhow::Res
         let (_, trace) = replay(scenario, &shrunk.ops, args.trace);
         trace.iter().for_each(|line| println!("{line}"));
     }
-    println!("replay: lagoon sim --seed {}", scenario.seed);
+    let roles = args.roles.map_or_else(String::new, |roles| format!(" --roles {roles}"));
+    println!("replay: lagoon sim --seed {}{roles}", scenario.seed);
     Ok(())
 }
 
@@ -173,5 +177,9 @@ fn print_summary(s: &Summary) {
     println!("{} tokens, {} preemptions, {} losses of KV", s.tokens, s.preemptions, s.recoveries);
     println!("{} tokens computed again for lost KV", s.recomputed);
     println!("{} tokens of prefixes found, {} kept blocks evicted", s.prefix_hits, s.prefix_evicted);
+    println!(
+        "{} prompts read from prefill workers ({} pushed), {} given to another one, {} computed by their decode workers",
+        s.prefills, s.prefills_pushed, s.prefills_again, s.prefills_own
+    );
     println!("{} frames of partials, {} of KV", s.partials_frames, s.bulk_frames);
 }

@@ -305,6 +305,27 @@ impl<F> Fabric<F> {
         self.paused.get(&place).map(|p| p.1)
     }
 
+    /// When bytes that leave now arrive over a connection apart from the session's.
+    #[must_use]
+    pub fn arrival_us(&self, from: Place, to: Place, bytes: usize, now_us: u64) -> u64 {
+        let link = self.links.get(&pair(from, to));
+        let LinkProfile { latency_us, bytes_per_us, .. } = link.map_or(self.profile, |l| l.profile);
+        let slow_us = link.filter(|l| now_us < l.slow_until_us).map_or(0, |l| l.slow_us);
+        let on_wire = (bytes as u64).checked_div(bytes_per_us).unwrap_or(0);
+        (now_us + on_wire + latency_us + slow_us).max(link.map_or(0, |l| l.blocked_us.1))
+    }
+
+    /// Whether two processes have heard nothing of each other for so long that one gives the other up.
+    #[must_use]
+    pub fn is_silent(&self, a: Place, b: Place, now_us: u64) -> bool {
+        let outages = [self.links.get(&pair(a, b)).map(|l| l.blocked_us), self.pause_of(a), self.pause_of(b)];
+        outages.into_iter().flatten().any(|(from, until)| until > now_us && now_us >= from + SILENCE_US)
+    }
+
+    fn pause_of(&self, place: Place) -> Option<(u64, u64)> {
+        self.paused.get(&place).copied()
+    }
+
     /// Sends a frame in the session in which the sender believes; false if there is none.
     pub fn send(
         &mut self,

@@ -2,7 +2,8 @@
 //!
 //! What is real: [`lagoon_instance::Instance`], [`lagoon_cluster::GManager`] and everything below them, and the codec
 //! ([`lagoon_wire`]) for every frame. What is replaced: the device ([`SimRunner`]: a timing model, symbolic or of real
-//! hardware), the transport ([`Fabric`]: sessions as WIRE.md promises them, no packets), and clocks ([`Agenda`],
+//! hardware), the transport ([`Fabric`]: sessions as WIRE.md promises them, no packets; [`transfers`]: the paths over which
+//! KV is read, between the shipped reader and writer), and clocks ([`Agenda`],
 //! [`Clock`]). One thread, one queue ordered by time and then by insertion, one seeded generator, nothing iterated that
 //! is hashed: a seed replays a run.
 #![forbid(unsafe_code)]
@@ -18,6 +19,7 @@ pub mod process;
 pub mod rng;
 pub mod runner;
 pub mod symbolic;
+pub mod transfers;
 pub mod world;
 
 pub use agenda::Agenda;

@@ -7,15 +7,19 @@ use crate::rng::{Rng, mix};
 use crate::symbolic::{Speed, Symbolic, model};
 use crate::world::World;
 use lagoon_cluster::{DgfmConfig, GManager, GManagerConfig, PlannerConfig};
-use lagoon_instance::{InstanceConfig, RemotePolicy};
+use lagoon_instance::{InstanceConfig, RemotePolicy, TransferConfig};
 use lagoon_protocol::{BatchPoint, Calibration, MemoryTier, Role};
 use lagoon_sched::SchedulerConfig;
 use lagoon_types::{DType, ModelHash};
+
+const MODEL: ModelHash = ModelHash([7; 32]);
 
 /// One instance.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NodeSpec {
     pub role: Role,
+    /// Others can read its KV, and it theirs.
+    pub transfers: bool,
     pub tier: MemoryTier,
     pub blocks: u32,
     pub lend_blocks_max: u32,
@@ -38,6 +42,8 @@ pub struct PoolSpec {
     pub window: Option<u32>,
     pub max_positions: u32,
     pub prefix_cache: bool,
+    /// Decode workers have memory before a prompt is computed, and read it meanwhile.
+    pub push: bool,
     pub link: LinkProfile,
     pub nodes: Vec<NodeSpec>,
 }
@@ -48,6 +54,7 @@ impl NodeSpec {
     pub fn of(blocks: u32) -> Self {
         Self {
             role: Role::Instance,
+            transfers: false,
             tier: MemoryTier::Device,
             blocks,
             lend_blocks_max: blocks,
@@ -88,7 +95,7 @@ impl NodeSpec {
             tier: self.tier,
             calibration: self.calibration(place),
             incarnation: mix((place as u64) << 32 | life),
-            model_hash: ModelHash([7; 32]),
+            model_hash: MODEL,
             geometry: model::geometry(),
             kv: model::kv_shape(),
             window: pool.window,
@@ -107,8 +114,14 @@ impl NodeSpec {
             attention_flops: 1e12,
             prefix_cache: pool.prefix_cache,
             target_step_ms: None,
-            transfer: None,
+            transfer: self.transfers.then(|| self.transfer(pool)),
         }
+    }
+
+    fn transfer(&self, pool: &PoolSpec) -> TransferConfig {
+        let size = (self.blocks, pool.block_tokens);
+        let transfer = TransferConfig::new(MODEL, model::kv_shape(), size, String::new());
+        TransferConfig { push: pool.push, ..transfer.expect("the simulator's stores have a layout") }
     }
 }
 
@@ -117,7 +130,13 @@ impl PoolSpec {
     #[must_use]
     pub fn of(block_tokens: u32, nodes: Vec<NodeSpec>) -> Self {
         let link = LinkProfile { latency_us: 100, jitter_us: 50, bytes_per_us: 1_000 };
-        Self { block_tokens, window: None, max_positions: 100_000, prefix_cache: true, link, nodes }
+        Self { block_tokens, window: None, max_positions: 100_000, prefix_cache: true, push: false, link, nodes }
+    }
+
+    /// Whether some compute prompts for others.
+    #[must_use]
+    pub fn has_roles(&self) -> bool {
+        self.nodes.iter().any(|node| node.transfers)
     }
 
     /// Where the `index`-th instance runs.

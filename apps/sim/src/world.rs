@@ -10,6 +10,7 @@ use crate::fabric::{Fabric, GMANAGER, LinkProfile, Net, Place, Told};
 use crate::process::{Coordinator, Process, place_of};
 use crate::rng::Rng;
 use crate::runner::SimRunner;
+use crate::transfers::{Kv, Transfers};
 use bytes::Bytes;
 use lagoon_backend::DeviceError;
 use lagoon_cluster::{GManager, GManagerOutput};
@@ -29,6 +30,7 @@ const GMANAGER_TICK_US: u64 = 100_000;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Happening {
     Net(Net),
+    Kv(Kv),
     Tick {
         place: Place,
         life: u64,
@@ -109,6 +111,7 @@ impl Trace {
 pub struct World<R> {
     pub agenda: Agenda<Happening>,
     pub fabric: Fabric<Bytes>,
+    pub kv: Transfers,
     /// By place; the first is the gManager's and always `None`.
     pub processes: Vec<Option<Process<R>>>,
     pub coordinator: Option<Coordinator>,
@@ -143,9 +146,12 @@ impl<R: SimRunner> World<R> {
     /// No processes yet.
     #[must_use]
     pub fn new(profile: LinkProfile, mut rng: Rng) -> Self {
+        // Of its own: what transfers draw changes nothing where there are none.
+        let transfers = Rng::new(rng.clone().draw() ^ 0x4b56);
         Self {
             agenda: Agenda::default(),
             fabric: Fabric::new(profile, rng.split()),
+            kv: Transfers::new(transfers),
             processes: vec![None],
             coordinator: None,
             emitted: Vec::new(),
@@ -204,6 +210,7 @@ impl<R: SimRunner> World<R> {
             self.processes.resize_with(place + 1, || None);
         }
         assert!(place != GMANAGER && self.processes[place].is_none(), "the place is free");
+        self.kv.start(place, life, &config);
         self.processes[place] = Some(Process::new(config, runner, clock, life));
         self.fabric.start(place);
         self.fabric.connect(place, GMANAGER, &mut self.agenda);
@@ -215,6 +222,7 @@ impl<R: SimRunner> World<R> {
     pub fn kill(&mut self, place: Place) -> Option<Process<R>> {
         let process = self.processes.get_mut(place)?.take()?;
         self.fabric.stop(place, &mut self.agenda);
+        self.kill_paths(place);
         Some(process)
     }
 
@@ -251,7 +259,14 @@ impl<R: SimRunner> World<R> {
             process.life
         };
         self.fabric.pause(place, until, &mut self.agenda);
+        self.silence_paths(place, None);
         self.agenda.at(until, Happening::Resume { place, life });
+    }
+
+    /// Nothing passes between two processes for a while.
+    pub fn partition(&mut self, a: Place, b: Place, us: u64) {
+        self.fabric.partition(a, b, us, &mut self.agenda);
+        self.silence_paths(a, Some(b));
     }
 
     /// A device fails once.
@@ -275,6 +290,7 @@ impl<R: SimRunner> World<R> {
         match self.agenda.pop()? {
             Happening::Call(call) => return Some(Step::Call(call)),
             Happening::Net(net) => self.on_net(net),
+            Happening::Kv(kv) => self.on_kv(kv),
             Happening::Tick { place: GMANAGER, life } => self.on_gmanager_tick(life),
             Happening::Tick { place, life } => self.on_tick(place, life),
             Happening::Device { place, life } => self.on_device(place, life),
@@ -284,7 +300,7 @@ impl<R: SimRunner> World<R> {
     }
 
     /// When a process that is stopped goes on; `None` if it runs.
-    fn paused(&self, place: Place) -> Option<u64> {
+    pub(crate) fn paused(&self, place: Place) -> Option<u64> {
         match place {
             GMANAGER => self.coordinator.as_ref()?.paused_until_us,
             _ => self.process(place)?.paused_until_us,
@@ -320,6 +336,7 @@ impl<R: SimRunner> World<R> {
         let (measures, period) = (process.ticks.is_multiple_of(RTT_TICKS), process.clock.true_us(TICK_MS * 1000));
         self.agenda.after(period, again);
         self.handle(place, Event::Tick);
+        self.tick_writer(place);
         if let Some(process) = self.processes.get_mut(place).and_then(Option::as_mut) {
             process.dazed = false;
         }
@@ -526,8 +543,11 @@ impl<R: SimRunner> World<R> {
                 self.emitted.push(Emission { place, seq, event });
                 None
             }
+            Effect::Transfer(effect) => {
+                self.transfer(place, effect);
+                None
+            }
             // Its process would stop by itself; the scenario decides when.
-            Effect::Transfer(_) => panic!("simulated instances share no memory"),
             Effect::Drained => None,
             Effect::Rejected { reason } => {
                 self.processes[place].as_mut()?.rejected = Some(reason);

@@ -1,7 +1,7 @@
 //! What must hold after every event, and at rest.
 
 use super::run::Failure;
-use super::tables;
+use super::{handed, tables};
 use crate::fabric::Place;
 use crate::process::Process;
 use crate::symbolic::Symbolic;
@@ -55,6 +55,7 @@ impl Checkers {
         if let Some(reason) = &process.rejected {
             return failure("registration", format!("node {place} was refused: {reason}"));
         }
+        handed::reads(world)?;
         let rm = process.instance.rmanager();
         let counts = rm.counts();
         let now = [counts.free, counts.own, counts.lent, rm.borrowed(), u32::from(process.dazed)].map(u64::from);
@@ -66,6 +67,7 @@ impl Checkers {
         }
         tables::own(place, process)?;
         self.blocks(place, process)?;
+        handed::exports(world, place, process)?;
         self.pairs(world, Some(place))
     }
 
@@ -74,6 +76,7 @@ impl Checkers {
         for (place, process) in world.live() {
             tables::own(place, process)?;
             self.blocks(place, process)?;
+            handed::exports(world, place, process)?;
         }
         self.pairs(world, None)
     }
@@ -86,18 +89,24 @@ impl Checkers {
         if counts.free + counts.own + counts.lent != counts.total {
             return failure("blocks", format!("node {place}: {counts:?} do not add up"));
         }
-        let own: u32 = status.sequences.iter().map(|s| s.local_blocks + s.reserved_blocks).sum();
-        let lent: u32 = rm.lent().map(|(_, _, _, first, end)| end - first).sum();
+        if status.prefill.damaged_blocks > 0 {
+            let damaged = status.prefill.damaged_blocks;
+            return failure("export", format!("node {place} read {damaged} blocks that had changed meanwhile"));
+        }
+        let settling = u32::try_from(status.prefill.blocks_settling).unwrap_or(u32::MAX);
+        let own = status.sequences.iter().map(|s| s.local_blocks + s.reserved_blocks).sum::<u32>() + settling;
+        let lent = rm.lent().map(|(_, _, _, first, end)| end - first).sum::<u32>() + rm.held_back();
         if (counts.own, counts.lent) != (own, lent) {
             return failure(
                 "blocks",
                 format!("node {place}: {counts:?}, but {own} are used here and {lent} are in leases"),
             );
         }
-        // A swap around a frozen cycle may use the reserve that is never lent otherwise, and nothing else may.
+        // A swap around a frozen cycle may use the reserve that is never lent otherwise, and nothing else may. What was
+        // computed for others is not counted.
         let config = rm.config();
         let most = config.lend_blocks_max + rm.lent_for_swaps().min(config.lend_reserve_blocks);
-        if counts.lent > most {
+        if counts.lent - rm.handed_over() > most {
             return failure("blocks", format!("node {place} lends {} of at most {most}", counts.lent));
         }
         // One whose debts are frozen stays until the thaw, in no queue.
@@ -199,6 +208,7 @@ impl Checkers {
             if status.blocks_free != status.blocks_total || used != (0, 0, 0, 0, 0) || !status.sequences.is_empty() {
                 return failure("leak", format!("node {place} is not empty: {status:?}"));
             }
+            handed::empty(world, place, process)?;
         }
         Ok(())
     }

@@ -4,6 +4,7 @@
 //! a checker fails, [`shrink`] plays ever shorter lists until it finds none that fails the same way.
 
 mod check;
+mod handed;
 mod ops;
 mod panics;
 mod requests;

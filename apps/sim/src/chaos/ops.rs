@@ -37,6 +37,11 @@ pub enum What {
         a: Place,
         b: Place,
     },
+    /// The paths over which they read KV are lost; the connection is not.
+    CutKv {
+        a: Place,
+        b: Place,
+    },
     /// Nothing passes between the two.
     Partition {
         a: Place,
@@ -84,7 +89,7 @@ impl What {
     pub const fn fault_end_us(&self, at_us: u64) -> Option<u64> {
         match *self {
             Self::Submit { .. } | Self::Cancel { .. } | Self::Move { .. } => None,
-            Self::Cut { .. } | Self::Break { .. } | Self::Full { .. } => Some(at_us),
+            Self::Cut { .. } | Self::CutKv { .. } | Self::Break { .. } | Self::Full { .. } => Some(at_us),
             Self::Drain { us, .. } => Some(at_us + us),
             Self::Crash { down_us: us, .. } | Self::Partition { us, .. } | Self::Pause { us, .. } => Some(at_us + us),
             Self::Slow { us, for_us, .. } => Some(at_us + us + for_us),
@@ -123,6 +128,7 @@ impl fmt::Display for Op {
             What::Cancel { id } => write!(f, "request {id} is cancelled"),
             What::Crash { place, down_us } => write!(f, "{} dies, for {} ms", name(place), down_us / 1000),
             What::Cut { a, b } => write!(f, "{} and {} lose their connection", name(a), name(b)),
+            What::CutKv { a, b } => write!(f, "{} and {} lose the paths of KV between them", name(a), name(b)),
             What::Partition { a, b, us } => {
                 write!(f, "nothing passes between {} and {} for {} ms", name(a), name(b), us / 1000)
             }

@@ -9,7 +9,7 @@ use crate::fabric::{GMANAGER, Place};
 use crate::process::Process;
 use crate::symbolic::Symbolic;
 use crate::world::{Step, World};
-use lagoon_instance::Event;
+use lagoon_instance::{Event, InstanceStatus};
 use lagoon_protocol::{AdminBody, AdminDrain, AdminMove};
 use lagoon_types::SeqId;
 use lagoon_wire::Class;
@@ -23,6 +23,8 @@ const REST_US: u64 = 18_000_000;
 const OVER_US: u64 = 300_000_000;
 /// Events in a second of simulated time, on average: more is a livelock.
 const EVENTS_PER_S_MAX: u64 = 200_000;
+/// An order arrives sooner, if it does.
+const LATE_US: u64 = 5_000_000;
 /// Between looks for leases that nobody holds.
 const ORPHANS_US: u64 = 1_000_000;
 /// Between checks of everything, in events.
@@ -80,6 +82,12 @@ pub struct Summary {
     pub prefix_hits: u64,
     /// Kept blocks whose memory was wanted.
     pub prefix_evicted: u64,
+    /// Prompts that were read from whoever computed them, those of it that were computed in parts, those that were given
+    /// to another worker, and those that nobody took.
+    pub prefills: u64,
+    pub prefills_pushed: u64,
+    pub prefills_again: u64,
+    pub prefills_own: u64,
     pub partials_frames: u64,
     pub bulk_frames: u64,
 }
@@ -102,8 +110,25 @@ impl Summary {
         self.recomputed += other.recomputed;
         self.prefix_hits += other.prefix_hits;
         self.prefix_evicted += other.prefix_evicted;
+        self.prefills += other.prefills;
+        self.prefills_pushed += other.prefills_pushed;
+        self.prefills_again += other.prefills_again;
+        self.prefills_own += other.prefills_own;
         self.partials_frames += other.partials_frames;
         self.bulk_frames += other.bulk_frames;
+    }
+
+    /// Adds what a process did in its life.
+    fn add_life(&mut self, status: &InstanceStatus, push: bool) {
+        self.preemptions += status.preemptions;
+        self.recoveries += status.recoveries;
+        self.recomputed += status.recomputed_tokens;
+        self.prefix_hits += status.prefix.hit_tokens;
+        self.prefix_evicted += status.prefix.evicted_blocks;
+        self.prefills += status.prefill.pulled;
+        self.prefills_pushed += if push { status.prefill.pulled } else { 0 };
+        self.prefills_again += status.prefill.retried;
+        self.prefills_own += status.prefill.own;
     }
 }
 
@@ -114,6 +139,8 @@ struct Run<'a> {
     checkers: Checkers,
     asked: BTreeMap<usize, Asked>,
     lives: BTreeMap<Place, u64>,
+    /// Where a drain is being ended, and when it was last seen to be on or may have been.
+    drains: BTreeMap<Place, u64>,
     /// Ops that have not begun.
     ahead: usize,
     /// When the last fault that has begun ends.
@@ -143,6 +170,7 @@ pub fn replay(scenario: &Scenario, ops: &[Op], trace: usize) -> (Result<Summary,
         checkers: Checkers::default(),
         asked: BTreeMap::new(),
         lives: BTreeMap::new(),
+        drains: BTreeMap::new(),
         ahead: ops.len(),
         fault_end_us: None,
         long_fault_end_us: None,
@@ -279,7 +307,8 @@ impl Run<'_> {
             What::Cancel { id } => self.cancel(id),
             What::Crash { place, down_us } => self.crash(place, down_us),
             What::Cut { a, b } => self.world.fabric.cut(a, b, &mut self.world.agenda),
-            What::Partition { a, b, us } => self.world.fabric.partition(a, b, us, &mut self.world.agenda),
+            What::CutKv { a, b } => self.world.cut_paths(a, b),
+            What::Partition { a, b, us } => self.world.partition(a, b, us),
             What::Pause { place, us } => self.world.pause(place, us),
             What::Slow { a, b, us, for_us } => self.world.fabric.slow(a, b, us, for_us, now),
             What::Break { place, fault } => self.world.break_device(place, fault),
@@ -326,11 +355,7 @@ impl Run<'_> {
             return;
         }
         let Some(process) = self.world.kill(place) else { return };
-        self.summary.preemptions += process.instance.status().preemptions;
-        self.summary.recoveries += process.instance.status().recoveries;
-        self.summary.recomputed += process.instance.status().recomputed_tokens;
-        self.summary.prefix_hits += process.instance.status().prefix.hit_tokens;
-        self.summary.prefix_evicted += process.instance.status().prefix.evicted_blocks;
+        self.summary.add_life(&process.instance.status(), self.scenario.pool.push);
         self.checkers.died(&process);
         let hit = |a: &&mut Asked| a.place == place && a.end.is_none();
         self.asked.values_mut().filter(hit).for_each(|a| a.end = Some(End::Lost));
@@ -342,11 +367,20 @@ impl Run<'_> {
         self.world.call_at(self.world.now_us() + us, UNDRAIN + place as u64);
     }
 
-    /// Repeated until the instance has taken it up: the gManager may be down or without a connection to it.
+    /// Repeated until the instance has taken it up: the gManager may be down or without a connection to it. An order to
+    /// drain that is late or waits for a stopped process is under way until long after that.
     fn undrain(&mut self, place: Place) {
+        let now = self.world.now_us();
         let Some(process) = self.world.process(place) else { return };
         let (status, stopped) = (process.instance.status(), process.paused_until_us.is_some());
-        let Some(id) = status.instance.filter(|_| status.draining || stopped) else { return };
+        let seen_us = self.drains.entry(place).or_insert(now);
+        if status.draining || stopped {
+            *seen_us = now;
+        }
+        let Some(id) = status.instance.filter(|_| now < *seen_us + LATE_US) else {
+            self.drains.remove(&place);
+            return;
+        };
         self.world.admin(AdminBody::Drain(AdminDrain { instance: id.0, cancel: true, stop: false }));
         self.world.call_at(self.world.now_us() + 1_000_000, UNDRAIN + place as u64);
     }
@@ -379,13 +413,8 @@ impl Run<'_> {
         let count =
             |of: fn(&End) -> bool| self.asked.values().filter(|a| a.end.as_ref().is_some_and(of)).count() as u64;
         let mut of = self.summary;
-        for status in self.world.live().map(|(_, p)| p.instance.status()) {
-            of.preemptions += status.preemptions;
-            of.recoveries += status.recoveries;
-            of.recomputed += status.recomputed_tokens;
-            of.prefix_hits += status.prefix.hit_tokens;
-            of.prefix_evicted += status.prefix.evicted_blocks;
-        }
+        let push = self.scenario.pool.push;
+        self.world.live().for_each(|(_, p)| of.add_life(&p.instance.status(), push));
         Summary {
             events: self.world.events(),
             ms: self.world.now_us() / 1000,

@@ -21,13 +21,15 @@ pub struct Limits {
     pub seconds: u64,
     /// Draw faults in most scenarios.
     pub faults: bool,
+    /// All pools have prefill and decode workers, or none has; `None`: one in four has.
+    pub roles: Option<bool>,
     /// Things that happen before a run is ended; 0 runs to its end.
     pub steps: u64,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { nodes: 0, requests: 0, seconds: 0, faults: true, steps: 0 }
+        Self { nodes: 0, requests: 0, seconds: 0, faults: true, roles: None, steps: 0 }
     }
 }
 
@@ -50,7 +52,13 @@ impl Scenario {
     #[must_use]
     pub fn draw(seed: u64, limits: Limits) -> Self {
         let mut rng = Rng::new(seed ^ 0x6c61_676f_6f6e);
-        let pool = draw_pool(&mut rng.split(), limits);
+        let mut pool = draw_pool(&mut rng.split(), limits);
+        // Of its own: seeds without roles are what they were.
+        let mut roles = Rng::new(seed ^ 0x726f_6c65);
+        let drawn = roles.once_in(4);
+        if limits.roles.unwrap_or(drawn) {
+            draw_roles(&mut roles, &mut pool);
+        }
         let span_us = match limits.seconds {
             0 => 1_000_000 * rng.pick(&[2, 4, 8, 20]),
             seconds => seconds * 1_000_000,
@@ -110,12 +118,29 @@ fn draw_pool(rng: &mut Rng, limits: Limits) -> PoolSpec {
     }
 }
 
+/// One decodes, one computes prompts, the others are anything.
+fn draw_roles(rng: &mut Rng, pool: &mut PoolSpec) {
+    for (index, node) in pool.nodes.iter_mut().enumerate() {
+        node.role = match index {
+            0 => Role::Decode,
+            1 if rng.once_in(4) => Role::Instance,
+            1 => Role::Prefill,
+            _ if node.role == Role::Kv => continue,
+            _ => rng.pick(&[Role::Decode, Role::Prefill, Role::Instance]),
+        };
+        node.tier = MemoryTier::Device;
+        // Some instances have memory that nobody can read, as on most devices.
+        node.transfers = node.role != Role::Instance || !rng.once_in(6);
+    }
+    pool.push = rng.once_in(2);
+}
+
 fn small(n: u64) -> u32 {
     u32::try_from(n).unwrap_or(u32::MAX)
 }
 
 fn draw_requests(rng: &mut Rng, pool: &PoolSpec, span_us: u64, requests: usize) -> Vec<Op> {
-    let runs = |place: &Place| pool.nodes[place - 1].role == Role::Instance;
+    let runs = |place: &Place| pool.nodes[place - 1].role.serves();
     let debtors: Vec<Place> = (1..=pool.nodes.len()).filter(runs).collect();
     let count = if requests > 0 { requests } else { rng.pick(&[2, 5, 10, 20]) };
     let total = pool.nodes.iter().map(|n| n.blocks * pool.block_tokens).sum::<u32>();
@@ -147,7 +172,8 @@ fn draw_requests(rng: &mut Rng, pool: &PoolSpec, span_us: u64, requests: usize) 
 fn draw_faults(rng: &mut Rng, pool: &PoolSpec, span_us: u64, faults: usize, ops: &mut Vec<Op>) {
     let count = pool.nodes.len();
     // A scenario has a few kinds of faults, often: what goes wrong by one of them alone is found sooner.
-    let kinds: Vec<u64> = (0..rng.pick(&[1, 2, 8])).map(|_| rng.below(11)).collect();
+    let most = if pool.has_roles() { 13 } else { 11 };
+    let kinds: Vec<u64> = (0..rng.pick(&[1, 2, 8])).map(|_| rng.below(most)).collect();
     for _ in 0..faults {
         let at_us = WARM_US + rng.below(span_us + 2_000_000);
         let place = 1 + rng.index(count);
@@ -169,7 +195,8 @@ fn draw_faults(rng: &mut Rng, pool: &PoolSpec, span_us: u64, faults: usize, ops:
             7 => What::Slow { a, b, us: rng.within(1_000..=3_000_000), for_us: us },
             8 => What::Break { place, fault: rng.pick(&[DeviceFault::Step, DeviceFault::Guest]) },
             9 => What::Drain { place, us },
-            _ => What::Full { place, class: rng.pick(&Class::ALL) },
+            10 => What::Full { place, class: rng.pick(&Class::ALL) },
+            _ => What::CutKv { a, b },
         };
         ops.push(Op { at_us, what });
     }

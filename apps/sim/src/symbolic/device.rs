@@ -2,12 +2,14 @@
 //! executor's; the time it takes is a linear model.
 
 use super::guest::{self, Guest};
-use super::model::{Key, LAYERS};
+use super::model::{KEY_BYTES, Key, LAYERS};
 use super::pass::{Pass, Progress};
 use crate::runner::SimRunner;
 use lagoon_runner::{Command, PassError, Report};
+use lagoon_transfer::{HeapRegion, Region, region};
 use lagoon_types::{Lane, StepId};
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 /// How long work takes, in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -133,5 +135,24 @@ impl SimRunner for Symbolic {
             Lane::Remote => Lane::Local,
         };
         [other, self.last].into_iter().find_map(|lane| self.advance(lane, reports))
+    }
+    fn regions(&self) -> Vec<Arc<dyn Region>> {
+        let copy = |layer: usize| {
+            let mut bytes = Vec::with_capacity(self.store.len() * KEY_BYTES);
+            self.store.iter().for_each(|slot| slot[layer].to_bytes(&mut bytes));
+            let region = HeapRegion::new(bytes.len(), bytes.len().max(1));
+            region::write(&region, 0, &bytes).expect("a region holds what it was made for");
+            Arc::new(region) as Arc<dyn Region>
+        };
+        (0..LAYERS as usize).map(copy).collect()
+    }
+
+    fn take_regions(&mut self, regions: &[Arc<dyn Region>]) {
+        for (layer, region) in regions.iter().enumerate() {
+            let bytes = region.window(0, self.store.len() * KEY_BYTES).expect("it is as large as the store");
+            for (slot, key) in self.store.iter_mut().zip(bytes.chunks_exact(KEY_BYTES)) {
+                slot[layer] = Key::from_bytes(key);
+            }
+        }
     }
 }

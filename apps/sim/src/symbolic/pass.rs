@@ -99,6 +99,9 @@ impl Pass {
             Phase::Project if self.layer == LAYERS => Ok(Progress::Done(self.samples())),
             Phase::Project => {
                 self.project(device);
+                if self.work.watched && self.layer + 1 < LAYERS {
+                    reports.push(Report::Layer { step: self.work.step, layer: self.layer });
+                }
                 if self.work.lane == Lane::Remote {
                     self.hand_out(reports);
                     self.phase = Phase::Attend;

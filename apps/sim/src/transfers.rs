@@ -1,0 +1,556 @@
+//! KV transfer between simulated processes (KVDirect §4): the shipped writer and readers, and paths in simulated time.
+//!
+//! As in the shell, a process's writer is apart from its instance's loop: reads are served while the loop is busy, and
+//! the loop hears of what happened in order, a little later. A path is a connection of its own: what it carries is not
+//! ordered with the session's frames, nor are two reads of it; it is lost by itself or with a process at its end; and
+//! what was served before may still arrive until its reader knows that it is lost. Bytes are those of the devices'
+//! stores, taken when they leave and put where they belong when they arrive.
+
+use crate::fabric::{Place, SILENCE_US};
+use crate::rng::Rng;
+use crate::runner::SimRunner;
+use crate::world::{Happening, World};
+use lagoon_instance::{Event, InstanceConfig, TransferEffect, TransferEvent};
+use lagoon_kv::Owner;
+use lagoon_protocol::RefuseCode;
+use lagoon_transfer::{
+    ConnId, FreeReason, GrantId, Lander, Pulls, ReadFailure, Region, Span, Transaction, Writer, WriterConfig,
+    WriterOutput, check_block,
+};
+use lagoon_types::limits::CONNECT_DEADLINE_MS;
+use lagoon_types::{InstanceId, PhysBlock, SeqId};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+/// What happens to transfers by themselves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kv {
+    /// A process's loop hears what its transports did.
+    Told { place: Place, life: u64 },
+    /// Blocks that are to be exported are checked.
+    Checked { place: Place, life: u64, part: u64 },
+    /// A path reaches its writer.
+    Opened { path: u64 },
+    /// It should have by now.
+    Late { path: u64 },
+    /// A read reaches its writer.
+    Asked { path: u64, read: u64 },
+    /// Its bytes leave.
+    Served { path: u64, read: u64 },
+    /// They, or a refusal, reach the reader.
+    Arrived { path: u64, read: u64 },
+    /// An end has heard nothing of the other one since a partition or a pause began.
+    Silent { path: u64 },
+    /// The reader learns that its path is lost.
+    Down { path: u64 },
+    /// The writer does.
+    Lost { path: u64 },
+}
+
+impl From<Kv> for Happening {
+    fn from(kv: Kv) -> Self {
+        Self::Kv(kv)
+    }
+}
+
+/// What an instance wants to be exported: see [`TransferEffect::Export`].
+#[derive(Debug)]
+struct Part {
+    job: SeqId,
+    reader: InstanceId,
+    request: u64,
+    span: Span,
+    blocks: Vec<u32>,
+}
+
+/// A process's side of transfers.
+#[derive(Debug)]
+struct Endpoint {
+    life: u64,
+    writer: Writer,
+    paths: BTreeMap<ConnId, u64>,
+    told: VecDeque<TransferEvent>,
+    /// A [`Kv::Told`] is planned.
+    armed: bool,
+    parts: BTreeMap<u64, Part>,
+    /// Exports of which the loop has not heard that nobody reads them: the sequence that computed them, and its blocks.
+    exports: BTreeMap<u64, (SeqId, Vec<u32>)>,
+}
+
+/// A read that its reader waits for.
+#[derive(Debug)]
+struct Read {
+    transaction: Arc<Transaction>,
+    pulls: Pulls,
+    /// Who had the memory that it is read into when it was asked for.
+    owner: Option<Owner>,
+}
+
+/// See the module's documentation.
+#[derive(Debug)]
+struct Path {
+    conn: ConnId,
+    reader: (Place, u64),
+    /// The reader's number.
+    id: InstanceId,
+    epoch: u64,
+    writer: Place,
+    /// The writer's process, when the path has reached it.
+    life: Option<u64>,
+    /// The reader takes what comes.
+    open: bool,
+    /// The writer serves nothing of it any more.
+    cut: bool,
+    reads: BTreeMap<u64, Read>,
+    grants: BTreeMap<u64, GrantId>,
+    answers: BTreeMap<u64, Result<Vec<u8>, RefuseCode>>,
+}
+
+/// Everybody's transfers.
+#[derive(Debug)]
+pub struct Transfers {
+    rng: Rng,
+    endpoints: BTreeMap<Place, Endpoint>,
+    paths: BTreeMap<u64, Path>,
+    issued: u64,
+    /// What must not be: reads that were not allowed, or were believed to be over.
+    pub violations: Vec<String>,
+}
+
+impl Transfers {
+    pub(crate) fn new(rng: Rng) -> Self {
+        let (endpoints, paths) = (BTreeMap::new(), BTreeMap::new());
+        Self { rng, endpoints, paths, issued: 0, violations: Vec::new() }
+    }
+
+    fn issue(&mut self) -> u64 {
+        self.issued += 1;
+        self.issued
+    }
+
+    /// A process starts; it takes part if its memory can be read.
+    pub(crate) fn start(&mut self, place: Place, life: u64, config: &InstanceConfig) {
+        let Some(transfer) = &config.transfer else { return };
+        let (incarnation, addr) = (config.incarnation, config.quic_addr.clone());
+        let writer = WriterConfig { incarnation, addr, ..WriterConfig::default() };
+        let endpoint = Endpoint {
+            life,
+            writer: Writer::new(transfer.layout.clone(), writer),
+            paths: BTreeMap::new(),
+            told: VecDeque::new(),
+            armed: false,
+            parts: BTreeMap::new(),
+            exports: BTreeMap::new(),
+        };
+        self.endpoints.insert(place, endpoint);
+    }
+
+    /// Exports of which a process's loop believes that they are read: who computed them, and their blocks.
+    pub fn exports(&self, place: Place) -> impl Iterator<Item = (u64, SeqId, &[u32])> {
+        let of = self.endpoints.get(&place).into_iter().flat_map(|endpoint| &endpoint.exports);
+        of.map(|(export, (job, blocks))| (*export, *job, blocks.as_slice()))
+    }
+
+    /// Exports that a process's writer keeps, and those that it is asked to make.
+    #[must_use]
+    pub fn kept(&self, place: Place) -> usize {
+        self.endpoints.get(&place).map_or(0, |of| of.writer.exports() + of.parts.len())
+    }
+
+    /// Paths at an end, or between two.
+    fn paths_at(&self, a: Place, b: Option<Place>) -> Vec<u64> {
+        let ends = |path: &Path| [path.reader.0, path.writer];
+        let hit = |path: &&Path| ends(path).contains(&a) && b.is_none_or(|b| ends(path).contains(&b));
+        self.paths.iter().filter(|(_, path)| hit(path)).map(|(id, _)| *id).collect()
+    }
+
+    /// Whether a reader still waits for a read of an export.
+    fn is_awaited(&self, place: Place, export: u64) -> bool {
+        let reads = |read: &Read| read.transaction.segments.iter().any(|segment| segment.export == export);
+        self.paths.values().any(|path| path.writer == place && path.open && path.reads.values().any(reads))
+    }
+
+    fn forget_if_over(&mut self, path: u64) {
+        if self.paths.get(&path).is_some_and(|of| !of.open && of.cut) {
+            self.paths.remove(&path);
+        }
+    }
+}
+
+impl<R: SimRunner> World<R> {
+    /// A process's transports do what it wants.
+    pub(crate) fn transfer(&mut self, place: Place, effect: TransferEffect) {
+        let now_ms = self.clock_ms(place);
+        let Some(of) = self.kv.endpoints.get_mut(&place) else { panic!("node {place} has no transports: {effect:?}") };
+        match effect {
+            TransferEffect::ToWriter { from, body } => of.writer.on_control(from, &body, now_ms),
+            TransferEffect::Export { job, reader, request, part: span, blocks } => {
+                let life = of.life;
+                self.kv.issued += 1;
+                let part = self.kv.issued;
+                of.parts.insert(part, Part { job, reader, request, span, blocks });
+                let after = self.local_us();
+                self.agenda.after(after, Kv::Checked { place, life, part });
+            }
+            TransferEffect::Revoke { export } => of.writer.revoke(export, now_ms),
+            TransferEffect::Fence { reader, incarnation } => of.writer.fence(reader, incarnation, now_ms),
+            TransferEffect::Open { conn, reader, addr, epoch, .. } => self.open_path(place, conn, reader, &addr, epoch),
+            TransferEffect::Close { conn } => match of.paths.get(&conn).copied() {
+                Some(path) => self.break_path(path),
+                None => self.tell(place, TransferEvent::Down { conn }),
+            },
+            TransferEffect::Read { conn, read, transaction, pulls } => {
+                // Of a path that is down the end was told.
+                if let Some(path) = of.paths.get(&conn).copied() {
+                    self.ask(path, read, transaction, pulls);
+                }
+            }
+            TransferEffect::Check { pull, piece, of } => {
+                let regions = self.regions(place);
+                let check = of.check_landed(piece, &regions).map_err(|error| error.to_string());
+                self.tell(place, TransferEvent::Checked { pull, piece, check });
+            }
+        }
+        self.drain_writer(place);
+    }
+
+    fn clock_ms(&self, place: Place) -> u64 {
+        self.process(place).map_or(0, |process| process.clock.now_ms(self.now_us()))
+    }
+
+    fn regions(&self, place: Place) -> Vec<Arc<dyn Region>> {
+        self.process(place).map(|process| process.runner.regions()).unwrap_or_default()
+    }
+
+    /// From one thread of a process to another one.
+    fn local_us(&mut self) -> u64 {
+        let most = if self.kv.rng.once_in(10) { 5_000 } else { 100 };
+        self.kv.rng.below(most)
+    }
+
+    /// A read or its answer goes from one process to another one.
+    fn carry(&mut self, from: Place, to: Place, bytes: usize, what: Kv) {
+        // Connections have queues, and threads that serve them.
+        let most = if self.kv.rng.once_in(20) { 50_000 } else { 300 };
+        let later = self.kv.rng.below(most);
+        let at_us = self.fabric.arrival_us(from, to, bytes, self.now_us() + later);
+        self.agenda.at(at_us, what);
+    }
+
+    fn tell(&mut self, place: Place, event: TransferEvent) {
+        let after = self.local_us();
+        let Some(of) = self.kv.endpoints.get_mut(&place) else { return };
+        of.told.push_back(event);
+        if !std::mem::replace(&mut of.armed, true) {
+            self.agenda.after(after, Kv::Told { place, life: of.life });
+        }
+    }
+
+    /// Time passes for a writer.
+    pub(crate) fn tick_writer(&mut self, place: Place) {
+        let now_ms = self.clock_ms(place);
+        if let Some(of) = self.kv.endpoints.get_mut(&place) {
+            of.writer.tick(now_ms);
+            self.drain_writer(place);
+        }
+    }
+
+    fn drain_writer(&mut self, place: Place) {
+        while let Some(output) = self.kv.endpoints.get_mut(&place).and_then(|of| of.writer.poll()) {
+            match output {
+                WriterOutput::Send { to, body } => self.tell(place, TransferEvent::FromWriter { to, body }),
+                WriterOutput::Freed { export, why, .. } => {
+                    if why == FreeReason::Completed && self.kv.is_awaited(place, export) {
+                        let said = format!("node {place}: export {export} was completed before its last read");
+                        self.kv.violations.push(said);
+                    }
+                    self.tell(place, TransferEvent::Freed { export });
+                }
+                WriterOutput::Cut { reader, epoch } => {
+                    let of = |path: &Path| path.writer == place && path.id == reader && path.epoch <= epoch;
+                    let paths = self.kv.paths.iter().filter(|(_, path)| of(path));
+                    let paths: Vec<u64> = paths.map(|(id, _)| *id).collect();
+                    paths.into_iter().for_each(|path| self.break_path(path));
+                }
+                WriterOutput::Connected { .. } => {}
+            }
+        }
+    }
+
+    fn open_path(&mut self, place: Place, conn: ConnId, id: InstanceId, addr: &str, epoch: u64) {
+        let Some(writer) = crate::process::place_of(addr) else { panic!("{addr} is nobody's") };
+        let path = self.kv.issue();
+        let Some(endpoint) = self.kv.endpoints.get_mut(&place) else { return };
+        endpoint.paths.insert(conn, path);
+        let of = Path {
+            conn,
+            reader: (place, endpoint.life),
+            id,
+            epoch,
+            writer,
+            life: None,
+            open: true,
+            cut: false,
+            reads: BTreeMap::new(),
+            grants: BTreeMap::new(),
+            answers: BTreeMap::new(),
+        };
+        self.kv.paths.insert(path, of);
+        self.carry(place, writer, 0, Kv::Opened { path });
+        self.agenda.after(CONNECT_DEADLINE_MS * 1000, Kv::Late { path });
+    }
+
+    /// Both ends lose a path, each in its time.
+    fn break_path(&mut self, path: u64) {
+        for what in [Kv::Down { path }, Kv::Lost { path }] {
+            let after = self.kv.rng.below(20_000);
+            self.agenda.after(after, what);
+        }
+    }
+
+    /// Two processes lose the paths between them; their session stands.
+    pub fn cut_paths(&mut self, a: Place, b: Place) {
+        self.kv.paths_at(a, Some(b)).into_iter().for_each(|path| self.break_path(path));
+    }
+
+    /// A partition between two processes, or a pause of one, begins.
+    pub(crate) fn silence_paths(&mut self, a: Place, b: Option<Place>) {
+        for path in self.kv.paths_at(a, b) {
+            let after = SILENCE_US + self.kv.rng.below(500_000);
+            self.agenda.after(after, Kv::Silent { path });
+        }
+    }
+
+    /// A process is gone, and with it what it kept.
+    pub(crate) fn kill_paths(&mut self, place: Place) {
+        self.kv.endpoints.remove(&place);
+        for path in self.kv.paths_at(place, None) {
+            let after = if self.kv.rng.once_in(4) { SILENCE_US } else { 0 } + self.kv.rng.below(20_000);
+            let Some(of) = self.kv.paths.get_mut(&path) else { continue };
+            if of.reader.0 == place {
+                of.open = false;
+                of.reads.clear();
+                self.agenda.after(after, Kv::Lost { path });
+            } else {
+                of.cut = true;
+                of.grants.clear();
+                self.agenda.after(after, Kv::Down { path });
+            }
+            self.kv.forget_if_over(path);
+        }
+    }
+
+    fn ask(&mut self, path: u64, read: u64, transaction: Arc<Transaction>, pulls: Pulls) {
+        let Some(reader) = self.kv.paths.get(&path).map(|of| of.reader.0) else { return };
+        let owner = self.owner_of(reader, &transaction);
+        let Some(of) = self.kv.paths.get_mut(&path) else { return };
+        of.reads.insert(read, Read { transaction, pulls, owner });
+        if of.life.is_some() {
+            let writer = of.writer;
+            self.carry(reader, writer, 0, Kv::Asked { path, read });
+        }
+    }
+
+    /// Who has the first block that a read of one extent is put into.
+    fn owner_of(&self, place: Place, transaction: &Transaction) -> Option<Owner> {
+        let process = self.process(place)?;
+        let rm = process.instance.rmanager();
+        let block_bytes = rm.config().shape.layer_token_bytes() as u64 * u64::from(rm.config().block_tokens);
+        let block = u32::try_from(transaction.local?.offset / block_bytes).ok()?;
+        Some(rm.pool().owner(PhysBlock(block)))
+    }
+
+    /// When an end of a path that is stopped goes on.
+    fn stopped(&self, path: u64, what: Kv) -> Option<u64> {
+        let of = self.kv.paths.get(&path)?;
+        match what {
+            Kv::Arrived { .. } | Kv::Down { .. } | Kv::Late { .. } => self.paused(of.reader.0),
+            Kv::Opened { .. } | Kv::Asked { .. } | Kv::Served { .. } | Kv::Lost { .. } => self.paused(of.writer),
+            Kv::Silent { .. } | Kv::Told { .. } | Kv::Checked { .. } => None,
+        }
+    }
+
+    pub(crate) fn on_kv(&mut self, what: Kv) {
+        let stopped = match what {
+            Kv::Told { place, .. } | Kv::Checked { place, .. } => self.paused(place),
+            Kv::Opened { path } | Kv::Late { path } | Kv::Silent { path } | Kv::Down { path } | Kv::Lost { path } => {
+                self.stopped(path, what)
+            }
+            Kv::Asked { path, .. } | Kv::Served { path, .. } | Kv::Arrived { path, .. } => self.stopped(path, what),
+        };
+        if let Some(until) = stopped {
+            return self.agenda.at(until + 1, what);
+        }
+        match what {
+            Kv::Told { place, life } => self.on_told(place, life),
+            Kv::Checked { place, life, part } => self.on_blocks_checked(place, life, part),
+            Kv::Opened { path } => self.on_opened(path),
+            Kv::Late { path } => {
+                if self.kv.paths.get(&path).is_some_and(|of| of.life.is_none()) {
+                    self.break_path(path);
+                }
+            }
+            Kv::Asked { path, read } => self.on_asked(path, read),
+            Kv::Served { path, read } => self.on_served(path, read),
+            Kv::Arrived { path, read } => self.on_arrived(path, read),
+            Kv::Silent { path } => {
+                let ends = self.kv.paths.get(&path).map(|of| (of.reader.0, of.writer));
+                if ends.is_some_and(|(a, b)| self.fabric.is_silent(a, b, self.now_us())) {
+                    self.break_path(path);
+                }
+            }
+            Kv::Down { path } => self.on_path_down(path),
+            Kv::Lost { path } => self.on_path_lost(path),
+        }
+    }
+
+    fn on_told(&mut self, place: Place, life: u64) {
+        let Some(of) = self.kv.endpoints.get_mut(&place).filter(|of| of.life == life) else { return };
+        of.armed = false;
+        for event in std::mem::take(&mut of.told) {
+            if let TransferEvent::Freed { export } = &event {
+                self.kv.endpoints.get_mut(&place).into_iter().for_each(|of| _ = of.exports.remove(export));
+            }
+            self.handle(place, Event::Transfer(event));
+        }
+    }
+
+    fn on_blocks_checked(&mut self, place: Place, life: u64, part: u64) {
+        let (now_ms, regions) = (self.clock_ms(place), self.regions(place));
+        let Some(of) = self.kv.endpoints.get_mut(&place).filter(|of| of.life == life) else { return };
+        let Some(Part { job, reader, request, span, blocks }) = of.parts.remove(&part) else { return };
+        let layout = Arc::clone(of.writer.layout());
+        let view = of.writer.view(reader).and_then(|view| view.within(span.layers.as_ref()));
+        let export = view.ok_or_else(|| format!("{reader} is not connected")).and_then(|view| {
+            let size = layout.block_tokens();
+            let check = |(n, block): (u32, &u32)| {
+                let filled = size.min(span.tokens.saturating_sub(n * size));
+                check_block(&layout, &view, *block, filled, &regions).map_err(|error| error.to_string())
+            };
+            let checks = (0..).zip(&blocks).map(check).collect::<Result<Vec<_>, _>>()?;
+            let made = of.writer.export(reader, request, span, blocks.clone(), checks, now_ms);
+            made.map_err(|error| error.to_string())
+        });
+        if let Ok(export) = export {
+            of.exports.insert(export, (job, blocks));
+        }
+        self.tell(place, TransferEvent::Exported { job, export });
+        self.drain_writer(place);
+    }
+
+    fn on_opened(&mut self, path: u64) {
+        let Some((place, writer)) = self.kv.paths.get(&path).map(|of| (of.reader.0, of.writer)) else { return };
+        // Whoever is there now: it may be another process than the one that was asked.
+        let life = self.kv.endpoints.get(&writer).map(|of| of.life);
+        let Some(of) = self.kv.paths.get_mut(&path).filter(|of| of.open && !of.cut) else { return };
+        of.life = life;
+        if life.is_none() {
+            return self.break_path(path);
+        }
+        let reads: Vec<u64> = of.reads.keys().copied().collect();
+        for read in reads {
+            self.carry(place, writer, 0, Kv::Asked { path, read });
+        }
+    }
+
+    fn on_asked(&mut self, path: u64, read: u64) {
+        let Some(of) = self.kv.paths.get_mut(&path).filter(|of| !of.cut) else { return };
+        let (place, id, epoch, life) = (of.writer, of.id, of.epoch, of.life);
+        // A read that its reader has given up may have been on its way.
+        let Some(transaction) = of.reads.get(&read).map(|read| Arc::clone(&read.transaction)) else { return };
+        let now_ms = self.clock_ms(place);
+        let Some(writer) = self.kv.endpoints.get_mut(&place).filter(|w| Some(w.life) == life) else { return };
+        let admitted = writer.writer.admit(id, epoch, &transaction.segments, now_ms);
+        let stale = admitted.is_ok() && writer.writer.epoch(id) != Some(epoch);
+        if stale {
+            self.kv.violations.push(format!("node {place} serves a read of an earlier connection of {id}"));
+        }
+        let Some(of) = self.kv.paths.get_mut(&path) else { return };
+        match admitted {
+            Ok(grant) => {
+                of.grants.insert(read, grant);
+                // One in so many readers takes what it asked for slowly.
+                let most = if self.kv.rng.once_in(100) { 3_000_000 } else { 1_000 };
+                let after = self.kv.rng.below(most);
+                self.agenda.after(after, Kv::Served { path, read });
+            }
+            Err(code) => {
+                of.answers.insert(read, Err(code));
+                let to = of.reader.0;
+                self.carry(place, to, 0, Kv::Arrived { path, read });
+            }
+        }
+    }
+
+    fn on_served(&mut self, path: u64, read: u64) {
+        let Some(of) = self.kv.paths.get_mut(&path).filter(|of| !of.cut) else { return };
+        let (place, to) = (of.writer, of.reader.0);
+        let (grant, asked) = (of.grants.remove(&read), of.reads.get(&read).map(|read| Arc::clone(&read.transaction)));
+        let (now_ms, regions) = (self.clock_ms(place), self.regions(place));
+        if let Some(transaction) = asked {
+            let mut bytes = Vec::new();
+            for segment in &transaction.segments {
+                let len = usize::try_from(segment.remote.bytes).unwrap_or(usize::MAX);
+                let window = regions[segment.remote.region as usize].window(segment.remote.offset, len);
+                bytes.extend_from_slice(&window.expect("what is admitted lies in the store"));
+            }
+            let len = bytes.len();
+            if let Some(of) = self.kv.paths.get_mut(&path) {
+                of.answers.insert(read, Ok(bytes));
+            }
+            self.carry(place, to, len, Kv::Arrived { path, read });
+        }
+        if let Some((grant, writer)) = grant.zip(self.kv.endpoints.get_mut(&place)) {
+            writer.writer.end_read(grant, now_ms);
+        }
+        self.drain_writer(place);
+    }
+
+    fn on_arrived(&mut self, path: u64, read: u64) {
+        let Some(of) = self.kv.paths.get_mut(&path) else { return };
+        let (Some(answer), Some(asked)) = (of.answers.remove(&read), of.reads.remove(&read)) else { return };
+        if !of.open {
+            return;
+        }
+        let (conn, place) = (of.conn, of.reader.0);
+        let result = match answer {
+            Err(code) => Err(ReadFailure::Refused(code)),
+            Ok(bytes) => {
+                if self.owner_of(place, &asked.transaction) != asked.owner {
+                    self.kv.violations.push(format!("node {place}: a read arrives in memory that was given back"));
+                }
+                let regions = self.regions(place);
+                let mut lander = Lander::new(&asked.transaction, &asked.pulls, &regions, true);
+                let landed = lander.push(&bytes).and_then(|()| lander.finish());
+                let process = self.processes.get_mut(place).and_then(Option::as_mut);
+                process.into_iter().for_each(|process| process.runner.take_regions(&regions));
+                Ok(landed.expect("what is asked for has a place in the store"))
+            }
+        };
+        self.tell(place, TransferEvent::Read { conn, read, result });
+    }
+
+    fn on_path_down(&mut self, path: u64) {
+        let Some(of) = self.kv.paths.get_mut(&path).filter(|of| of.open) else { return };
+        of.open = false;
+        of.reads.clear();
+        let (conn, (place, life)) = (of.conn, of.reader);
+        self.kv.forget_if_over(path);
+        let Some(endpoint) = self.kv.endpoints.get_mut(&place).filter(|e| e.life == life) else { return };
+        if endpoint.paths.get(&conn) == Some(&path) {
+            endpoint.paths.remove(&conn);
+            self.tell(place, TransferEvent::Down { conn });
+        }
+    }
+
+    fn on_path_lost(&mut self, path: u64) {
+        let Some(of) = self.kv.paths.get_mut(&path).filter(|of| !of.cut) else { return };
+        of.cut = true;
+        let (place, life, grants) = (of.writer, of.life, std::mem::take(&mut of.grants));
+        self.kv.forget_if_over(path);
+        let now_ms = self.clock_ms(place);
+        let Some(writer) = self.kv.endpoints.get_mut(&place).filter(|w| Some(w.life) == life) else { return };
+        grants.into_values().for_each(|grant| writer.writer.end_read(grant, now_ms));
+        self.drain_writer(place);
+    }
+}
