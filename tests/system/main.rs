@@ -29,5 +29,6 @@ mod process_standby;
 mod process_up;
 mod random;
 mod recovery;
+mod roles;
 mod staged;
 mod threshold;

@@ -29,8 +29,10 @@ fn the_demo_agrees_with_one_instance() {
 fn helps_name_every_command_and_flag() {
     let help = run(&["--help"]);
     assert_eq!(help.code, Some(0));
-    let commands =
-        ["demo", "up", "serve", "gmanager", "gateway", "chat", "bench", "status", "drain", "kv", "certs", "doctor"];
+    let commands = [
+        "demo", "up", "serve", "gmanager", "gateway", "chat", "bench", "status", "drain", "role", "kv", "certs",
+        "doctor",
+    ];
     for command in commands {
         assert!(help.stdout.lines().any(|l| l.trim_start().starts_with(command)), "{command}: {}", help.stdout);
         let own = run(&[command, "--help"]);

@@ -1,7 +1,7 @@
 //! Prefill and decode workers as processes: what they say, over shared memory and over QUIC, and what becomes of it when
 //! one of them is killed.
 
-use lagoon_tests::faults::{FaultPool, number, passkey, prompt};
+use lagoon_tests::faults::{FaultPool, Watched, number, passkey, prompt};
 use lagoon_tests::golden::max_diff;
 use lagoon_tests::partition::Place;
 use lagoon_tests::process::{Client, PATIENCE, Server, logits, token_ids};
@@ -70,7 +70,13 @@ fn a_pool_of_prefill_and_decode_workers_says_what_one_instance_says() {
         }
         let sum = |field: &str| decoders.iter().map(|c| number(&c.get("/lagoon/status").json(), field)).sum::<u64>();
         assert_eq!((sum("prefill/pulled"), sum("prefill/own"), sum("prefill/damaged_blocks")), (3, 0, 0), "{path}");
-        assert!(sum("prefill/bytes") > 0 && sum("prefill/reading_us") > 0);
+        assert!(sum("prefill/bytes") > 0);
+        // The time is told now and then.
+        let deadline = Instant::now() + PATIENCE;
+        while sum("prefill/reading_us") == 0 {
+            assert!(Instant::now() < deadline, "{path}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
         assert_eq!(sum("prefill/decoded"), 3, "{path}");
         for client in &decoders {
             let status = client.wait_until("/lagoon/status", "a path that was measured", |s| s["paths"].is_array());
@@ -146,8 +152,9 @@ fn a_killed_prefill_worker_costs_time_only() {
 fn what_stays_with_a_prefill_worker_is_moved_by_hand_and_drained() {
     let role = |name: &str| Place::default().with(&format!("--role={name}"));
     let mut pool = FaultPool::without_members(&passkey(), 16, "127.0.0.1", Some(2 * lagoon_tests::faults::STEP));
+    // One that does both computes for others only if nobody else does.
     pool.start(&[("p0", 128, role("prefill")), ("d0", 24, role("decode")), ("n0", 128, Place::default())]);
-    pool.wait("d0", "connected", |s| number(s, "prefill/workers") == 1);
+    pool.wait("d0", "connected", |s| number(s, "prefill/workers") == 2);
     let undisturbed = pool.undisturbed(128);
     let stream = pool.watch("d0", &prompt(43, 1000, VOCAB), 700);
     stream.wait_for(3);
@@ -190,4 +197,53 @@ fn workers_on_wgpu_pass_prompts_through_host_memory() {
     assert_eq!((number(&status, "prefill/pulled"), number(&status, "prefill/own")), (2, 0), "{status}");
     decoders[0].wait_until("/lagoon/status", "unstaged", |s| number(s, "prefill/stage_blocks_used") == 0);
     client.wait_until("/lagoon/status", "empty", is_empty);
+}
+
+/// Roles change by command while a gateway's streams go on: the answers are those of one instance, and nothing is left.
+#[test]
+fn an_operator_changes_roles_under_traffic() {
+    let role = |name: &str| Place::default().with(&format!("--role={name}"));
+    let mut pool = FaultPool::without_members(&passkey(), 16, "127.0.0.1", Some(lagoon_tests::faults::STEP));
+    pool.start(&[("p0", 128, role("prefill")), ("p1", 128, role("prefill")), ("d0", 128, role("decode"))]);
+    pool.wait("d0", "connected", |s| number(s, "prefill/workers") == 2);
+    let (undisturbed, gateway) = (pool.undisturbed(160), pool.gateway());
+    let http = gateway.said("http").parse().unwrap();
+    let stream = |seed, tokens, max| Watched::start(http, &prompt(seed, tokens, VOCAB), max, &json!({}));
+    let first = stream(50, 600, 300);
+    first.wait_for(1);
+    let done = pool.ask(&["role", "p1", "decode", "--wait"]);
+    assert_eq!(
+        (&done["role"], &done["becoming"], &done["done"]),
+        (&json!("decode"), &Value::Null, &json!(true)),
+        "{done}"
+    );
+    for decoder in ["p1", "d0"] {
+        let status = pool.wait(decoder, "one worker is left", |s| number(s, "prefill/workers") == 1);
+        assert_eq!(status["role"], "decode", "{status}");
+    }
+    let more: Vec<Watched> = (0..4).map(|n| stream(60 + n, 300, 30)).collect();
+    more.into_iter().for_each(|stream| drop(stream.finish("two decode workers", &undisturbed)));
+    assert!(number(&pool.status("p1"), "prefill/pulled") > 0, "{}", pool.status("p1"));
+    for (command, words) in [
+        (["role", "p0", "decode"], "the last one that computes prompts for others"),
+        (["role", "nobody", "decode"], "no instance is called"),
+    ] {
+        let refused = pool.try_ask(&command).unwrap_err();
+        assert!(refused.stderr.contains(words) && refused.stderr.contains("hint:"), "{refused:?}");
+    }
+    // The other way: it answers what it has begun to.
+    let asked = pool.ask(&["role", "d0", "prefill"]);
+    assert_eq!((&asked["role"], &asked["becoming"]), (&json!("decode"), &json!("prefill")), "{asked}");
+    let shown = pool.ask(&["status"]);
+    let row = shown["instances"].as_array().unwrap().iter().find(|row| row["name"] == "d0").unwrap();
+    assert_eq!((&row["role"], &row["becoming"]), (&json!("decode"), &json!("prefill")), "{shown}");
+    let refused = pool.try_ask(&["role", "p1", "prefill"]).unwrap_err();
+    assert!(refused.stderr.contains("the last one that takes requests"), "{refused:?}");
+    first.finish("its instance changes", &undisturbed);
+    let done = pool.ask(&["role", "d0", "prefill", "--wait"]);
+    assert_eq!(done["done"], true, "{done}");
+    pool.wait("p1", "two workers", |s| number(s, "prefill/workers") == 2);
+    stream(70, 400, 20).finish("after both changed", &undisturbed);
+    assert_eq!(pool.status("d0")["role"], "prefill");
+    pool.wait_empty();
 }

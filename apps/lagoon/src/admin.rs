@@ -1,16 +1,18 @@
-//! What operators ask of a pool (`lagoon drain`, `lagoon kv …`): to a gManager over QUIC, or through the endpoint of
+//! What operators ask of a pool (`lagoon drain`, `lagoon role`, `lagoon kv …`): to a gManager over QUIC, or through the endpoint of
 //! `lagoon up`, which has the pool's certificates, as JSON.
 
 use crate::api_client::ApiClient;
 use crate::args::TlsArgs;
 use crate::pool_client::{PoolClient, PoolRow, PoolState};
+use crate::role::NewRole;
 use anyhow::Context;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use lagoon_protocol::{
-    AdminBody, AdminDrain, AdminMove, AdminOrder, AdminPlacements, AdminPlan, AdminReply, OrderOutcome, PlacementRow,
+    AdminBody, AdminDrain, AdminMove, AdminOrder, AdminPlacements, AdminPlan, AdminReply, AdminRole, OrderOutcome,
+    PlacementRow, Role,
 };
 use lagoon_types::limits;
 use serde::{Deserialize, Serialize};
@@ -52,6 +54,10 @@ pub(crate) enum Order {
         #[serde(default)]
         stop: bool,
     },
+    Role {
+        instance: u32,
+        role: NewRole,
+    },
     /// As `AdminMove`: 0 is what it is there.
     Move {
         debtor: u32,
@@ -88,6 +94,7 @@ impl From<Order> for AdminBody {
     fn from(order: Order) -> Self {
         match order {
             Order::Drain { instance, cancel, stop } => Self::Drain(AdminDrain { instance, cancel, stop }),
+            Order::Role { instance, role } => Self::Role(AdminRole { instance, role: Role::from(role).into() }),
             Order::Move { debtor, seq, blocks, source, target, dry_run, first } => {
                 Self::Move(AdminMove { debtor, seq, blocks, source, target, dry_run, first })
             }
@@ -300,7 +307,8 @@ mod tests {
         let moves = Order::Move { debtor: 1, seq: 7, blocks: 3, source: 2, target: 1, dry_run: true, first: Some(4) };
         let rows = Order::Placements { debtor: 1, seq: Some(7), after: (2, 1, 5) };
         let drain = Order::Drain { instance: 4, cancel: false, stop: true };
-        for order in [moves, drain, Order::Plan {}, rows, Order::Outcome { order: 9 }] {
+        let role = Order::Role { instance: 4, role: NewRole::Both };
+        for order in [moves, drain, role, Order::Plan {}, rows, Order::Outcome { order: 9 }] {
             let text = serde_json::to_string(&order).unwrap();
             assert_eq!(serde_json::from_str::<Order>(&text).unwrap(), order, "{text}");
         }

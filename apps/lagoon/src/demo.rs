@@ -137,9 +137,10 @@ pub(crate) async fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
     let count = usize::from(args.instances);
     let bar = up::instances_bar(count);
     let roles = vec!["both"; count];
-    let pool =
-        start_pool(&ca, &dir.to_string_lossy(), bundled::NAME, &roles, flags, None, |n| bar.set_position(n as u64))
-            .await?;
+    let pool = start_pool(&ca, &dir.to_string_lossy(), bundled::NAME, (&roles, false), flags, None, |n| {
+        bar.set_position(n as u64)
+    })
+    .await?;
     bar.finish_and_clear();
     wait_for_pool(&pool, &engine).await?;
     let device = pool.instances.first().map_or("", |i| i.device()).to_owned();

@@ -67,7 +67,7 @@ impl Engine for NodeEngine {
         let pool = *self.shared.pool_tokens.lock().unwrap_or_else(PoisonError::into_inner);
         EngineInfo {
             capacity_tokens: Some(u32::try_from(pool).unwrap_or(u32::MAX)),
-            ready: !self.inputs.is_closed() && !self.shared.draining.load(Relaxed),
+            ready: !self.inputs.is_closed() && !self.shared.leaving.load(Relaxed),
             ..self.info.clone()
         }
     }

@@ -9,7 +9,7 @@ use crate::gmanager_metrics;
 use crate::registry::Registry;
 use anyhow::Context;
 use axum::http::header;
-use lagoon_cluster::{DgfmConfig, GManager, GManagerConfig, PlannerConfig};
+use lagoon_cluster::{BalancerConfig, DgfmConfig, GManager, GManagerConfig, PlannerConfig};
 use lagoon_protocol::{ControlBody, NotLeader};
 use lagoon_transport::{Bound, Event, Frame, Node, PeerId, TransportConfig};
 use std::net::SocketAddr;
@@ -33,6 +33,9 @@ pub(crate) struct GManagerArgs {
     /// Serve Prometheus metrics on this TCP port of the same address.
     #[arg(long, value_name = "PORT")]
     metrics_port: Option<u16>,
+    /// Turn a prefill worker into a decode worker, or back, when one side queues and the other has time to spare for a while.
+    #[arg(long)]
+    auto_roles: bool,
     #[command(flatten)]
     election: ElectionArgs,
     #[command(flatten)]
@@ -74,7 +77,8 @@ pub(crate) async fn run(args: GManagerArgs) -> anyhow::Result<()> {
         metrics.iter().for_each(|addr| println!("metrics on http://{addr}/metrics"));
     }
     let election = Election::start(&args.election, addr, stop.clone())?;
-    let mut shell = Shell { node: node.clone(), election, first_instance: args.first_instance, leading: None };
+    let GManagerArgs { first_instance, auto_roles, .. } = args;
+    let mut shell = Shell { node: node.clone(), election, first_instance, auto_roles, leading: None };
     let mut record = tokio::time::interval(RECORD_EVERY);
     loop {
         let sleep = tokio::time::sleep(shell.sleep());
@@ -120,6 +124,7 @@ struct Shell {
     node: Node,
     election: Election,
     first_instance: Option<u32>,
+    auto_roles: bool,
     /// The pool as it is known in the term that goes on.
     leading: Option<Registry>,
 }
@@ -150,6 +155,7 @@ impl Shell {
             term,
             planner: Some(PlannerConfig::default()),
             dgfm: Some(DgfmConfig::default()),
+            balancer: self.auto_roles.then(BalancerConfig::default),
             ..GManagerConfig::default()
         }));
         registry.serve_queries(&self.node, self.election.mandate(term));

@@ -1,8 +1,10 @@
 //! What a gManager tells Prometheus: the pool as its term knows it, what it ordered, and whether it leads.
 
-use lagoon_cluster::{DgfmStats, GManager, GManagerStats};
-use lagoon_protocol::InstanceStatus;
+use crate::pool_client::role_name;
+use lagoon_cluster::{DgfmStats, GManager, GManagerStats, SwitchedBy};
+use lagoon_protocol::{InstanceStatus, Role};
 use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// Of one term: what was counted already, because counters go on over terms.
@@ -10,6 +12,7 @@ use std::time::Duration;
 pub(crate) struct GManagerMetrics {
     stats: GManagerStats,
     dgfm: DgfmStats,
+    switches: BTreeMap<(Role, Role, SwitchedBy), u64>,
 }
 
 /// A planning round took so long, with all that its tick did besides.
@@ -49,6 +52,16 @@ impl GManagerMetrics {
         counter!("lagoon_gmanager_cycles_total", "state" => "given_up").increment(new.given_up - old.given_up);
         counter!("lagoon_gmanager_cycle_blocks_total").increment(new.blocks - old.blocks);
         self.dgfm = new;
+
+        for (from, to, by, count) in gmanager.role_switches() {
+            let old = self.switches.insert((from, to, by), count).unwrap_or(0);
+            let by = match by {
+                SwitchedBy::Operator => "operator",
+                SwitchedBy::Balancer => "auto",
+            };
+            let labels = [("from", role_name(from)), ("to", role_name(to)), ("by", by)];
+            counter!("lagoon_role_switches_total", &labels).increment(count - old);
+        }
     }
 }
 
@@ -71,5 +84,6 @@ pub(crate) fn describe() {
     describe_counter!("lagoon_gmanager_fenced_total", "Instances that were declared dead.");
     describe_counter!("lagoon_gmanager_refusals_total", "Borrowings that creditors refused, as debtors told.");
     describe_counter!("lagoon_gmanager_cycles_total", "Cycles of debts: found, completed, given up.");
+    describe_counter!("lagoon_role_switches_total", "Instances that were told to take another role, and by whom.");
     describe_counter!("lagoon_gmanager_cycle_blocks_total", "rBlocks brought home out of cycles.");
 }

@@ -130,18 +130,19 @@ pub(crate) struct LocalPool {
     _gmanager: ChildNode,
 }
 
-/// Starts a gManager and an instance of `model` for each of `roles`, the `n`th with `flags(n)` besides, that ask their clients
+/// Starts a gManager, which changes roles if `auto_roles` says so, and an instance of `model` for each of `roles`, the `n`th with `flags(n)` besides, that ask their clients
 /// for `api_key`. `progress` is told how many are ready.
 pub(crate) async fn start_pool(
     ca: &EphemeralCa,
     model: &str,
     served_name: &str,
-    roles: &[&str],
+    (roles, auto_roles): (&[&str], bool),
     flags: impl Fn(usize) -> Vec<String>,
     api_key: Option<&str>,
     mut progress: impl FnMut(usize),
 ) -> anyhow::Result<LocalPool> {
     let mut command = vec!["gmanager".to_owned(), "--listen=127.0.0.1:0".to_owned(), "--first-instance=1".to_owned()];
+    command.extend(auto_roles.then(|| "--auto-roles".to_owned()));
     command.extend(ca.flags("gmanager")?);
     let gmanager = ChildNode::start("the gManager", command, None).await?;
     let address = gmanager.address("quic")?;

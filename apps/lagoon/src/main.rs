@@ -39,6 +39,7 @@ mod pool_watch;
 mod quiet;
 mod registry;
 mod replay;
+mod role;
 mod serve;
 mod shutdown;
 mod sim;
@@ -89,6 +90,8 @@ enum Command {
     Status(status::StatusArgs),
     /// Move everything away from an instance, to stop it without losing a request.
     Drain(drain::DrainArgs),
+    /// Give an instance another role (prefill, decode, both) while it serves.
+    Role(role::RoleArgs),
     /// Where requests' rBlocks are, and moving them by hand.
     Kv(kv::KvArgs),
     /// The pool's protocols under simulated time, with faults from a seed.
@@ -128,6 +131,7 @@ fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
             Command::Bench(args) => bench::run(args).await.map(done),
             Command::Status(args) => status::run(args).await.map(done),
             Command::Drain(args) => drain::run(args).await.map(done),
+            Command::Role(args) => role::run(args).await.map(done),
             Command::Kv(args) => kv::run(args).await.map(done),
             Command::Sim(args) => sim::run(&args),
             Command::Certs(args) => certs::run(args).map(done),

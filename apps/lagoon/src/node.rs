@@ -35,8 +35,6 @@ pub(crate) enum Input {
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct About {
     pub(crate) name: String,
-    /// `instance` or `kv`.
-    pub(crate) role: &'static str,
     pub(crate) backend: String,
     /// `device` or `host`.
     pub(crate) tier: &'static str,
@@ -48,7 +46,6 @@ impl About {
     pub(crate) fn new(config: &InstanceConfig) -> Self {
         Self {
             name: config.name.clone(),
-            role: role_name(config.role),
             backend: config.backend.clone(),
             tier: tier_name(config.tier.into()),
             calibration: config.calibration.as_ref().map(CalibrationRow::from),
@@ -61,6 +58,10 @@ impl About {
 pub(crate) struct NodeStatus {
     #[serde(flatten)]
     pub(crate) about: About,
+    /// As in `lagoon status`, and the one that it changes to.
+    pub(crate) role: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) becoming: Option<&'static str>,
     #[serde(flatten)]
     pub(crate) instance: InstanceStatus,
     /// Bytes of frames sent to peers, by class, since the start.
@@ -77,13 +78,14 @@ pub(crate) struct NodeStatus {
 pub(crate) struct Shared {
     /// Tokens that the whole pool could hold.
     pub(crate) pool_tokens: Mutex<u64>,
-    /// It is being drained: whoever dispatches requests shall look elsewhere.
-    pub(crate) draining: AtomicBool,
+    /// It is being drained, or its role changes to one that takes no requests: whoever dispatches them shall look
+    /// elsewhere.
+    pub(crate) leaving: AtomicBool,
 }
 
 impl Shared {
     pub(crate) fn new(instance: &Instance) -> Self {
-        Self { pool_tokens: Mutex::new(instance.pool_tokens()), draining: AtomicBool::new(false) }
+        Self { pool_tokens: Mutex::new(instance.pool_tokens()), leaving: AtomicBool::new(false) }
     }
 }
 
@@ -229,7 +231,7 @@ impl NodeLoop {
                 Happened::Stop => break,
                 Happened::Drain => {
                     self.drain.begun = true;
-                    self.shared.draining.store(true, Relaxed);
+                    self.shared.leaving.store(true, Relaxed);
                     self.order_drain();
                 }
                 Happened::Net(event) => self.on_net(event),
@@ -442,9 +444,12 @@ impl NodeLoop {
             let node = self.node();
             self.sessions.keys().filter_map(|p| node?.stats(*p, class)).map(|s| s.bytes_sent).sum()
         };
+        let instance = self.instance.status();
         NodeStatus {
             about: self.about.clone(),
-            instance: self.instance.status(),
+            role: role_name(instance.role),
+            becoming: instance.becoming.map(role_name),
+            instance,
             control_bytes_sent: sent(Class::Control),
             partials_bytes_sent: sent(Class::Partials),
             bulk_bytes_sent: sent(Class::Bulk),
@@ -475,7 +480,8 @@ impl NodeLoop {
         }
         *self.shared.pool_tokens.lock().unwrap_or_else(PoisonError::into_inner) = self.instance.pool_tokens();
         let status = self.status();
-        self.shared.draining.store(status.instance.draining, Relaxed);
+        let InstanceStatus { draining, role, becoming, .. } = status.instance;
+        self.shared.leaving.store(draining || becoming.is_some_and(|to| role.serves() && !to.serves()), Relaxed);
         self.metrics.record(&status);
         record_prefill_times(&self.instance.take_prefill_times());
     }

@@ -27,6 +27,9 @@ pub(crate) struct PoolRow {
     pub(crate) instance: u32,
     pub(crate) name: String,
     pub(crate) role: String,
+    /// The role that it changes to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) becoming: Option<String>,
     pub(crate) backend: String,
     pub(crate) alive: bool,
     pub(crate) http_addr: String,
@@ -83,6 +86,9 @@ pub(crate) struct PrefillRow {
     pub(crate) times: PrefillTimesRow,
     pub(crate) decode_ms: u64,
     pub(crate) decoded: u64,
+    /// Absent in the answer of an older endpoint.
+    #[serde(default)]
+    pub(crate) waiting_here: u32,
 }
 
 /// Sums over requests, in milliseconds.
@@ -116,6 +122,7 @@ impl From<&PrefillCounts> for PrefillRow {
             },
             decode_ms: c.decode_ms,
             decoded: c.decoded,
+            waiting_here: c.waiting,
         }
     }
 }
@@ -176,6 +183,7 @@ impl From<InstanceStatus> for PoolRow {
             instance: row.instance,
             name: row.name,
             role,
+            becoming: h.role.filter(|r| r.becoming.is_some()).map(|r| role_name(r.becoming()).to_owned()),
             backend: row.backend,
             alive: row.alive,
             http_addr: row.http_addr,
@@ -190,7 +198,7 @@ impl From<InstanceStatus> for PoolRow {
             requests_waiting: h.requests_waiting,
             tier: tier_name(row.tier).to_owned(),
             draining: h.draining,
-            moves: h.moves.map(MovesRow::from),
+            moves: h.moves.as_deref().copied().map(MovesRow::from),
             prefill: h.prefill.as_deref().map(PrefillRow::from),
             calibration: row.calibration.as_ref().map(CalibrationRow::from),
         }

@@ -67,7 +67,9 @@ impl Backends for PoolWatch {
                 waiting: u64::from(row.requests_waiting),
             })
         };
-        let serves = |r: &&PoolRow| r.alive && !r.draining && (r.role == "instance" || r.role == "decode");
+        // One whose role changes must do so before and afterwards.
+        let takes = |role: &str| role == "instance" || role == "decode";
+        let serves = |r: &&PoolRow| r.alive && !r.draining && takes(&r.role) && r.becoming.as_deref().is_none_or(takes);
         self.state().instances.iter().filter(serves).filter_map(backend).collect()
     }
 

@@ -1,7 +1,7 @@
 //! `lagoon serve`: one instance (or kv node) with its OpenAI endpoint, alone or in a pool.
 
 use crate::args::{EngineArgs, RemoteArg, TlsArgs};
-use crate::device::{self, FETCH_TOKENS, Sizes};
+use crate::device::{self, Chosen, FETCH_TOKENS, Sizes};
 use crate::engine::NodeEngine;
 use crate::host_tier::{HostStatus, HostTier};
 use crate::loop_thread::LoopThread;
@@ -172,7 +172,7 @@ fn check(args: &ServeArgs) -> anyhow::Result<()> {
          hint: name the pool's --gmanager, use `lagoon up`, or raise --kv-tokens"
     );
     anyhow::ensure!(
-        !shares_kv(args.role) || !args.gmanager.is_empty(),
+        !must_share(args.role) || !args.gmanager.is_empty(),
         "prefill and decode workers serve together, and this one is in no pool\n\
          hint: name the pool's --gmanager, or use `lagoon up --prefill 1 --decode 1`"
     );
@@ -183,12 +183,20 @@ fn check(args: &ServeArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whether its KV is read by others, or others' by it.
-fn shares_kv(role: RoleArg) -> bool {
+/// Whether it is of no use unless its KV is read by others, or others' by it.
+fn must_share(role: RoleArg) -> bool {
     matches!(role, RoleArg::Prefill | RoleArg::Decode)
 }
 
-/// The endpoint and threads of KV transfer, if its role needs them.
+/// Whether others can read its KV: also of one that serves in a pool and may be asked to take another role, where that costs
+/// no memory, or memory that was asked for.
+fn shares_kv(args: &ServeArgs, chosen: Chosen) -> bool {
+    let may = || args.role != RoleArg::Kv && !args.gmanager.is_empty();
+    let cheap = || chosen == Chosen::Cpu || args.engine.stage_kv_tokens.is_some();
+    must_share(args.role) || (may() && cheap() && transfers::is_possible())
+}
+
+/// The endpoint and threads of KV transfer, if its KV is shared.
 fn start_transfers(
     args: &ServeArgs,
     config: &InstanceConfig,
@@ -206,7 +214,7 @@ fn start_transfers(
 }
 
 /// How much KV it holds, in whole rBlocks.
-fn sizes(args: &ServeArgs, model: &OpenModel) -> anyhow::Result<Sizes> {
+fn sizes(args: &ServeArgs, model: &OpenModel, chosen: Chosen) -> anyhow::Result<Sizes> {
     let kv_dtype = args.engine.kv_dtype.unwrap_or(model.dtype);
     let kv = model.config.kv_shape(kv_dtype);
     let kv_tokens = args.engine.kv_tokens.unwrap_or_else(|| default_kv_tokens(model, kv.token_bytes()));
@@ -215,7 +223,7 @@ fn sizes(args: &ServeArgs, model: &OpenModel) -> anyhow::Result<Sizes> {
         block_tokens > 0 && kv_tokens >= block_tokens,
         "--kv-tokens {kv_tokens} is less than one rBlock of {block_tokens} tokens\nhint: raise --kv-tokens or lower --block-tokens"
     );
-    let (blocks_total, shared) = (kv_tokens / block_tokens, shares_kv(args.role));
+    let (blocks_total, shared) = (kv_tokens / block_tokens, shares_kv(args, chosen));
     // Room for one prompt that is read while another one arrives.
     let enough = (2 * model.config.max_positions.div_ceil(block_tokens)).min(blocks_total);
     let stage_blocks = args.engine.stage_kv_tokens.map_or(enough, |tokens| tokens.div_ceil(block_tokens)).max(1);
@@ -239,7 +247,7 @@ pub(crate) async fn run(args: ServeArgs) -> anyhow::Result<()> {
     };
     let model = open(&args, &dir)?;
     let chosen = device::choose(args.engine.backend)?;
-    let sizes = sizes(&args, &model)?;
+    let sizes = sizes(&args, &model, chosen)?;
     let (report, reports) = mpsc::unbounded_channel();
     let running = device::start(chosen, &args.engine, &model, sizes, move |r| {
         // The loop ends before the device thread does; a report after that concerns nobody.
@@ -262,8 +270,7 @@ pub(crate) async fn run(args: ServeArgs) -> anyhow::Result<()> {
         calibration: running.calibration.clone(),
         ..instance_config(&args, &model, sizes, running.info.backend, http_addr, quic_addr)
     };
-    let transfer =
-        shares_kv(args.role).then(|| transfers::config(&config, running.stage_blocks, &args.engine)).transpose()?;
+    let transfer = sizes.shared.then(|| transfers::config(&config, running.stage_blocks, &args.engine)).transpose()?;
     let config = InstanceConfig { transfer, ..config };
     let transfers = start_transfers(&args, &config, &running)?;
     let host = HostTier::start(&args.engine, &model, &config, &stop, || join_host(&args))?;

@@ -177,6 +177,7 @@ fn cell(row: &Value, field: &str) -> String {
     }
     match field {
         "state" => return state(row).to_owned(),
+        "role" => return role(row),
         "moving" => return moves(row, &["in_progress"]),
         "moved" => return moves(row, &["blocks_out", "blocks_home", "blocks_between"]),
         "calibration" => return steps(&row["calibration"]).unwrap_or_else(|| "-".to_owned()),
@@ -188,6 +189,12 @@ fn cell(row: &Value, field: &str) -> String {
         Value::Bool(yes) => (if *yes { "yes" } else { "no" }).to_owned(),
         other => other.to_string(),
     }
+}
+
+/// The role, and the one that it changes to.
+fn role(row: &Value) -> String {
+    let role = row["role"].as_str().unwrap_or("-");
+    row["becoming"].as_str().map_or_else(|| role.to_owned(), |to| format!("{role}>{to}"))
 }
 
 /// `-` where nobody knows: a single instance is as alive as its answer.
@@ -219,6 +226,13 @@ fn steps(calibration: &Value) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_role_is_shown_with_what_it_becomes() {
+        assert_eq!(cell(&json!({"role": "prefill"}), "role"), "prefill");
+        assert_eq!(cell(&json!({"role": "prefill", "becoming": "decode"}), "role"), "prefill>decode");
+        assert_eq!(cell(&json!({"name": "i"}), "role"), "-");
+    }
 
     #[test]
     fn times_and_rates_of_prefills_are_a_section_of_their_own() {

@@ -127,6 +127,11 @@ impl Meter {
     }
 }
 
+/// Whether this system has memory that others can read.
+pub(crate) fn is_possible() -> bool {
+    KvArena::new(1, 1).is_ok()
+}
+
 /// What an instance needs to know of its memory to take part, or of memory for so many rBlocks beside it. Where the path is QUIC, others on this host do not share
 /// memory with it either.
 pub(crate) fn config(of: &InstanceConfig, stage_blocks: u32, engine: &EngineArgs) -> anyhow::Result<TransferConfig> {

@@ -15,6 +15,10 @@ pub(crate) enum Told {}
 #[derive(Debug)]
 pub(crate) enum Transfers {}
 
+pub(crate) fn is_possible() -> bool {
+    false
+}
+
 pub(crate) fn config(_of: &InstanceConfig, _stage_blocks: u32, _engine: &EngineArgs) -> anyhow::Result<TransferConfig> {
     anyhow::bail!("prefill and decode workers need Linux\nhint: leave out --role")
 }

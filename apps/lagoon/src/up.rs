@@ -31,6 +31,9 @@ pub(crate) struct UpArgs {
     /// Instances whose prompts others compute.
     #[arg(long, value_name = "N", requires = "prefill", value_parser = clap::value_parser!(u16).range(1..=32))]
     decode: Option<u16>,
+    /// Change roles between --prefill and --decode when one side queues and the other has time to spare for a while.
+    #[arg(long, requires = "prefill")]
+    auto_roles: bool,
     /// Port of the OpenAI endpoint.
     #[arg(long, default_value_t = 8000)]
     port: u16,
@@ -107,7 +110,7 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
         &ca,
         &dir.to_string_lossy(),
         &name,
-        &roles,
+        (&roles, args.auto_roles),
         |_| flags.clone(),
         args.api_key.as_deref(),
         |n| {

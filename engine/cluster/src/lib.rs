@@ -6,6 +6,7 @@
 //!   (Infinite-LLM v1 §4.3).
 //! * [`GManager`], one per pool, registers instances, keeps the global debt ledger from their heartbeats, and
 //!   recommends creditors (v1 §4.4). It holds soft state only.
+//! * The [`Balancer`] decides which instance changes between prefill and decode worker.
 //! * [`Dgfm`] swaps debts that became circular back (v1 §4.5).
 //! * [`perf`] predicts throughput (v2 Eq. 5 to 7); the [`Planner`] decides by it which blocks move (v2 Algorithm 1).
 //!
@@ -20,11 +21,12 @@ pub mod mutants;
 pub mod perf;
 pub mod planner;
 pub mod rmanager;
+pub mod roles;
 #[cfg(test)]
 mod tests;
 
 pub use dgfm::{Dgfm, DgfmConfig, DgfmStats};
-pub use gmanager::{GManager, GManagerConfig, GManagerOutput, GManagerStats, LedgerRow, serve_query};
+pub use gmanager::{GManager, GManagerConfig, GManagerOutput, GManagerStats, LedgerRow, SwitchedBy, serve_query};
 pub use planner::{
     InstanceView, Order, Plan, Planner, PlannerConfig, PoolView, RemoteBlocks, RequestView, Why, dispatch,
 };
@@ -32,3 +34,4 @@ pub use rmanager::{
     BorrowFailure, BorrowId, BorrowedLease, ConfigError, LeaseEnded, LentEntry, Output, PlacementReport, RManager,
     RManagerConfig, Revoked, Unmet,
 };
+pub use roles::{Balancer, BalancerConfig, RoleSwitch, RoleView};

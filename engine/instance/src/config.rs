@@ -88,6 +88,7 @@ pub struct InstanceConfig {
     pub http_addr: String,
     /// `cpu`, `wgpu` or `cuda`.
     pub backend: String,
+    /// The role that it begins with.
     pub role: Role,
     /// Where its rBlocks are.
     pub tier: MemoryTier,

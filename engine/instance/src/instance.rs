@@ -10,6 +10,7 @@ use crate::moves::Moves;
 use crate::peers::Peers;
 use crate::prefill::Prefills;
 use crate::prefix::Prefixes;
+use crate::roles::Roles;
 use crate::sequence::Sequence;
 use crate::steps::InFlight;
 use crate::threshold::Threshold;
@@ -71,6 +72,7 @@ pub struct Instance {
     pub(crate) away_since_ms: Option<u64>,
     pub(crate) frozen: Option<FrozenDebt>,
     pub(crate) membership: Membership,
+    pub(crate) roles: Roles,
 }
 
 impl Instance {
@@ -122,6 +124,7 @@ impl Instance {
             away_since_ms: None,
             frozen: None,
             membership: Membership::new(config.incarnation),
+            roles: Roles::new(config.role),
             config,
         })
     }
@@ -229,13 +232,18 @@ impl Instance {
     }
 
     fn accept(&mut self, seq: SeqId, mut request: GenerateRequest) -> Result<(), RequestError> {
-        let unfit = match self.config.role {
+        let unfit = match self.roles.now() {
             Role::Kv => Some("this node lends memory only (--role kv)"),
             Role::Prefill => Some("this instance computes prompts for decode workers only (--role prefill)"),
             Role::Instance | Role::Decode => None,
         };
         if let Some(why) = unfit {
             return Err(RequestError::Invalid(why.to_owned()));
+        }
+        if !self.roles.accepts(self.now_ms) {
+            return Err(RequestError::Unavailable(
+                "this instance changes its role, and will take no requests".to_owned(),
+            ));
         }
         if self.membership.drained {
             return Err(RequestError::Unavailable("this instance was drained and stops".to_owned()));
@@ -350,6 +358,7 @@ impl Instance {
             ControlBody::Thaw(thaw) => self.on_thaw(thaw.cycle),
             ControlBody::MoveKvCache(order) => self.on_move_order(&order),
             ControlBody::Workers(workers) => self.on_workers(&workers),
+            ControlBody::RoleOrder(order) => self.on_role_order(order),
             _ => {}
         }
     }
@@ -472,6 +481,7 @@ impl Instance {
         self.expire_waiting();
         self.expire_jobs();
         self.expire_away();
+        self.tick_role();
         self.tick_workers();
         self.tick_reader();
         self.tick_membership();

@@ -27,6 +27,7 @@ mod peers;
 mod prefill;
 mod prefix;
 mod recovery;
+mod roles;
 mod sequence;
 mod status;
 mod steps;

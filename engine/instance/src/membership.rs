@@ -72,6 +72,11 @@ impl Membership {
         self.drain.is_some()
     }
 
+    /// The next heartbeat is due now: others shall hear at once.
+    pub(crate) fn tell_at_once(&mut self) {
+        self.heartbeat_at_ms = 0;
+    }
+
     /// The request that goes before all younger ones here: where it waits, and since when.
     pub(crate) fn elder(&self, now_ms: u64) -> Option<(InstanceId, u64)> {
         self.elder.filter(|(_, _, until_ms)| now_ms < *until_ms).map(|(debtor, since_ms, _)| (debtor, since_ms))
@@ -105,7 +110,7 @@ impl Instance {
             name: config.name.clone(),
             quic_addr: config.quic_addr.clone(),
             http_addr: config.http_addr.clone(),
-            role: config.role.into(),
+            role: self.roles.now().into(),
             incarnation: self.membership.incarnation,
             shape: Some(config.pool_shape()),
             blocks_total: config.blocks_total,
@@ -187,8 +192,7 @@ impl Instance {
             m.on.then(|| Drain { stop: m.stop, quiet_since_ms: old.and_then(|d| d.quiet_since_ms) });
         self.rm.set_draining(m.on);
         if old.is_some() != m.on {
-            // Others shall hear at once.
-            self.membership.heartbeat_at_ms = self.now_ms;
+            self.membership.tell_at_once();
         }
     }
 
@@ -230,8 +234,9 @@ impl Instance {
         heartbeat.draining = self.membership.is_draining();
         heartbeat.frozen = self.frozen.map_or(0, |f| f.cycle);
         heartbeat.load = self.config.role.runs().then(|| self.load());
-        heartbeat.moves = Some(self.move_status().counts());
+        heartbeat.moves = Some(Box::new(self.move_status().counts()));
         heartbeat.prefill = self.config.transfer.is_some().then(|| Box::new(self.prefill_status().counts()));
+        heartbeat.role = self.changes_role().then(|| Box::new(self.roles.state()));
         let guests = self.rm.guest_rows();
         let me = heartbeat.instance;
         heartbeat.workers = self.prefills.version;

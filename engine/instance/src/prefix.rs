@@ -46,9 +46,16 @@ pub(crate) struct Prefixes {
     hit_tokens: u64,
     copied_blocks: u64,
     next_copy: u64,
+    /// Copies that were commanded and not made yet, whatever became of their sequences.
+    under_way: u64,
 }
 
 impl Prefixes {
+    /// Whether the device is still to copy blocks.
+    pub(crate) fn copies(&self) -> bool {
+        self.under_way > 0
+    }
+
     pub(crate) fn new(config: &InstanceConfig) -> Self {
         // The model's hash covers its rotary embedding, its window and its biases.
         let root = IdentityRoot {
@@ -59,7 +66,7 @@ impl Prefixes {
             block_tokens: config.block_tokens,
         };
         let root = config.prefix_cache.then(|| BlockIdentity::root(&root));
-        Self { root, looked_up_tokens: 0, hit_tokens: 0, copied_blocks: 0, next_copy: 0 }
+        Self { root, looked_up_tokens: 0, hit_tokens: 0, copied_blocks: 0, next_copy: 0, under_way: 0 }
     }
 }
 
@@ -105,7 +112,7 @@ impl Instance {
         let Some(seq) = self.seqs.get_mut(&id) else { return nothing };
         let blocks = self.rm.adopt(id, &seq.names[..whole as usize]);
         // Transports write into a decode worker's blocks by themselves, in no order with copies.
-        let copies = self.prefills.reader.is_none() && !seq.copies_nothing;
+        let copies = !self.roles.reads() && !seq.copies_nothing;
         let rest = if copies { &seq.names[blocks.len()..whole as usize] } else { &[] };
         let sources = self.rm.held_prefix(rest);
         let known = as_u32(blocks.len());
@@ -125,6 +132,7 @@ impl Instance {
         let (n, tokens) = (as_u32(sources.len()), self.config.block_tokens);
         let advance = seq.blocks.advance(n * tokens);
         self.prefixes.next_copy += 1;
+        self.prefixes.under_way += 1;
         let copy = CopyId(self.prefixes.next_copy);
         seq.copying = Some(copy);
         self.rm.mark_written(&advance);
@@ -137,6 +145,7 @@ impl Instance {
 
     /// A copy is made, and has names like what it was made of; or it was not, and the sequence is computed without.
     pub(crate) fn on_copied(&mut self, copy: CopyId, error: Option<&DeviceError>) {
+        self.prefixes.under_way = self.prefixes.under_way.saturating_sub(1);
         let Some(seq) = self.seqs.values_mut().find(|s| s.copying == Some(copy)) else { return };
         let id = seq.id;
         seq.copying = None;

@@ -8,6 +8,7 @@ use crate::sequence::Hold;
 use lagoon_backend::{KvCounters, LaunchCounters};
 use lagoon_cluster::RManager;
 use lagoon_kv::{BlockIdentity, KvAccount, Placement};
+use lagoon_protocol::Role;
 use lagoon_types::{InstanceId, SeqId};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -19,6 +20,11 @@ const HASH_ENTRY_BYTES: usize = 2 * (size_of::<u32>() + size_of::<lagoon_kv::has
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct InstanceStatus {
     pub instance: Option<InstanceId>,
+    /// The role that it has, and the one that it changes to. Shells name them.
+    #[serde(skip)]
+    pub role: Role,
+    #[serde(skip)]
+    pub becoming: Option<Role>,
     pub registered: bool,
     /// It lends nothing more and finishes what it has.
     pub draining: bool,
@@ -128,6 +134,7 @@ impl Instance {
             workers: self.readable_workers(),
             away: self.prefills.away.len(),
             pulling: self.prefills.reader.as_ref().map_or(0, lagoon_transfer::Reader::pulling),
+            waiting_here: self.waiting_here(),
             blocks_settling: self.prefills.settling(),
             blocks_handed_over: self.rm.handed_over(),
             blocks_held_back: self.rm.held_back(),
@@ -178,6 +185,8 @@ impl Instance {
         };
         InstanceStatus {
             instance: self.id,
+            role: self.roles.now(),
+            becoming: self.roles.becoming(),
             registered: self.registered,
             draining: self.membership.is_draining(),
             fences: self.membership.fences,

@@ -8,7 +8,7 @@ use crate::placement::{
     MoveKvCache, MoveOutcome, NotLeader, PlacementEntry, Recall, Thaw,
 };
 use crate::prefill::{
-    PrefillCancel, PrefillReady, PrefillRefused, PrefillRenew, PrefillRenewed, PrefillRequest, Workers,
+    PrefillCancel, PrefillReady, PrefillRefused, PrefillRenew, PrefillRenewed, PrefillRequest, RoleOrder, Workers,
 };
 use crate::transfer::{
     TransferComplete, TransferCompleted, TransferConnect, TransferConnected, TransferExport, TransferRefused,
@@ -23,7 +23,7 @@ pub struct Control {
     #[prost(
         oneof = "ControlBody",
         tags = "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, \
-                28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47"
+                28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48"
     )]
     pub body: Option<ControlBody>,
 }
@@ -136,6 +136,8 @@ pub enum ControlBody {
     PrefillRenewed(PrefillRenewed),
     #[prost(message, tag = "47")]
     PrefillCancel(PrefillCancel),
+    #[prost(message, tag = "48")]
+    RoleOrder(RoleOrder),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Enumeration)]
@@ -327,14 +329,27 @@ pub struct Heartbeat {
     #[prost(uint64, tag = "16")]
     pub frozen: u64,
     /// For operators.
-    #[prost(message, optional, tag = "17")]
-    pub moves: Option<MoveCounts>,
+    #[prost(message, optional, boxed, tag = "17")]
+    pub moves: Option<Box<MoveCounts>>,
     /// `Workers::version` of the list that it knows; 0 if none.
     #[prost(fixed64, tag = "18")]
     pub workers: u64,
     /// For operators; of prefill and decode workers.
     #[prost(message, optional, boxed, tag = "20")]
     pub prefill: Option<Box<PrefillCounts>>,
+    /// Its role now; absent where it cannot become another one than it registered with.
+    #[prost(message, optional, boxed, tag = "21")]
+    pub role: Option<Box<RoleState>>,
+}
+
+/// The role of an instance whose role may change.
+#[derive(Clone, Copy, PartialEq, Eq, Message)]
+pub struct RoleState {
+    #[prost(enumeration = "Role", tag = "1")]
+    pub now: i32,
+    /// The role that it changes to, while it finishes what only the old one does; absent if it does not.
+    #[prost(enumeration = "Role", optional, tag = "2")]
+    pub becoming: Option<i32>,
 }
 
 /// What came of prefills elsewhere and for others since an instance's process started, and what is under way.
@@ -383,6 +398,9 @@ pub struct PrefillCounts {
     pub decode_ms: u64,
     #[prost(uint64, tag = "17")]
     pub decoded: u64,
+    /// Own requests whose prompts nobody computes (any more), and that wait for memory or a place in the batch here.
+    #[prost(uint32, tag = "18")]
+    pub waiting: u32,
 }
 
 /// What moved for an instance's requests since its process started.

@@ -3,6 +3,7 @@
 //!
 //! A request's identity in the pool is its debtor's number and its sequence number there.
 
+use crate::control::Role;
 use prost::{Enumeration, Message, Oneof};
 
 /// `RequestPlacementEntry` (v2 Listing 1): rBlocks of one request on the sender of the heartbeat. It is local if
@@ -254,7 +255,7 @@ pub struct NotLeader {
 pub struct AdminQuery {
     #[prost(uint64, tag = "1")]
     pub query: u64,
-    #[prost(oneof = "AdminBody", tags = "2, 3, 4, 5, 6")]
+    #[prost(oneof = "AdminBody", tags = "2, 3, 4, 5, 6, 7")]
     pub body: Option<AdminBody>,
 }
 
@@ -273,6 +274,8 @@ pub enum AdminBody {
     /// How an operator's order ended.
     #[prost(message, tag = "6")]
     Order(AdminOrder),
+    #[prost(message, tag = "7")]
+    Role(AdminRole),
 }
 
 /// Starts (or ends) a drain of one instance.
@@ -284,6 +287,15 @@ pub struct AdminDrain {
     pub cancel: bool,
     #[prost(bool, tag = "3")]
     pub stop: bool,
+}
+
+/// Gives one instance another role (`lagoon role`).
+#[derive(Clone, Copy, PartialEq, Eq, Message)]
+pub struct AdminRole {
+    #[prost(uint32, tag = "1")]
+    pub instance: u32,
+    #[prost(enumeration = "Role", tag = "2")]
+    pub role: i32,
 }
 
 /// Moves blocks of one request (`lagoon kv move`, `lagoon kv recall`).

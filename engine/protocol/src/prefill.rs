@@ -1,5 +1,5 @@
-//! Messages of disaggregated serving: which workers there are (gManager and instance), and prefills that a decode worker
-//! has done by a prefill worker.
+//! Messages of disaggregated serving: which workers there are and what each shall be (gManager and instance), and prefills
+//! that a decode worker has done by a prefill worker.
 //!
 //! A **request** is the decode worker's number for one prefill; unique in its incarnation. Requests that are not answered
 //! end with the session on which they were sent, on both sides. The KV of one that is answered is a lease, as any other
@@ -164,4 +164,12 @@ pub struct PrefillRenewed {
 pub struct PrefillCancel {
     #[prost(uint64, repeated, tag = "1")]
     pub requests: Vec<u64>,
+}
+
+/// The role that the receiver shall have, gManager to instance: it finishes what only its old role does, and then has the
+/// new one. Repeated until its heartbeat says so; the last one counts.
+#[derive(Clone, Copy, PartialEq, Eq, Message)]
+pub struct RoleOrder {
+    #[prost(enumeration = "Role", tag = "1")]
+    pub role: i32,
 }

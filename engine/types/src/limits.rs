@@ -222,6 +222,11 @@ pub const PREFILL_TRIES_MAX: u32 = 8;
 pub const PREFILL_GRACE_MS: u64 = 2_000;
 /// Blocks of prompts of which a decode worker remembers who computed them.
 pub const AFFINITY_NAMES_MAX: usize = 1 << 15;
+/// An instance whose new role takes no requests accepts those that come so soon after the order: dispatchers have heard of
+/// it by then.
+pub const ROLE_GRACE_MS: u64 = 2_000;
+/// Time between two words to an instance on its role, until it takes that up.
+pub const ROLE_REPEAT_MS: u64 = 500;
 /// Parts in which the layers of one step are pushed, at most.
 pub const PUSH_PARTS: u32 = 8;
 

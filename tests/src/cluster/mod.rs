@@ -17,7 +17,7 @@ pub use node::{Backend, Coordinator, Node, PoolSpec, Spec};
 use lagoon_backend::DeviceError;
 use lagoon_cluster::{GManager, GManagerOutput};
 use lagoon_instance::{Effect, Event, PeerKey, TICK_MS};
-use lagoon_protocol::{Control, ControlBody, MoveKvCache};
+use lagoon_protocol::{AdminBody, AdminQuery, AdminReply, Control, ControlBody, MoveKvCache};
 use lagoon_runner::Report;
 use lagoon_types::{FinishReason, GenerateRequest, LeaseId, RequestError, SamplingParams, SeqId, TokenEvent};
 use lagoon_wire::Frame;
@@ -265,6 +265,17 @@ impl World {
     /// A node's device fails once.
     pub fn break_device(&mut self, node: usize, fault: Fault) {
         self.faulty = Some((node, fault));
+    }
+
+    /// An operator asks the gManager.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub fn admin(&mut self, body: AdminBody) -> AdminReply {
+        let (now_ms, query) = (self.now_ms, AdminQuery { query: 1, body: Some(body) });
+        let reply = self.coordinator.as_mut().unwrap().gmanager.on_admin(&query, now_ms);
+        self.drain_gmanager();
+        reply
     }
 
     /// The gManager orders a move of a request's blocks between nodes.

@@ -17,7 +17,6 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// What is to happen at a node, and when.
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "few wait, and not for long")]
 enum Due {
     Tell(TransferEvent),
     Read { conn: ConnId, read: u64, transaction: Arc<Transaction>, pulls: Pulls },

@@ -1,4 +1,4 @@
-//! What operators ask: drains, moves, the placement map, the planner's next orders.
+//! What operators ask: drains, roles, moves, the placement map, the planner's next orders.
 
 use super::GManager;
 use super::drain::Drain;
@@ -10,16 +10,16 @@ use lagoon_protocol::{
 use lagoon_types::{InstanceId, SeqId, limits};
 
 /// Why a query cannot be done, and what to do about it.
-struct Refused {
+pub(super) struct Refused {
     error: String,
     hint: &'static str,
 }
 
-fn refused<T>(error: impl Into<String>, hint: &'static str) -> Result<T, Refused> {
+pub(super) fn refused<T>(error: impl Into<String>, hint: &'static str) -> Result<T, Refused> {
     Err(Refused { error: error.into(), hint })
 }
 
-const SEE_STATUS: &str = "`lagoon status` lists the pool's instances";
+pub(super) const SEE_STATUS: &str = "`lagoon status` lists the pool's instances";
 const SEE_REQUESTS: &str = "`lagoon kv ls` shows requests with their blocks";
 
 impl GManager {
@@ -37,6 +37,7 @@ impl GManager {
                 Ok(())
             }
             Some(AdminBody::Order(m)) => self.admin_order(m).map(|outcome| reply.outcome = Some(outcome)),
+            Some(AdminBody::Role(m)) => self.admin_role(m),
             Some(AdminBody::Plan(_)) => self.admin_plan().map(|moves| reply.moves = moves),
         };
         if let Err(Refused { error, hint }) = done {

@@ -39,9 +39,10 @@ fn without_rows(m: &Heartbeat) -> Heartbeat {
         load: m.load.clone(),
         draining: m.draining,
         frozen: m.frozen,
-        moves: m.moves,
+        moves: m.moves.clone(),
         workers: m.workers,
         prefill: m.prefill.clone(),
+        role: m.role.clone(),
     }
 }
 
@@ -83,7 +84,7 @@ impl GManager {
         member.lendable = m.blocks_lendable;
         member.paused = false;
         self.sorted.set_lendable(member.slot, m.blocks_lendable);
-        let (complete, draining) = (member.rows_complete, member.is_draining());
+        let (complete, draining, role) = (member.rows_complete, member.is_draining(), member.role());
         member.round = self.rounds.heard(member.round);
         let links_changed = old.as_ref().is_none_or(|h| h.links != m.links);
         if let Some(view) = self.pool.instances.get_mut(&id) {
@@ -94,6 +95,7 @@ impl GManager {
             view.lent.clear();
             view.lent.extend(m.lent.iter().map(|d| (InstanceId(d.debtor), d.blocks)));
             view.borrowed = m.blocks_borrowed;
+            view.role = role;
             view.draining = draining;
             view.frozen = m.frozen != 0;
             view.paused = !complete;

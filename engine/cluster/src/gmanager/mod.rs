@@ -23,6 +23,7 @@ mod member;
 mod orders;
 mod placements;
 mod register;
+mod roles;
 mod rounds;
 mod shape;
 mod swaps;
@@ -31,9 +32,11 @@ mod tests;
 mod workers;
 
 pub use advise::serve_query;
+pub use roles::SwitchedBy;
 
 use crate::dgfm::{Dgfm, DgfmConfig, DgfmStats};
 use crate::planner::{Planner, PlannerConfig, PoolView};
+use crate::roles::BalancerConfig;
 use advise::Sorted;
 use elders::Elders;
 use fence::Fences;
@@ -42,6 +45,7 @@ use lagoon_types::{InstanceId, limits};
 use lagoon_view::SortedView;
 use member::Member;
 use orders::Orders;
+use roles::RoleOrders;
 use rounds::Rounds;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use workers::WorkerList;
@@ -69,12 +73,22 @@ pub struct GManagerConfig {
     pub plan_ms: u64,
     /// Without one, debts that became circular stay until their requests end.
     pub dgfm: Option<DgfmConfig>,
+    /// Without one roles change by operators' orders only.
+    pub balancer: Option<BalancerConfig>,
 }
 
 impl Default for GManagerConfig {
     fn default() -> Self {
         let instances_max = limits::INSTANCES_MAX;
-        Self { first_instance: 1, term: 0, instances_max, planner: None, plan_ms: limits::PLAN_MS, dgfm: None }
+        Self {
+            first_instance: 1,
+            term: 0,
+            instances_max,
+            planner: None,
+            plan_ms: limits::PLAN_MS,
+            dgfm: None,
+            balancer: None,
+        }
     }
 }
 
@@ -123,6 +137,7 @@ pub struct GManager {
     orders: Orders,
     fences: Fences,
     workers: WorkerList,
+    role_orders: RoleOrders,
     dgfm: Option<Dgfm>,
     drain_at_ms: u64,
     outputs: VecDeque<GManagerOutput>,
@@ -174,6 +189,7 @@ impl GManager {
             orders: Orders::new(config.term),
             fences: Fences::default(),
             workers: WorkerList::new(config.term),
+            role_orders: RoleOrders::new(config.balancer.clone()),
             dgfm: config.dgfm.clone().map(|dgfm| Dgfm::new(dgfm, config.term)),
             drain_at_ms: 0,
             outputs: VecDeque::new(),
@@ -233,6 +249,8 @@ impl GManager {
         self.repeat_fences();
         self.expire_orders();
         self.drain_members();
+        self.balance_roles();
+        self.repeat_roles();
         self.swap();
         self.plan_round();
         self.refresh_view();
@@ -246,8 +264,9 @@ impl GManager {
         let drains = self.members.values().any(Member::is_draining).then_some(self.drain_at_ms);
         let view = self.sorted.next_wake_ms();
         let swaps = self.dgfm.as_ref().map(Dgfm::next_wake_ms);
-        let wakes = [check, drains, view, swaps, self.fences.next_wake_ms(), self.orders.next_wake_ms()];
-        wakes.into_iter().flatten().chain(self.rounds.next_wake_ms()).min()
+        let own = [self.fences.next_wake_ms(), self.orders.next_wake_ms(), self.roles_wake_ms()];
+        let wakes = [check, drains, view, swaps].into_iter().chain(own);
+        wakes.flatten().chain(self.rounds.next_wake_ms()).min()
     }
 
     /// What is to be sent; until `None`.
@@ -336,9 +355,9 @@ impl GManager {
             name: m.registration.name.clone(),
             quic_addr: m.registration.quic_addr.clone(),
             http_addr: m.registration.http_addr.clone(),
-            role: m.registration.role,
+            role: m.role().into(),
             backend: m.registration.backend.clone(),
-            heartbeat: m.heartbeat.clone().map(|h| m.with_drain(h)),
+            heartbeat: m.heartbeat.clone().map(|h| m.with_role(m.with_drain(h))),
             heartbeat_age_ms: now_ms.saturating_sub(m.seen_ms),
             alive: m.is_live(now_ms),
             tier: m.registration.tier,

@@ -69,7 +69,7 @@ impl GManager {
         Ok(number)
     }
 
-    /// Puts a process into the books. One that is there already starts anew, but a fence stays and a drain goes on.
+    /// Puts a process into the books. One that is there already starts anew, but a fence stays, a drain goes on, and a role that was ordered stands.
     fn admit(&mut self, id: InstanceId, m: &Register, addr: SocketAddr) -> Result<(), Rejected> {
         let old = self.remove_member(id);
         let kept = m.blocks_total - m.lend_blocks_max.map_or(m.blocks_total, |cap| cap.min(m.blocks_total));
@@ -79,7 +79,7 @@ impl GManager {
         let mut member = Member::new(m.clone(), slot, self.now_ms);
         member.round = self.rounds.joined();
         if let Some(old) = old {
-            member.drain = old.drain;
+            (member.drain, member.ordered) = (old.drain, old.ordered);
             if old.life == super::member::Life::Fenced {
                 member.life = super::member::Life::Fenced;
                 self.rounds.left(member.round);

@@ -4,6 +4,7 @@ mod elders;
 mod invariants;
 mod life;
 mod placement;
+mod roles;
 
 use super::*;
 use lagoon_protocol::{

@@ -1,8 +1,8 @@
 //! Who prefills for others (KVDirect §4.2: the cluster scheduler keeps the addresses of the active workers).
 //!
-//! A decode worker's heartbeat names the list that it knows; if there is another one, it is sent. So whatever is lost, every
-//! decode worker has the list a heartbeat later, and nothing is sent while nothing changes. The workers keep their
-//! connections to each other when the gManager dies.
+//! The heartbeat of an instance that is a decode worker, or becomes one, names the list that it knows; if there is another
+//! one, it is sent. So whatever is lost, every decode worker has the list a heartbeat later, and nothing is sent while
+//! nothing changes. The workers keep their connections to each other when the gManager dies.
 
 use super::GManager;
 use lagoon_protocol::{ControlBody, Heartbeat, Role, Worker, Workers};
@@ -44,12 +44,11 @@ impl GManager {
     pub(super) fn settle_worker(&mut self, id: InstanceId) {
         let Some(member) = self.members.get(&id) else { return };
         let of = &member.registration;
-        let role = Role::try_from(of.role).unwrap_or(Role::Instance);
-        let takes = role.prefills() && !member.is_fenced() && !member.is_draining();
+        let takes = member.prefills() && !member.is_fenced() && !member.is_draining();
         let worker = takes.then(|| Worker {
             instance: id.0,
             quic_addr: of.quic_addr.clone(),
-            role: of.role,
+            role: member.role().into(),
             blocks_total: of.blocks_total,
         });
         self.workers.set(id, worker);
@@ -57,7 +56,7 @@ impl GManager {
 
     /// Sends the list to a decode worker that knows another one.
     pub(super) fn tell_workers(&mut self, id: InstanceId, heartbeat: &Heartbeat) {
-        let decodes = |of: &super::member::Member| of.registration.role == i32::from(Role::Decode);
+        let decodes = |of: &super::member::Member| [of.role(), of.becomes()].contains(&Role::Decode);
         if heartbeat.workers == self.workers.version || !self.members.get(&id).is_some_and(decodes) {
             return;
         }

@@ -156,6 +156,10 @@ impl Away {
 impl Instance {
     /// The gManager's list of workers.
     pub(crate) fn on_workers(&mut self, m: &Workers) {
+        // It may have been sent before the gManager heard that the role changed.
+        if !self.roles.reads() {
+            return;
+        }
         self.prefills.version = m.version;
         self.prefills.workers.values_mut().for_each(|w| w.listed = false);
         for worker in m.workers.iter().take(WORKERS_MAX).filter(|w| Some(InstanceId(w.instance)) != self.id) {
@@ -174,6 +178,12 @@ impl Instance {
             (entry.role, entry.blocks_total, entry.listed) = (worker.role(), worker.blocks_total, true);
         }
         self.tick_workers();
+    }
+
+    /// This instance is no decode worker any more: it needs none of them.
+    pub(crate) fn leave_workers(&mut self) {
+        self.prefills.version = 0;
+        self.prefills.workers.values_mut().for_each(|w| w.listed = false);
     }
 
     /// Connects to workers that are not connected, and forgets those that left and have nothing of this instance.
@@ -261,7 +271,7 @@ impl Instance {
 
     /// Whether prompts of this instance's requests are computed by others.
     pub(crate) fn sends_away(&self) -> bool {
-        self.config.role == Role::Decode && self.prefills.reader.is_some()
+        self.roles.sends_away() && self.prefills.reader.is_some()
     }
 
     /// Gives prompts that nobody has to workers.
@@ -594,6 +604,21 @@ impl Instance {
             asked && of.seqs.get(&seq).is_some_and(|seq| of.gives_way(seq.since_ms))
         };
         self.redo_where(keeps, "an older request waits for memory");
+    }
+}
+
+impl Instance {
+    /// Requests whose prompts nobody computes (any more), and that wait for memory or a place in the batch here.
+    pub(crate) fn waiting_here(&self) -> usize {
+        let asks = self.pushes() && self.readable_workers() > 0;
+        let waits = |away: &&Away| match away.stage {
+            Stage::Ready(_) => true,
+            // It has memory before anybody is asked.
+            Stage::Waiting => asks,
+            Stage::Asked { .. } | Stage::Pulling { .. } => false,
+        };
+        let queued = self.sched.waiting().filter(|w| !self.prefills.is_job(w.seq));
+        queued.count() + self.prefills.away.values().filter(waits).count()
     }
 }
 

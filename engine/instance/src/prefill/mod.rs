@@ -29,7 +29,6 @@ pub use status::{LastTimes, PrefillStatus, PrefillTimes};
 use crate::config::InstanceConfig;
 use affinity::Affinity;
 use ask::WorkerState;
-use lagoon_protocol::Role;
 use lagoon_transfer::{ConnId, Reader, ReaderConfig};
 use lagoon_types::{InstanceId, SeqId};
 use landing::Settling;
@@ -74,8 +73,8 @@ const JOB_SEQ_BASE: u64 = 1 << 62;
 
 impl Prefills {
     pub(crate) fn new(config: &InstanceConfig) -> Self {
-        let reads = config.role == Role::Decode;
-        let reader = config.transfer.as_ref().filter(|_| reads).map(|transfer| {
+        // Whatever its role is now: that may change.
+        let reader = config.transfer.as_ref().filter(|_| config.role.runs()).map(|transfer| {
             let (incarnation, host) = (config.incarnation, transfer.host.clone());
             let reader = ReaderConfig { incarnation, host, ..ReaderConfig::default() };
             Reader::new(transfer.layout.clone(), reader)

@@ -144,7 +144,7 @@ impl Instance {
     /// Whether a prompt can be computed here at all.
     fn may_gather(&self, m: &PrefillRequest) -> Result<(), String> {
         let (positions, room) = (self.config.max_positions, self.config.blocks_total);
-        if !self.config.role.prefills() {
+        if !self.roles.prefills() {
             return Err("this instance computes no prompts for others".to_owned());
         }
         if self.membership.is_draining() || self.membership.drained {

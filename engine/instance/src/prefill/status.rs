@@ -25,6 +25,8 @@ pub struct PrefillStatus {
     pub away: usize,
     /// Requests whose KV is being read.
     pub pulling: usize,
+    /// Requests whose prompts nobody computes (any more), and that wait for memory or a place in the batch here.
+    pub waiting_here: usize,
     /// Own blocks of reads that were given up and have not ended.
     pub blocks_settling: usize,
     /// Blocks that this instance computed for others and that count as lent.
@@ -123,6 +125,7 @@ impl PrefillStatus {
             transfer_ms: self.times.transfer_ms,
             decode_ms: self.decode_ms,
             decoded: self.decoded,
+            waiting: as_u32(self.waiting_here),
         }
     }
 }

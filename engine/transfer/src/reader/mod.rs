@@ -328,11 +328,11 @@ impl Reader {
     }
 
     /// Connects to a writer and stays connected until [`Reader::disconnect`] or a refusal. `None` when there are too
-    /// many connections.
+    /// many connections, or the last one to this writer is not closed yet.
     pub fn connect(&mut self, writer: InstanceId, now_ms: u64) -> Option<ConnId> {
         self.now_ms = now_ms;
-        if let Some((id, _)) = self.conns.iter().find(|(_, conn)| conn.writer == writer) {
-            return Some(*id);
+        if let Some((id, conn)) = self.conns.iter().find(|(_, conn)| conn.writer == writer) {
+            return (!conn.leaving).then_some(*id);
         }
         if self.conns.len() >= limits::TRANSFER_CONNS_MAX {
             return None;

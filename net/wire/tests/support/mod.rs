@@ -236,6 +236,10 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
         prefill_ms: 222,
         queued_tokens: 3333,
     };
+    let state = RoleState { now: Role::Instance.into(), becoming: Some(Role::Decode.into()) };
+    let changing = Heartbeat { role: Some(Box::new(state)), ..heartbeat() };
+    let role = AdminRole { instance: 4, role: Role::Prefill.into() };
+    let asked = AdminQuery { query: 7, body: Some(AdminBody::Role(role)) };
     vec![
         ("workers", ControlBody::Workers(Workers { version: 0xabc, workers: vec![worker] })),
         ("prefill_request", ControlBody::PrefillRequest(request)),
@@ -250,6 +254,9 @@ fn disaggregated() -> Vec<(&'static str, ControlBody)> {
             ControlBody::PrefillRenewed(PrefillRenewed { seq: 2, unknown: vec![13], queued_tokens: 4096 }),
         ),
         ("prefill_cancel", ControlBody::PrefillCancel(PrefillCancel { requests: vec![12] })),
+        ("role_order", ControlBody::RoleOrder(RoleOrder { role: Role::Decode.into() })),
+        ("role_heartbeat", ControlBody::Heartbeat(changing)),
+        ("admin_role", ControlBody::AdminQuery(asked)),
     ]
 }
 

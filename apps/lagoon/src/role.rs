@@ -1,0 +1,130 @@
+//! `lagoon role`: an instance gets another role at run time, by finishing what only its old one does.
+
+use crate::admin::{Operator, Order, PoolArgs};
+use crate::pool_client::{PoolRow, role_name};
+use lagoon_protocol::Role;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::time::{Duration, Instant};
+
+/// How often a change is looked at.
+const WATCH_EVERY: Duration = Duration::from_millis(250);
+
+/// The roles that an instance may change to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum NewRole {
+    /// Computes prompts for decode workers, which read the KV from its memory.
+    Prefill,
+    /// Takes requests and has their prompts computed by prefill workers.
+    Decode,
+    /// Runs requests, prompts and answers, and computes prompts for others where no prefill worker can.
+    #[value(alias = "instance")]
+    #[serde(alias = "instance")]
+    Both,
+}
+
+impl From<NewRole> for Role {
+    fn from(role: NewRole) -> Self {
+        match role {
+            NewRole::Prefill => Self::Prefill,
+            NewRole::Decode => Self::Decode,
+            NewRole::Both => Self::Instance,
+        }
+    }
+}
+
+/// `lagoon role`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct RoleArgs {
+    /// Name or number of the instance (`lagoon status`).
+    instance: String,
+    /// What it shall be.
+    role: NewRole,
+    /// Wait until it has finished what only its old role does, and has the new one.
+    #[arg(long)]
+    wait: bool,
+    /// Seconds to wait at most.
+    #[arg(long, value_name = "N", default_value_t = 600)]
+    timeout_s: u64,
+    #[command(flatten)]
+    pool: PoolArgs,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Orders the change and, if asked, follows it to its end.
+pub(crate) async fn run(args: RoleArgs) -> anyhow::Result<()> {
+    let mut operator = Operator::new(&args.pool)?;
+    let mut row = operator.find(&args.instance).await?;
+    operator.order(Order::Role { instance: row.instance, role: args.role }).await?;
+    let role = role_name(args.role.into());
+    if !is_done(&row, role) {
+        say(&args, &format!("{} ({}) changes from {} to {role}", row.name, row.instance, row.role));
+    }
+    if args.wait {
+        row = follow(&args, &mut operator, row).await?;
+    }
+    let done = is_done(&row, role);
+    if done {
+        say(&args, &format!("{} ({}) is {role}", row.name, row.instance));
+    }
+    if args.json {
+        let becoming = (!done).then_some(role);
+        let said =
+            json!({ "instance": row.instance, "name": row.name, "role": row.role, "becoming": becoming, "done": done });
+        print_json(&said);
+    }
+    Ok(())
+}
+
+/// Whether it has the role for good.
+fn is_done(row: &PoolRow, role: &str) -> bool {
+    row.role == role && row.becoming.is_none()
+}
+
+/// What it may be finishing.
+fn left(row: &PoolRow) -> String {
+    let jobs = row.prefill.map_or(0, |prefill| prefill.jobs);
+    format!("{} requests run, {} wait, {jobs} prompts for others", row.requests_running, row.requests_waiting)
+}
+
+async fn follow(args: &RoleArgs, operator: &mut Operator, of: PoolRow) -> anyhow::Result<PoolRow> {
+    let (started, role) = (Instant::now(), role_name(args.role.into()));
+    let mut said = String::new();
+    loop {
+        let row = operator.rows().await?.into_iter().find(|row| row.instance == of.instance && row.alive);
+        let Some(row) = row else { anyhow::bail!("{} is gone\nhint: `lagoon status` shows who is there", of.name) };
+        if is_done(&row, role) {
+            return Ok(row);
+        }
+        anyhow::ensure!(
+            started.elapsed() < Duration::from_secs(args.timeout_s),
+            "{} is not {role} after {} s: {}\nhint: it goes on; `lagoon status` shows it, `lagoon role {} {}` takes it back",
+            row.name,
+            args.timeout_s,
+            left(&row),
+            row.name,
+            if of.role == "instance" { "both" } else { &of.role }
+        );
+        let now = left(&row);
+        if now != said {
+            say(args, &now);
+            said = now;
+        }
+        tokio::time::sleep(WATCH_EVERY).await;
+    }
+}
+
+#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
+fn say(args: &RoleArgs, text: &str) {
+    if !args.json {
+        println!("{text}");
+    }
+}
+
+#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
+fn print_json(value: &serde_json::Value) {
+    println!("{value}");
+}

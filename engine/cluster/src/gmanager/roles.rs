@@ -1,0 +1,221 @@
+//! Roles that change at run time (docs/adr/0017). Who gets another role is decided by operators, and by the balancer if there is one;
+//! the instance changes by itself, by finishing what only its old role does.
+//!
+//! The last word to an instance on its role is repeated until its heartbeat agrees, and stands until the next one. A
+//! gManager that starts anew learns from heartbeats what each instance is and what it is becoming, and adds nothing.
+
+use super::GManager;
+use super::admin::{Refused, SEE_STATUS, refused};
+use super::member::{Life, Member};
+use crate::roles::{Balancer, BalancerConfig, RoleView};
+use lagoon_protocol::{AdminRole, ControlBody, Heartbeat, Role, RoleOrder, RoleState};
+use lagoon_types::{InstanceId, limits};
+use std::collections::BTreeMap;
+
+/// Who decided that an instance gets another role.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum SwitchedBy {
+    Operator,
+    Balancer,
+}
+
+/// What was decided on roles, counted.
+#[derive(Debug)]
+pub(super) struct RoleOrders {
+    /// By the role that an instance had, the one it is to have, and who said so.
+    given: BTreeMap<(Role, Role, SwitchedBy), u64>,
+    repeat_at_ms: u64,
+    /// With `--auto-roles`.
+    balancer: Option<Balancer>,
+    balance_at_ms: u64,
+}
+
+impl RoleOrders {
+    pub(super) fn new(config: Option<BalancerConfig>) -> Self {
+        let balancer = config.map(|config| Balancer::new(config, 0));
+        Self { given: BTreeMap::new(), repeat_at_ms: 0, balancer, balance_at_ms: 0 }
+    }
+}
+
+fn role_of(number: i32) -> Role {
+    Role::try_from(number).unwrap_or(Role::Instance)
+}
+
+impl Member {
+    /// Its role, by its own word.
+    pub(super) fn role(&self) -> Role {
+        role_of(self.role_state().map_or(self.registration.role, |state| state.now))
+    }
+
+    /// What it said of its role; `None` if that does not change, or it said nothing yet.
+    fn role_state(&self) -> Option<RoleState> {
+        self.heartbeat.as_ref().and_then(|h| h.role.as_deref()).copied()
+    }
+
+    /// The role that it will have: as it was last told, else by its own word.
+    pub(super) fn becomes(&self) -> Role {
+        let becoming = || self.role_state().and_then(|state| state.becoming).map(role_of);
+        self.ordered.or_else(becoming).unwrap_or_else(|| self.role())
+    }
+
+    /// Whether it computes prompts for others, and will.
+    pub(super) fn prefills(&self) -> bool {
+        self.role().prefills() && self.becomes().prefills()
+    }
+
+    /// Whether clients' requests are for it, and will be.
+    fn serves(&self) -> bool {
+        self.role().serves() && self.becomes().serves()
+    }
+
+    /// What to tell it again.
+    fn role_untold(&self) -> Option<Role> {
+        let says = self.role_state().map(|state| role_of(state.becoming.unwrap_or(state.now)));
+        self.ordered.filter(|ordered| self.life == Life::Live && says.is_some_and(|says| says != *ordered))
+    }
+
+    /// Its heartbeat as others shall see it: a role counts from when it was ordered.
+    pub(super) fn with_role(&self, heartbeat: Heartbeat) -> Heartbeat {
+        let (role, becomes) = (self.role(), self.becomes());
+        let shown = RoleState { now: role.into(), becoming: (becomes != role).then_some(becomes.into()) };
+        Heartbeat { role: heartbeat.role.as_ref().map(|_| Box::new(shown)), ..heartbeat }
+    }
+}
+
+/// What the balancer needs to know of an instance; `None` before its first heartbeat.
+fn view_of(id: InstanceId, member: &Member) -> Option<RoleView> {
+    let heartbeat = member.heartbeat.as_ref()?;
+    let (role, becomes) = (member.role(), member.becomes());
+    let prefill = heartbeat.prefill.as_deref().copied().unwrap_or_default();
+    let share = |part: u32, whole: u32| f64::from(part) / f64::from(whole.max(1));
+    let batch_max = heartbeat.load.as_ref().map_or(0, |load| load.batch_max);
+    let used = heartbeat.blocks_total.saturating_sub(heartbeat.blocks_free);
+    Some(RoleView {
+        id,
+        role,
+        becoming: (becomes != role).then_some(becomes),
+        changes: heartbeat.role.is_some(),
+        running: heartbeat.requests_running,
+        jobs: prefill.jobs,
+        waiting: prefill.waiting,
+        taken: share(heartbeat.requests_running, batch_max).max(share(used, heartbeat.blocks_total)),
+    })
+}
+
+impl GManager {
+    /// How often instances were told to change their role, by the old one, the new one, and who decided that.
+    pub fn role_switches(&self) -> impl Iterator<Item = (Role, Role, SwitchedBy, u64)> {
+        self.role_orders.given.iter().map(|((from, to, by), count)| (*from, *to, *by, *count))
+    }
+
+    /// An operator wants an instance to have another role.
+    pub(super) fn admin_role(&mut self, m: &AdminRole) -> Result<(), Refused> {
+        let id = InstanceId(m.instance);
+        let Some(member) = self.members.get(&id) else {
+            return refused(format!("there is no instance {}", m.instance), SEE_STATUS);
+        };
+        let Some(role) = Role::try_from(m.role).ok().filter(|role| role.runs()) else {
+            return refused("no instance becomes a kv node", "roles are prefill, decode and both");
+        };
+        if !member.is_live(self.now_ms) {
+            return refused(format!("instance {} is not alive", id.0), SEE_STATUS);
+        }
+        if !member.role().runs() {
+            return refused(
+                format!("instance {} is a kv node: it has no weights to compute with", id.0),
+                "start an instance with the role",
+            );
+        }
+        let Some(heartbeat) = &member.heartbeat else {
+            return refused(format!("nothing is known of instance {} yet", id.0), "try again in a second");
+        };
+        if heartbeat.role.is_none() {
+            let backend = &member.registration.backend;
+            return refused(
+                format!(
+                    "instance {} cannot change its role: its KV ({backend}) is not in memory that others read",
+                    id.0
+                ),
+                "start it anew with --role, or with --stage-kv-tokens: then it can be changed",
+            );
+        }
+        if member.is_draining() {
+            return refused(format!("instance {} is being drained", id.0), "`lagoon drain --cancel` ends that");
+        }
+        self.check_left(id, role)?;
+        self.give_role(id, role, SwitchedBy::Operator);
+        Ok(())
+    }
+
+    /// Whether somebody else does what an instance would not do any more.
+    fn check_left(&self, id: InstanceId, role: Role) -> Result<(), Refused> {
+        let member = &self.members[&id];
+        let counts = |m: &Member| m.is_live(self.now_ms) && !m.is_draining();
+        let others =
+            |does: &dyn Fn(&Member) -> bool| self.members.iter().any(|(o, m)| *o != id && counts(m) && does(m));
+        if member.role().serves() && !role.serves() && !others(&Member::serves) {
+            return refused(
+                format!("instance {} is the last one that takes requests", id.0),
+                "give another instance role decode or both first",
+            );
+        }
+        if member.role().prefills() && !role.prefills() && !others(&Member::prefills) {
+            return refused(
+                format!("instance {} is the last one that computes prompts for others", id.0),
+                "give another instance role prefill or both first",
+            );
+        }
+        Ok(())
+    }
+
+    /// Tells an instance which role it shall have, unless it was told that before.
+    pub(super) fn give_role(&mut self, id: InstanceId, role: Role, by: SwitchedBy) {
+        let Some(member) = self.members.get_mut(&id) else { return };
+        let (from, before) = (member.role(), member.becomes());
+        member.ordered = Some(role);
+        if before != role {
+            *self.role_orders.given.entry((from, role, by)).or_default() += 1;
+            tracing::warn!(instance = %id, ?from, to = ?role, ?by, "an instance changes its role");
+        }
+        self.settle(id);
+        self.send(id, ControlBody::RoleOrder(RoleOrder { role: role.into() }));
+        self.role_orders.repeat_at_ms = self.now_ms + limits::ROLE_REPEAT_MS;
+    }
+
+    /// When an order is repeated, if one is to be, or the balancer looks again.
+    pub(super) fn roles_wake_ms(&self) -> Option<u64> {
+        let untold = self.members.values().any(|m| m.role_untold().is_some());
+        let repeat = untold.then_some(self.role_orders.repeat_at_ms);
+        let balance = self.role_orders.balancer.is_some().then_some(self.role_orders.balance_at_ms);
+        repeat.into_iter().chain(balance).min()
+    }
+
+    /// Lets the balancer decide, if there is one.
+    pub(super) fn balance_roles(&mut self) {
+        if self.role_orders.balancer.is_none() || self.now_ms < self.role_orders.balance_at_ms {
+            return;
+        }
+        self.role_orders.balance_at_ms = self.now_ms + limits::HEARTBEAT_MS;
+        let counts = |m: &Member| m.is_live(self.now_ms) && !m.is_draining() && m.role().runs();
+        let members = self.members.iter().filter(|(_, m)| counts(m));
+        let views: Vec<RoleView> = members.filter_map(|(id, m)| view_of(*id, m)).collect();
+        let now_ms = self.now_ms;
+        let switch = self.role_orders.balancer.as_mut().and_then(|balancer| balancer.decide(&views, now_ms));
+        if let Some(switch) = switch {
+            self.give_role(switch.id, switch.to, SwitchedBy::Balancer);
+        }
+    }
+
+    /// Repeats what instances have not taken up.
+    pub(super) fn repeat_roles(&mut self) {
+        if self.now_ms < self.role_orders.repeat_at_ms {
+            return;
+        }
+        self.role_orders.repeat_at_ms = self.now_ms + limits::ROLE_REPEAT_MS;
+        let untold = self.members.iter().filter_map(|(id, m)| Some((*id, m.role_untold()?)));
+        let untold: Vec<(InstanceId, Role)> = untold.collect();
+        for (id, role) in untold {
+            self.send(id, ControlBody::RoleOrder(RoleOrder { role: role.into() }));
+        }
+    }
+}
