@@ -294,6 +294,13 @@ impl Run {
                     }
                     self.path.as_ref().context("a path")?.read(ReadJob { read, transaction, pulls });
                 }
+                // A block that is longer than a read is checked where it landed.
+                Some(ReaderOutput::Check { pull, piece }) => {
+                    let of = self.reader.pull_of(pull).context("a pull")?;
+                    let regions: [Arc<dyn Region>; 1] = [Arc::new(self.local.clone())];
+                    let check = of.check_landed(piece, &regions).map_err(|error| error.to_string());
+                    self.reader.on_checked(pull, piece, check, now_ms);
+                }
                 Some(ReaderOutput::Failed { why, .. }) => self.failure = Some(why.to_string()),
                 Some(ReaderOutput::Done { .. } | ReaderOutput::Open { .. }) | None => {}
                 Some(other) => bail!("unexpected: {other:?}"),
