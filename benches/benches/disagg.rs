@@ -14,7 +14,7 @@
 //! where it is pulled, and in the time to the first token where it is pushed: compare totals, and the stages (Figure 14).
 //!
 //! `cargo build --release --workspace --bin lagoon && cargo bench --workspace --bench disagg -- --part modes [--json]`: at
-//! the default sizes a part takes three to four minutes a trace (`--traces arxiv`) by its arrival times; that was not measured.
+//! the default sizes a part takes two to four minutes a trace (`--traces arxiv`).
 #![allow(clippy::print_stdout, reason = "a benchmark prints its results")]
 
 use anyhow::{Context, Result};
