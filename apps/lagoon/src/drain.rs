@@ -2,11 +2,8 @@
 
 use crate::admin::{Operator, Order, PoolArgs};
 use crate::pool_client::PoolRow;
+use crate::watch::Watch;
 use serde_json::json;
-use std::time::{Duration, Instant};
-
-/// How often a drain is looked at.
-const WATCH_EVERY: Duration = Duration::from_millis(250);
 
 /// `lagoon drain`.
 #[derive(Debug, clap::Args)]
@@ -35,16 +32,17 @@ pub(crate) struct DrainArgs {
 /// Orders the drain and, if asked, follows it to its end.
 pub(crate) async fn run(args: DrainArgs) -> anyhow::Result<()> {
     let mut operator = Operator::new(&args.pool)?;
+    let mut watch = Watch::new(args.json, args.timeout_s);
     let row = operator.find(&args.instance).await?;
     operator.order(Order::Drain { instance: row.instance, cancel: args.cancel, stop: args.stop }).await?;
     let what = if args.cancel { "serves again" } else { "is draining" };
-    say(&args, &format!("{} ({}) {what}", row.name, row.instance));
-    let drained = args.wait && follow(&args, &mut operator, row.instance).await?;
-    if args.json {
-        print_json(
-            &json!({ "instance": row.instance, "name": row.name, "draining": !args.cancel, "drained": drained }),
-        );
+    watch.say(&format!("{} ({}) {what}", row.name, row.instance));
+    if args.wait {
+        follow(&mut watch, &mut operator, row.instance, args.stop).await?;
+        watch.say(if args.stop { "drained and stopped" } else { "drained" });
     }
+    watch
+        .answer(&json!({ "instance": row.instance, "name": row.name, "draining": !args.cancel, "drained": args.wait }));
     Ok(())
 }
 
@@ -62,39 +60,15 @@ fn is_drained(row: &PoolRow, stops: bool) -> bool {
     if stops { !row.alive } else { row.draining && busy == 0 }
 }
 
-async fn follow(args: &DrainArgs, operator: &mut Operator, instance: u32) -> anyhow::Result<bool> {
-    let started = Instant::now();
-    let mut said = String::new();
+/// Until nothing is left there.
+async fn follow(watch: &mut Watch, operator: &mut Operator, instance: u32, stops: bool) -> anyhow::Result<()> {
     loop {
         let rows = operator.rows().await?;
         let row = rows.iter().find(|row| row.instance == instance);
-        let Some(row) = row.filter(|row| !is_drained(row, args.stop)) else { break };
-        anyhow::ensure!(
-            started.elapsed() < Duration::from_secs(args.timeout_s),
-            "{} is not drained after {} s: {}\nhint: it goes on; `lagoon status` shows it, --cancel ends it",
-            row.name,
-            args.timeout_s,
-            left(row)
-        );
-        let now = left(row);
-        if now != said {
-            say(args, &now);
-            said = now;
-        }
-        tokio::time::sleep(WATCH_EVERY).await;
+        let Some(row) = row.filter(|row| !is_drained(row, stops)) else { return Ok(()) };
+        let late = |when: &str| {
+            format!("{} is not drained {when}\nhint: it goes on; `lagoon status` shows it, --cancel ends it", row.name)
+        };
+        watch.pause(left(row), late).await?;
     }
-    say(args, if args.stop { "drained and stopped" } else { "drained" });
-    Ok(true)
-}
-
-#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
-fn say(args: &DrainArgs, text: &str) {
-    if !args.json {
-        println!("{text}");
-    }
-}
-
-#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
-fn print_json(value: &serde_json::Value) {
-    println!("{value}");
 }

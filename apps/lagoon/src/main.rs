@@ -52,6 +52,7 @@ mod transfers;
 #[path = "transfers_none.rs"]
 mod transfers;
 mod up;
+mod watch;
 #[cfg(target_os = "linux")]
 mod writers_here;
 

@@ -2,13 +2,10 @@
 
 use crate::admin::{Operator, Order, PoolArgs};
 use crate::pool_client::{PoolRow, role_name};
+use crate::watch::Watch;
 use lagoon_protocol::Role;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use std::time::{Duration, Instant};
-
-/// How often a change is looked at.
-const WATCH_EVERY: Duration = Duration::from_millis(250);
 
 /// The roles that an instance may change to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, Serialize, Deserialize)]
@@ -57,25 +54,24 @@ pub(crate) struct RoleArgs {
 /// Orders the change and, if asked, follows it to its end.
 pub(crate) async fn run(args: RoleArgs) -> anyhow::Result<()> {
     let mut operator = Operator::new(&args.pool)?;
+    let mut watch = Watch::new(args.json, args.timeout_s);
     let mut row = operator.find(&args.instance).await?;
     operator.order(Order::Role { instance: row.instance, role: args.role }).await?;
     let role = role_name(args.role.into());
     if !is_done(&row, role) {
-        say(&args, &format!("{} ({}) changes from {} to {role}", row.name, row.instance, row.role));
+        watch.say(&format!("{} ({}) changes from {} to {role}", row.name, row.instance, row.role));
     }
     if args.wait {
-        row = follow(&args, &mut operator, row).await?;
+        row = follow(&mut watch, &mut operator, row, role).await?;
     }
     let done = is_done(&row, role);
     if done {
-        say(&args, &format!("{} ({}) is {role}", row.name, row.instance));
+        watch.say(&format!("{} ({}) is {role}", row.name, row.instance));
     }
-    if args.json {
-        let becoming = (!done).then_some(role);
-        let said =
-            json!({ "instance": row.instance, "name": row.name, "role": row.role, "becoming": becoming, "done": done });
-        print_json(&said);
-    }
+    let becoming = (!done).then_some(role);
+    watch.answer(
+        &json!({ "instance": row.instance, "name": row.name, "role": row.role, "becoming": becoming, "done": done }),
+    );
     Ok(())
 }
 
@@ -90,41 +86,22 @@ fn left(row: &PoolRow) -> String {
     format!("{} requests run, {} wait, {jobs} prompts for others", row.requests_running, row.requests_waiting)
 }
 
-async fn follow(args: &RoleArgs, operator: &mut Operator, of: PoolRow) -> anyhow::Result<PoolRow> {
-    let (started, role) = (Instant::now(), role_name(args.role.into()));
-    let mut said = String::new();
+/// Until it has the role.
+async fn follow(watch: &mut Watch, operator: &mut Operator, of: PoolRow, role: &str) -> anyhow::Result<PoolRow> {
+    let before = if of.role == "instance" { "both" } else { &of.role };
     loop {
         let row = operator.rows().await?.into_iter().find(|row| row.instance == of.instance && row.alive);
         let Some(row) = row else { anyhow::bail!("{} is gone\nhint: `lagoon status` shows who is there", of.name) };
         if is_done(&row, role) {
             return Ok(row);
         }
-        anyhow::ensure!(
-            started.elapsed() < Duration::from_secs(args.timeout_s),
-            "{} is not {role} after {} s: {}\nhint: it goes on; `lagoon status` shows it, `lagoon role {} {}` takes it back",
-            row.name,
-            args.timeout_s,
-            left(&row),
-            row.name,
-            if of.role == "instance" { "both" } else { &of.role }
-        );
-        let now = left(&row);
-        if now != said {
-            say(args, &now);
-            said = now;
-        }
-        tokio::time::sleep(WATCH_EVERY).await;
+        let late = |when: &str| {
+            format!(
+                "{0} is not {role} {when}\nhint: it goes on; `lagoon status` shows it, `lagoon role {0} {before}` takes \
+                 it back",
+                row.name
+            )
+        };
+        watch.pause(left(&row), late).await?;
     }
-}
-
-#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
-fn say(args: &RoleArgs, text: &str) {
-    if !args.json {
-        println!("{text}");
-    }
-}
-
-#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
-fn print_json(value: &serde_json::Value) {
-    println!("{value}");
 }
