@@ -11,7 +11,7 @@
 
 use crate::Xxh3;
 use bytes::Bytes;
-use memmap2::{MmapOptions, MmapRaw};
+use memmap2::{Advice, MmapOptions, MmapRaw};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, ftruncate, memfd_create};
 use std::{
     fmt,
@@ -20,7 +20,7 @@ use std::{
     ops::Range,
     sync::{
         Arc,
-        atomic::{AtomicU32, Ordering},
+        atomic::{AtomicU32, AtomicU64, Ordering},
     },
 };
 
@@ -304,10 +304,15 @@ fn unlock_one(granule: &AtomicU32, write: bool) {
     }
 }
 
+/// Bytes of a view whose pages are found at once, when the first of them is read.
+const FIND_BYTES: usize = 2 << 20;
+
 /// Another process's arena, for reading.
 pub struct ArenaView {
     map: MmapRaw,
     bytes: usize,
+    /// A bit for each [`FIND_BYTES`] bytes: their pages are found.
+    found: Box<[AtomicU64]>,
 }
 
 impl fmt::Debug for ArenaView {
@@ -317,8 +322,8 @@ impl fmt::Debug for ArenaView {
 }
 
 impl ArenaView {
-    /// Maps a descriptor that its owner handed out, all of its pages now: a page that is found missing during a copy
-    /// costs more than copying it. `bytes` is what the owner said of its size.
+    /// Maps a descriptor that its owner handed out. `bytes` is what the owner said of its size. Pages that the owner has not
+    /// written are not there, and stay so unless what is read lies beside them.
     ///
     /// # Errors
     /// When it is not a sealed memfd of that size: a file that can shrink would kill whoever reads it.
@@ -333,8 +338,23 @@ impl ArenaView {
             return Err(bad(&format!("the memory has {found} bytes, its owner said {bytes}")));
         }
         let len = usize::try_from(bytes).map_err(|_too_large| bad("the memory does not fit the address space"))?;
-        let map = MmapOptions::new().len(len).populate().map_raw_read_only(file)?;
-        Ok(Self { map, bytes: len })
+        let map = MmapOptions::new().len(len).map_raw_read_only(file)?;
+        let found = (0..len.div_ceil(FIND_BYTES).div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
+        Ok(Self { map, bytes: len, found })
+    }
+
+    /// Finds the pages of `len` bytes at `start` many at a time: one that is found missing during a copy costs more than
+    /// copying it.
+    fn find(&self, start: usize, len: usize) {
+        for chunk in start / FIND_BYTES..(start + len).div_ceil(FIND_BYTES) {
+            let (word, bit) = (&self.found[chunk / 64], 1 << (chunk % 64));
+            if word.load(Ordering::Relaxed) & bit == 0 {
+                let at = chunk * FIND_BYTES;
+                // A system that cannot (Linux before 5.14) finds them one by one.
+                let _ = self.map.advise_range(Advice::PopulateRead, at, FIND_BYTES.min(self.bytes - at));
+                word.fetch_or(bit, Ordering::Relaxed);
+            }
+        }
     }
 
     #[must_use]
@@ -352,6 +372,7 @@ impl ArenaView {
             return Err(ArenaError::Outside { offset, end, bytes: self.bytes as u64 });
         }
         let start = usize::try_from(offset).unwrap_or(usize::MAX);
+        self.find(start, target.len());
         // SAFETY: source: the range lies in the map, which lives as long as `self`; its file cannot shrink, so that
         // every page exists. Target: a slice of our own, which overlaps no map. The owner's process may write the
         // source meanwhile, if it broke its promise that an exported block is sealed; then some bytes are old and some
@@ -386,6 +407,23 @@ mod tests {
         assert!(ftruncate(arena.0.file.as_fd(), 1).is_err(), "the file cannot shrink");
         assert!(MmapOptions::new().map_raw(&arena.0.file).is_err(), "no second writable map");
         assert!(view.copy(9_999, &mut out, None).is_err());
+    }
+
+    #[test]
+    fn reading_a_little_of_a_large_memory_leaves_the_rest_unmade() {
+        let bytes = 1 << 30;
+        let arena = SharedArena::new(bytes, 4096).unwrap();
+        let resident = || rustix::fs::fstat(&arena.0.file).unwrap().st_blocks * 512;
+        let before = resident();
+        let view = ArenaView::map(&arena.read_only_file().unwrap(), bytes as u64).unwrap();
+        let mut out = [1; 4096];
+        // Over the edge of two parts, and the last bytes.
+        for offset in [3 * FIND_BYTES as u64 - 100, (bytes - out.len()) as u64] {
+            view.copy(offset, &mut out, None).unwrap();
+            assert!(out.iter().all(|byte| *byte == 0));
+        }
+        let made = resident() - before;
+        assert!(made <= 3 * FIND_BYTES as i64, "{made} bytes");
     }
 
     #[test]
