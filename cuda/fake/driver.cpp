@@ -281,6 +281,9 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
     ENTER("cuDeviceGetAttribute");
     switch (attribute) {
     case 16: *value = 4; break;           // multiprocessors
+    case 33: *value = 0x3b; break;        // the bus
+    case 34: *value = 0x1d; break;        // the device on it
+    case 50: *value = 0x1ffff; break;     // the domain, one that no other device has
     case 75: *value = state().major; break; // compute capability
     case 76: *value = state().minor; break;
     case 97: *value = state().shared_bytes; break; // of a block that opts in

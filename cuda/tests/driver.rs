@@ -61,6 +61,7 @@ fn the_probe_finds_the_device() {
     let context = Context::open(0).unwrap();
     assert_eq!(context.granularity(), PAGE);
     assert!(context.attributes().direct_rdma && context.attributes().shareable);
+    assert_eq!(context.attributes().pci.to_string(), "1ffff:3b:1d.0");
     assert!(matches!(Context::open(1), Err(CudaError::Absent(_))));
     drop(context);
     fake.finish();

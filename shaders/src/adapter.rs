@@ -4,7 +4,7 @@
 //! backend.
 
 use crate::kernel::{BINDINGS_MAX, WORKGROUP_BYTES, WORKGROUP_INVOCATIONS};
-use lagoon_backend::DeviceError;
+use lagoon_backend::{DeviceError, PciAddress};
 use wgpu::{Adapter, Backends, DeviceType, Features, Instance, InstanceDescriptor, Limits};
 
 /// Share of the memory budget that the driver reports (Vulkan, DX12) beyond which buffers are refused.
@@ -37,6 +37,8 @@ pub struct AdapterSummary {
     pub binding_bytes_max: u64,
     /// Memory that one workgroup shares, in bytes.
     pub workgroup_bytes: u32,
+    /// Where it sits on the PCI bus, if the driver tells.
+    pub pci: Option<PciAddress>,
     /// Why Lagoon cannot use this adapter, if so.
     pub unusable: Option<String>,
 }
@@ -77,6 +79,7 @@ fn summary(adapter: &Adapter) -> AdapterSummary {
         buffer_bytes_max: limits.max_buffer_size,
         binding_bytes_max: limits.max_storage_buffer_binding_size,
         workgroup_bytes: limits.max_compute_workgroup_storage_size,
+        pci: info.device_pci_bus_id.parse().ok(),
         unusable: unusable(&limits),
     }
 }

@@ -163,6 +163,7 @@ impl Device for WgpuDevice {
             software: summary.software,
             // WebGPU does not tell how much memory there is.
             memory_bytes: None,
+            pci: summary.pci,
         }
     }
 

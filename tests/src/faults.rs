@@ -178,6 +178,17 @@ impl FaultPool {
         self.wait_whole();
     }
 
+    /// Starts an instance; if it ends before it is ready, what it came to.
+    ///
+    /// # Errors
+    /// That.
+    pub fn try_start(&mut self, name: &str, blocks: u32, place: &Place) -> Result<(), Ended> {
+        let flags = self.flags(name, blocks, place);
+        let server = Server::try_start(&flags.iter().map(String::as_str).collect::<Vec<_>>())?;
+        self.members.insert(name.to_owned(), server);
+        Ok(())
+    }
+
     /// Of `lagoon serve`.
     fn flags(&self, name: &str, blocks: u32, place: &Place) -> Vec<String> {
         let own = ["serve".to_owned(), self.model.display().to_string()];
@@ -242,6 +253,23 @@ impl FaultPool {
     #[must_use]
     pub fn status(&self, name: &str) -> Value {
         self.client(name).get("/lagoon/status").json()
+    }
+
+    /// What an instance said of itself when it was ready.
+    ///
+    /// # Panics
+    /// If it did not say that.
+    #[must_use]
+    pub fn said(&self, name: &str, field: &str) -> String {
+        self.member(name).said(field)
+    }
+
+    /// Asks an instance to stop, and waits until it has; what it left on standard error.
+    ///
+    /// # Panics
+    /// If it is not there, or does not.
+    pub fn stop(&mut self, name: &str) -> Ended {
+        self.members.remove(name).unwrap().stop()
     }
 
     /// Waits until an instance says so of itself.

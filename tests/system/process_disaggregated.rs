@@ -117,6 +117,52 @@ fn roles_that_cannot_work_say_so() {
     assert!(ended.stderr.contains("in no pool") && ended.stderr.contains("hint: "), "{}", ended.stderr);
 }
 
+/// The network interface of KV is not that of everything else: the reads leave from its address, and arrive at it.
+#[test]
+fn kv_is_read_by_the_interface_that_was_chosen() {
+    let place = |role: &str, ip: &str, transfer: &str| {
+        let flags = ["--http=127.0.0.1:0", "--transfer-path=quic", "--log=lagoon_transport=info,lagoon=info", transfer];
+        let flags = flags.map(str::to_owned).into_iter();
+        let own = [format!("--role={role}"), format!("--quic={ip}:0")];
+        Place { namespace: None, flags: flags.chain(own).collect() }
+    };
+    let mut pool = FaultPool::without_members(&passkey(), 16, "127.0.0.1", None);
+    pool.start(&[
+        ("p0", 64, place("prefill", "127.0.0.2", "--transfer-interface=lo")),
+        ("d0", 64, place("decode", "127.0.0.3", "--transfer-interface=lo")),
+        ("d1", 64, place("decode", "127.0.0.3", "--transfer-interface=auto")),
+    ]);
+    let undisturbed = pool.undisturbed(64);
+    for decoder in ["d0", "d1"] {
+        pool.wait(decoder, "connected", |s| number(s, "prefill/workers") == 1);
+        pool.watch(decoder, &prompt(44, 100, VOCAB), 10).finish("over an interface of its own", &undisturbed);
+        assert_eq!(number(&pool.status(decoder), "prefill/pulled"), 1);
+    }
+    let (writer, readers) = (pool.said("p0", "transfer"), ["d0", "d1"].map(|name| pool.said(name, "transfer")));
+    assert!(writer.starts_with("127.0.0.1:") && readers[0].starts_with("127.0.0.1:"), "{writer} {readers:?}");
+    assert!(readers[1].starts_with("127.0.0.3:"), "{readers:?}");
+    for (name, ip) in [("p0", "127.0.0.2:"), ("d0", "127.0.0.3:"), ("d1", "127.0.0.3:")] {
+        assert!(pool.said(name, "quic").starts_with(ip), "{name}");
+    }
+    // What the prefill worker saw, and what the decode worker had been told.
+    let (seen, chose) = (pool.stop("p0").stderr, pool.stop("d0").stderr);
+    for from in readers {
+        assert!(seen.contains("KV is read over QUIC reader=") && seen.contains(&format!("from={from}")), "{seen}");
+    }
+    assert!(!seen.contains("from=127.0.0.2") && seen.contains(&format!("listen={writer}")), "{seen}");
+    assert!(chose.contains("interface=\"lo\"") && chose.contains("--transfer-interface lo"), "{chose}");
+}
+
+#[test]
+fn a_network_interface_that_is_not_there_is_refused() {
+    let mut pool = FaultPool::without_members(&passkey(), 16, "127.0.0.1", None);
+    let error =
+        pool.try_start("p0", 64, &Place::default().with("--role=prefill").with("--transfer-interface=none-such"));
+    let said = error.unwrap_err().stderr;
+    assert!(said.contains("--transfer-interface none-such: there is no such network interface"), "{said}");
+    assert!(said.contains("hint: up, with an IPv4 address: ") && said.contains("lo"), "{said}");
+}
+
 /// A prefill worker is killed while it computes: the client sees only latency. Then the gManager is killed, and prompts are
 /// computed and read all the same.
 #[test]

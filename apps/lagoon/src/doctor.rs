@@ -1,15 +1,19 @@
 //! `lagoon doctor`: what this machine offers, and what would get in the way.
 
 use crate::calibration_cache as cache;
+use crate::interfaces::{self, Interface, Nearness, Place};
 use crate::local::EphemeralCa;
 use crate::pool_client::PoolClient;
+use crate::transfer_addr::{describe, ranked};
+use lagoon_backend::{Device, DeviceInfo, PciAddress};
 use lagoon_cuda::kernels::attention::SHARED_BYTES_MAX;
 use lagoon_cuda::{CudaDevice, CudaOptions, CudaProbe, kernels};
 use lagoon_protocol::{VERSION_MAX, VERSION_MIN};
 use lagoon_shaders::list_adapters;
 use lagoon_transport::{Node, TransportConfig};
 use serde::Serialize;
-use std::net::{SocketAddr, TcpListener, UdpSocket};
+use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
+use std::path::Path;
 
 /// `lagoon doctor`.
 #[derive(Clone, Debug, clap::Args)]
@@ -40,8 +44,10 @@ fn check(name: &'static str, ok: bool, finding: impl Into<String>, hint: &str) -
 /// Prints the findings. What is missing but not needed is no failure.
 #[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
 pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<()> {
-    let mut checks = vec![versions(), cpu(), cuda()];
-    checks.extend(adapters());
+    let mut gpus = Vec::new();
+    let mut checks = vec![versions(), cpu(), cuda(&mut gpus)];
+    checks.extend(adapters(&mut gpus));
+    checks.extend(network(&gpus));
     checks.push(udp_buffers());
     checks.push(segmentation_offload());
     checks.push(port(args.port));
@@ -82,12 +88,15 @@ fn versions() -> Check {
 }
 
 fn cpu() -> Check {
-    let info = lagoon_backend::Device::info(&lagoon_backend::cpu::CpuDevice::new());
+    let info = Device::info(&lagoon_backend::cpu::CpuDevice::new());
     check("cpu", true, info.name, "")
 }
 
+/// A GPU's name and where it is.
+type Gpu = (String, PciAddress);
+
 /// Whether `--backend cuda` would open, and what would multiply there.
-fn cuda() -> Check {
+fn cuda(gpus: &mut Vec<Gpu>) -> Check {
     let probe = lagoon_cuda::probe();
     if !matches!(probe, CudaProbe::Present { .. }) {
         return check("cuda", false, probe.to_string(), "");
@@ -95,7 +104,8 @@ fn cuda() -> Check {
     let kernels = format!("kernels: {}", kernels::FATBIN_SOURCE);
     match CudaDevice::open(kernels::FATBIN, CudaOptions::default()) {
         Ok(device) => {
-            let name = lagoon_backend::Device::info(&device).name;
+            let DeviceInfo { name, pci, .. } = Device::info(&device);
+            gpus.extend(pci.map(|pci| (name.clone(), pci)));
             let linear = device.linear_layers();
             let shared = device.attributes().shared_bytes_per_block;
             let tiles = if shared < SHARED_BYTES_MAX {
@@ -114,8 +124,12 @@ fn cuda() -> Check {
     }
 }
 
-fn adapters() -> Vec<Check> {
+fn adapters(gpus: &mut Vec<Gpu>) -> Vec<Check> {
     let found = list_adapters();
+    for adapter in &found {
+        let new = adapter.pci.filter(|pci| gpus.iter().all(|(_, known)| known != pci));
+        gpus.extend(new.map(|pci| (adapter.name.clone(), pci)));
+    }
     if found.is_empty() {
         let hint = "install a Vulkan driver; Debian's mesa-vulkan-drivers has a software one";
         return vec![check("wgpu", false, "no adapter", hint)];
@@ -131,6 +145,37 @@ fn adapters() -> Vec<Check> {
         }
     };
     found.iter().map(row).collect()
+}
+
+/// By which network card each GPU's KV would go, where there are several.
+fn network(gpus: &[Gpu]) -> Vec<Check> {
+    let addresses = match interfaces::addresses() {
+        Ok(addresses) => addresses,
+        Err(error) => return vec![check("network", false, format!("addresses of network interfaces: {error}"), "")],
+    };
+    let sysfs = Path::new(interfaces::SYSFS);
+    let all = interfaces::interfaces(sysfs, &addresses);
+    let cards = all.iter().filter(|interface| interface.up && !interface.places.is_empty());
+    let cards: Vec<&str> = cards.filter(|card| !card.addresses.is_empty()).map(|card| card.name.as_str()).collect();
+    let row = |(name, pci): &Gpu| {
+        let Some(place) = Place::of_pci(sysfs, *pci) else {
+            return check("network", true, format!("{name} at {pci}: the kernel does not know where that is"), "");
+        };
+        let node = place.node().map_or_else(String::new, |node| format!(", NUMA node {node}"));
+        let described = |(interface, address, nearness): &(&Interface, IpAddr, Nearness)| {
+            format!("{} {address} ({})", interface.name, describe(interface, *nearness))
+        };
+        let families = [IpAddr::from([0, 0, 0, 0]), IpAddr::from([0u16; 8])];
+        let best = families.iter().map(|any| ranked(&all, *any, *any, &place)).find(|found| !found.is_empty());
+        let best: Vec<String> = best.unwrap_or_default().iter().map(described).collect();
+        let found = if best.is_empty() { "no network card".to_owned() } else { best.join(", then ") };
+        check("network", true, format!("{name} at {pci}{node}: {found}"), "")
+    };
+    if gpus.is_empty() {
+        let text = format!("no GPU on the PCI bus; network cards with addresses: {}", cards.join(", "));
+        return vec![check("network", true, text, "")];
+    }
+    gpus.iter().map(row).collect()
 }
 
 /// The kernel's caps on socket buffers: small ones lose datagrams in bursts.

@@ -25,6 +25,7 @@ mod gateway;
 mod gmanager;
 mod gmanager_metrics;
 mod host_tier;
+mod interfaces;
 mod kv;
 mod leader;
 mod local;
@@ -46,6 +47,7 @@ mod sim;
 mod sim_paper;
 mod status;
 mod table;
+mod transfer_addr;
 #[cfg(target_os = "linux")]
 mod transfers;
 #[cfg(not(target_os = "linux"))]

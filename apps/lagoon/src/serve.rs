@@ -8,6 +8,7 @@ use crate::loop_thread::LoopThread;
 use crate::model::{OpenModel, defaults, resolve, short_name};
 use crate::node::{About, NodeLoop, Pool, Shared};
 use crate::shutdown::{self, Ending};
+use crate::transfer_addr::{self, InterfaceArg, Wanted};
 use crate::transfers::{self, Transfers};
 use anyhow::Context;
 use axum::Json;
@@ -82,6 +83,10 @@ pub(crate) struct ServeArgs {
     /// Where decode workers read KV (QUIC, UDP) [default: a free port beside --quic].
     #[arg(long, value_name = "ADDR")]
     transfer_quic: Option<SocketAddr>,
+    /// The network interface by which KV is read and served: a name, `auto` (of several network cards the one next to the GPU) or
+    /// `none` (whichever has the address of --transfer-quic or --quic).
+    #[arg(long, value_name = "NAME", default_value = "auto", hide_default_value = true)]
+    transfer_interface: InterfaceArg,
     /// Name of this instance, for people.
     #[arg(long, default_value = "lagoon")]
     name: String,
@@ -153,11 +158,22 @@ struct Ready<'a> {
     ready: bool,
     http: String,
     quic: Option<String>,
+    /// Where readers of its KV are accepted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    transfer: Option<String>,
     backend: &'a str,
     device: &'a str,
     model: &'a str,
     model_hash: String,
     kv_tokens: u64,
+}
+
+/// Where a node is reached.
+#[derive(Clone, Copy, Debug)]
+struct Addrs {
+    http: SocketAddr,
+    quic: Option<SocketAddr>,
+    transfer: Option<SocketAddr>,
 }
 
 /// Refuses flags that do not go together.
@@ -209,8 +225,9 @@ fn start_transfers(
         !running.arenas.is_empty(),
         "prefill and decode workers need memory that others can read, which Linux has\nhint: leave out --role"
     );
-    let listen = args.transfer_quic.unwrap_or(SocketAddr::new(args.quic.ip(), 0));
-    Transfers::start(config, &running.arenas, (listen, args.advertise), &args.tls.identity()?).map(Some)
+    let wanted = Wanted { quic: args.quic, advertise: args.advertise, transfer: args.transfer_quic };
+    let endpoint = transfer_addr::choose(&args.transfer_interface, &wanted, running.info.pci)?;
+    Transfers::start(config, &running.arenas, &endpoint, &args.tls.identity()?).map(Some)
 }
 
 /// How much KV it holds, in whole rBlocks.
@@ -274,6 +291,7 @@ pub(crate) async fn run(args: ServeArgs) -> anyhow::Result<()> {
     let config = InstanceConfig { transfer, ..config };
     let transfers = start_transfers(&args, &config, &running)?;
     let host = HostTier::start(&args.engine, &model, &config, &stop, || join_host(&args))?;
+    let transfer_addr = transfers.as_ref().map(Transfers::addr);
     let about = About::new(&config);
     let mut instance = Instance::new(config)?;
     if running.space.rows > 0 {
@@ -297,7 +315,7 @@ pub(crate) async fn run(args: ServeArgs) -> anyhow::Result<()> {
         .draining_on(drain.clone());
     let source = StatusSource { engine: engine.clone(), host: host.as_ref().map(HostTier::status) };
     let router = router(&args, &dir, &model, engine, source)?;
-    announce(&args, &model, &running.info, sizes, http_addr, quic_addr)?;
+    announce(&args, &model, &running.info, sizes, Addrs { http: http_addr, quic: quic_addr, transfer: transfer_addr })?;
     let server = lagoon_http::serve(listener, router, stop.clone().cancelled_owned());
     let loops = run_loops((loop_thread, node), host, Ending { drain, stop });
     let (served, looped) = tokio::join!(server, loops);
@@ -466,13 +484,13 @@ fn announce(
     model: &OpenModel,
     info: &lagoon_backend::DeviceInfo,
     sizes: Sizes,
-    http: SocketAddr,
-    quic: Option<SocketAddr>,
+    addrs: Addrs,
 ) -> anyhow::Result<()> {
     let ready = Ready {
         ready: true,
-        http: http.to_string(),
-        quic: quic.map(|a| a.to_string()),
+        http: addrs.http.to_string(),
+        quic: addrs.quic.map(|a| a.to_string()),
+        transfer: addrs.transfer.map(|a| a.to_string()),
         backend: info.backend,
         device: &info.name,
         model: &model.id,

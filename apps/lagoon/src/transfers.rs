@@ -4,6 +4,7 @@
 
 use crate::args::{EngineArgs, KvTransferArg, TransferPathArg};
 use crate::path_probe::{self, PathRow};
+use crate::transfer_addr::Endpoint;
 use crate::writers_here::{self, KnownHere};
 use anyhow::Context;
 use lagoon_instance::{InstanceConfig, TransferConfig, TransferEffect, TransferEvent};
@@ -146,11 +147,11 @@ pub(crate) fn config(of: &InstanceConfig, stage_blocks: u32, engine: &EngineArgs
 }
 
 impl Transfers {
-    /// Serves `arenas`, the memory of the instance that `config` is of, on `listen`.
+    /// Serves `arenas`, the memory of the instance that `config` is of, on `endpoint`, and reads that of others from there.
     pub(crate) fn start(
         config: &InstanceConfig,
         arenas: &[KvArena],
-        (listen, advertise): (SocketAddr, Option<SocketAddr>),
+        endpoint: &Endpoint,
         identity: &Identity,
     ) -> anyhow::Result<Self> {
         let layout = config.transfer.as_ref().context("this instance's memory is not described")?.layout.clone();
@@ -160,6 +161,7 @@ impl Transfers {
             .enable_all()
             .build()
             .context("start threads for KV transfer")?;
+        let listen = endpoint.listen;
         let bound = {
             let _network = runtime.enter();
             Node::bind(listen, identity, TransportConfig::default())
@@ -167,7 +169,9 @@ impl Transfers {
         };
         let node = bound.node.clone();
         let port = node.local_addr().port();
-        let addr = advertise.map_or(node.local_addr(), |addr| SocketAddr::new(addr.ip(), port));
+        let addr = endpoint.advertise.map_or(node.local_addr(), |addr| SocketAddr::new(addr.ip(), port));
+        let interface = endpoint.interface.as_deref().unwrap_or("as listened");
+        tracing::info!(listen = %node.local_addr(), told = %addr, interface, endpoint.reason, "KV is read and served");
         let sockets =
             tempfile::Builder::new().prefix("lagoon-kv-").tempdir().context("make a directory for sockets")?;
         let offered: Vec<(u32, KvArena)> = (0..).zip(arenas.iter().cloned()).collect();
@@ -211,6 +215,11 @@ impl Transfers {
     pub(crate) fn announcing(mut self, announce: bool) -> Self {
         self.announce = announce;
         self
+    }
+
+    /// Where readers are accepted, and where its own reads leave.
+    pub(crate) fn addr(&self) -> SocketAddr {
+        self.node.local_addr()
     }
 
     /// The time in which anything was read, in microseconds.

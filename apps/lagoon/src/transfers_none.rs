@@ -2,6 +2,7 @@
 
 use crate::args::EngineArgs;
 use crate::path_probe::PathRow;
+use crate::transfer_addr::Endpoint;
 use lagoon_instance::{InstanceConfig, TransferConfig, TransferEffect, TransferEvent};
 use lagoon_runner::KvArena;
 use lagoon_transport::Identity;
@@ -27,15 +28,19 @@ impl Transfers {
     pub(crate) fn start(
         _config: &InstanceConfig,
         _arenas: &[KvArena],
-        _listen: (SocketAddr, Option<SocketAddr>),
+        endpoint: &Endpoint,
         _identity: &Identity,
     ) -> anyhow::Result<Self> {
-        anyhow::bail!("prefill and decode workers need Linux\nhint: leave out --role")
+        anyhow::bail!("KV cannot be served on {}: that needs Linux\nhint: leave out --role", endpoint.listen)
     }
 
     #[must_use]
     pub(crate) fn announcing(self, _announce: bool) -> Self {
         self
+    }
+
+    pub(crate) fn addr(&self) -> SocketAddr {
+        match *self {}
     }
 
     pub(crate) fn reading_us(&self) -> u64 {

@@ -308,6 +308,7 @@ impl Device for CudaDevice {
             name: format!("{} (sm_{major}{minor}, CUDA {}.{})", a.name, version / 1000, version % 1000 / 10),
             software: false,
             memory_bytes: self.context.memory().ok().map(|(free, _)| free),
+            pci: Some(a.pci),
         }
     }
 

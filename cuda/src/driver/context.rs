@@ -2,6 +2,7 @@
 
 use super::{CudaError, check, library, released};
 use cudarc::driver::sys;
+use lagoon_backend::PciAddress;
 use std::cell::Cell;
 use std::ffi::{CStr, c_int};
 use std::sync::Arc;
@@ -35,6 +36,7 @@ pub struct Attributes {
     pub shareable: bool,
     /// Physical memory of the virtual memory interface can be registered for remote direct access.
     pub direct_rdma: bool,
+    pub pci: PciAddress,
 }
 
 /// A device's primary context, retained while the value lives. Calls make it current on the thread that calls.
@@ -176,6 +178,14 @@ fn attributes(device: sys::CUdevice) -> Result<Attributes, CudaError> {
     check("cuDeviceGetName", unsafe { sys::cuDeviceGetName(name.as_mut_ptr(), 256, device) })?;
     // SAFETY: the driver has ended the text with 0.
     let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
+    let byte = |which: A| Ok::<u8, CudaError>(u8::try_from(attribute(which)?).unwrap_or(0));
+    // A GPU is function 0 of its device.
+    let pci = PciAddress {
+        domain: attribute(A::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)?,
+        bus: byte(A::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID)?,
+        device: byte(A::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID)?,
+        function: 0,
+    };
     let (mut memory, mut version) = (0, 0);
     // SAFETY: the driver fills the live number.
     check("cuDeviceTotalMem", unsafe { sys::cuDeviceTotalMem_v2(&raw mut memory, device) })?;
@@ -194,5 +204,6 @@ fn attributes(device: sys::CUdevice) -> Result<Attributes, CudaError> {
         virtual_memory: attribute(A::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)? != 0,
         shareable: attribute(A::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)? != 0,
         direct_rdma: attribute(A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)? != 0,
+        pci,
     })
 }

@@ -140,7 +140,7 @@ impl Device for ShimDevice {
     type Kv = Kv;
 
     fn info(&self) -> DeviceInfo {
-        DeviceInfo { backend: "cuda", name: "host shim".to_owned(), software: true, memory_bytes: None }
+        DeviceInfo { backend: "cuda", name: "host shim".to_owned(), software: true, memory_bytes: None, pci: None }
     }
 
     fn tensor(&mut self, rows: usize, cols: usize) -> Result<Tensor, DeviceError> {

@@ -9,6 +9,7 @@
 //! `assert!` on them (a panic is our bug). Errors are only what a caller cannot foresee: memory that runs out, a lost
 //! device. Nothing is allocated on the host or device per call where it can be kept.
 
+use crate::PciAddress;
 use bytemuck::{Pod, Zeroable};
 use bytes::Bytes;
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape, KvSpace};
@@ -40,6 +41,8 @@ pub struct DeviceInfo {
     pub software: bool,
     /// Bytes that weights and KV may take; `None` where the device does not say.
     pub memory_bytes: Option<u64>,
+    /// Where it sits on the PCI bus; `None` for the host itself, and where it is not told.
+    pub pci: Option<PciAddress>,
 }
 
 /// A weight as it lies in its file: a matrix `[rows][cols]` in row-major order (`y = x · Wᵀ`), possibly given as

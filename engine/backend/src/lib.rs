@@ -8,6 +8,7 @@ pub mod conformance;
 pub mod cpu;
 pub mod device;
 pub mod paced;
+pub mod pci;
 pub mod xxh3;
 
 #[cfg(target_os = "linux")]
@@ -18,4 +19,5 @@ pub use device::{
     SampleRow, SampledRow, WeightSource, WindowId,
 };
 pub use paced::{Lateness, PaceProfile, Paced};
+pub use pci::{PciAddress, PciAddressError};
 pub use xxh3::Xxh3;

@@ -19,6 +19,7 @@ impl Device for CpuDevice {
             name: format!("host, {} threads, {}", self.threads.count(), self.isa),
             software: false,
             memory_bytes: None,
+            pci: None,
         }
     }
 

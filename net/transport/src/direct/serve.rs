@@ -198,6 +198,8 @@ impl Task {
                         if self.key.is_none() {
                             return Err("too many direct connections".to_owned());
                         }
+                        let from = self.connection.remote_address();
+                        tracing::info!(reader, %from, "KV is read over QUIC");
                         who = Some(opened);
                     }
                     (DirectFrame::Read { id, segments }, Some(who)) => self.serve(who, id, &segments).await?,
