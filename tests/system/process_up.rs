@@ -172,3 +172,14 @@ fn a_killed_debtor_gives_back_what_it_borrowed() {
     });
     goes_on(&client, &model);
 }
+
+#[test]
+fn a_pool_says_which_instance_died_and_ends_with_the_last() {
+    let mut pool = up(&passkey(), "2", "1024", &[]);
+    (0..2).for_each(|place| kill(pid(&pool, place)));
+    let ended = pool.ended();
+    assert_eq!(ended.code, Some(1), "{ended:?}");
+    for words in ["instance-0 has died", "instance-1 has died", "no instance is left", "hint:"] {
+        assert!(ended.stderr.contains(words), "{words}: {ended:?}");
+    }
+}

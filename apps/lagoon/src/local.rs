@@ -6,7 +6,7 @@ use serde_json::Value;
 use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, BufReader};
@@ -14,12 +14,17 @@ use tokio::process::{Child, ChildStdout, Command};
 
 /// Time that a child gets to load its model and say that it is ready.
 const READY_DEADLINE: Duration = Duration::from_secs(600);
+/// How often a pool's processes are looked at.
+const WATCH_EVERY: Duration = Duration::from_millis(500);
 
 /// A child process that has said what it listens on. It is killed when dropped, and stops by itself when this process
 /// is gone, because its standard input ends then.
 #[derive(Debug)]
 pub(crate) struct ChildNode {
+    name: String,
     child: Child,
+    /// It has ended, and that was said.
+    ended: Option<ExitStatus>,
     /// Kept open: a child that cannot write to it would die.
     _stdout: BufReader<ChildStdout>,
     ready: Value,
@@ -53,7 +58,7 @@ impl ChildNode {
             Err(_) => bail!("{what} was not ready within {} s", READY_DEADLINE.as_secs()),
         }
         let ready = serde_json::from_str(&line).with_context(|| format!("{what} said {line:?}"))?;
-        Ok(Self { child, _stdout: stdout, ready })
+        Ok(Self { name: what.to_owned(), child, ended: None, _stdout: stdout, ready })
     }
 
     fn address(&self, field: &str) -> anyhow::Result<SocketAddr> {
@@ -69,6 +74,22 @@ impl ChildNode {
     /// What it runs on, for people.
     pub(crate) fn device(&self) -> &str {
         self.ready["device"].as_str().unwrap_or("unknown")
+    }
+
+    /// Whether it has ended; says so once.
+    fn has_ended(&mut self) -> bool {
+        if self.ended.is_none()
+            && let Ok(Some(status)) = self.child.try_wait()
+        {
+            let name = &self.name;
+            if status.success() {
+                tracing::warn!("{name} has stopped");
+            } else {
+                tracing::warn!("{name} has died ({status}); the others go on, its requests elsewhere");
+            }
+            self.ended = Some(status);
+        }
+        self.ended.is_some()
     }
 
     /// The child's process id, while it runs.
@@ -127,7 +148,27 @@ fn write_private(path: &Path, text: &str) -> std::io::Result<()> {
 pub(crate) struct LocalPool {
     pub(crate) gmanager: SocketAddr,
     pub(crate) instances: Vec<ChildNode>,
-    _gmanager: ChildNode,
+    gmanager_node: ChildNode,
+}
+
+impl LocalPool {
+    /// Says which of its processes end, until no instance is left.
+    ///
+    /// # Errors
+    /// When the last one died.
+    pub(crate) async fn watch(&mut self) -> anyhow::Result<()> {
+        loop {
+            self.gmanager_node.has_ended();
+            // Each of them is asked: `all` would stop at the first that runs.
+            let running = self.instances.iter_mut().filter_map(|node| (!node.has_ended()).then_some(())).count();
+            if running == 0 {
+                let died = self.instances.iter().any(|node| node.ended.is_none_or(|status| !status.success()));
+                anyhow::ensure!(!died, "no instance is left\nhint: their errors are above");
+                return Ok(());
+            }
+            tokio::time::sleep(WATCH_EVERY).await;
+        }
+    }
 }
 
 /// Starts a gManager, which changes roles if `auto_roles` says so, and an instance of `model` for each of `roles`, the `n`th with `flags(n)` besides, that ask their clients
@@ -164,7 +205,7 @@ pub(crate) async fn start_pool(
         instances.push(ChildNode::start(&name, command, api_key).await?);
         progress(index + 1);
     }
-    Ok(LocalPool { gmanager: address, instances, _gmanager: gmanager })
+    Ok(LocalPool { gmanager: address, instances, gmanager_node: gmanager })
 }
 
 /// Starts one instance outside any pool.

@@ -106,7 +106,7 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     let roles = args.roles();
     let count = roles.len();
     let bar = instances_bar(count);
-    let pool = start_pool(
+    let mut pool = start_pool(
         &ca,
         &dir.to_string_lossy(),
         &name,
@@ -128,7 +128,10 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     let operator = PoolClient::new(&[pool.gmanager], &ca.identity()?)?;
     let router = watch.router(operator, args.api_key.as_ref()).fallback_service(gateway.router());
     announce(&args, &name, listener.local_addr()?, &pool)?;
-    lagoon_http::serve(listener, router, stop.cancelled_owned()).await.context("serve HTTP")
+    tokio::select! {
+        served = lagoon_http::serve(listener, router, stop.cancelled_owned()) => served.context("serve HTTP"),
+        ended = pool.watch() => ended,
+    }
 }
 
 #[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]

@@ -21,7 +21,7 @@ mod serve;
 pub use host::{ArenaServer, HostError, fetch_arena, host_identity};
 pub use lanes::{LanesConfig, QuicPath};
 pub use memory::MemoryPath;
-pub use probe::{Probe, memcpy_bytes_per_s};
+pub use probe::Probe;
 pub use serve::ExportServer;
 
 use lagoon_transfer::{Landed, Lander, Pulls, ReadFailure, Region, RegionError, Transaction};

@@ -15,9 +15,11 @@ use std::{
 const SHARE_MIN: f64 = 0.5;
 /// Time that a measurement may take.
 const DEADLINE: Duration = Duration::from_secs(10);
-/// Bytes of shared memory that are measured, and how often: less than a tenth of a second at memory's rate.
-const SHARED_BYTES: usize = 32 << 20;
+/// Bytes of memory that are measured, and how often: less than a tenth of a second at memory's rate.
+const MEMORY_BYTES: usize = 32 << 20;
 const ROUNDS: usize = 3;
+/// Bytes that are timed at once: few enough that most are copied without a pause on a machine that does other work, too.
+const TIMED_BYTES: usize = 2 << 20;
 /// Bytes of a memory of this process that are copied while its owner does not write them.
 const PIECE_BYTES: usize = 64 << 10;
 /// Bytes of one probe.
@@ -47,16 +49,8 @@ impl Probe {
     /// When the memory cannot be read.
     #[cfg(target_os = "linux")]
     pub fn of_arena(arena: &lagoon_backend::ArenaView) -> Result<Self, String> {
-        let bytes = arena.bytes().min(SHARED_BYTES);
-        let mut target = vec![2u8; bytes];
-        let mut bytes_per_s = 0f64;
-        for _ in 0..ROUNDS {
-            let start = Instant::now();
-            arena.copy(0, &mut target, None).map_err(|error| error.to_string())?;
-            black_box(&target);
-            bytes_per_s = bytes_per_s.max(rate(u64::try_from(bytes).unwrap_or(0), start));
-        }
-        Ok(Self { path: "same host", bytes_per_s, expected_bytes_per_s: memcpy_bytes_per_s(bytes) })
+        let copy = |offset: u64, target: &mut [u8]| arena.copy(offset, target, None).map_err(|error| error.to_string());
+        Self::of_memory("same host", arena.bytes(), copy)
     }
 
     /// As [`Probe::of_arena`], of a writer's memory in this process, in pieces so small that its owner hardly waits.
@@ -65,13 +59,9 @@ impl Probe {
     /// When the memory cannot be read.
     pub fn within(server: &ExportServer) -> Result<Self, String> {
         let region = server.regions().first().ok_or("the writer has no memory")?;
-        let bytes = usize::try_from(region.bytes()).unwrap_or(usize::MAX).min(SHARED_BYTES);
-        let mut target = vec![2u8; bytes];
-        let mut bytes_per_s = 0f64;
-        for _ in 0..ROUNDS {
-            let start = Instant::now();
-            for (offset, piece) in (0..).step_by(PIECE_BYTES).zip(target.chunks_mut(PIECE_BYTES)) {
-                let mut rest = &mut piece[..];
+        let copy = |offset: u64, target: &mut [u8]| {
+            for (offset, target) in (offset..).step_by(PIECE_BYTES).zip(target.chunks_mut(PIECE_BYTES)) {
+                let mut rest = &mut target[..];
                 let read = region.view(offset, rest.len(), &mut |part| {
                     let (now, later) = std::mem::take(&mut rest).split_at_mut(part.len());
                     now.copy_from_slice(part);
@@ -79,29 +69,53 @@ impl Probe {
                 });
                 read.map_err(|error| error.to_string())?;
             }
-            black_box(&target);
-            bytes_per_s = bytes_per_s.max(rate(u64::try_from(bytes).unwrap_or(0), start));
+            Ok(())
+        };
+        Self::of_memory("same process", usize::try_from(region.bytes()).unwrap_or(usize::MAX), copy)
+    }
+
+    /// What `copy` copies from offsets of a memory of `bytes` bytes, in turns with what one thread copies of its own: the
+    /// median of many short copies, so that other work on the machine slows both or neither.
+    fn of_memory(
+        path: &'static str,
+        bytes: usize,
+        mut copy: impl FnMut(u64, &mut [u8]) -> Result<(), String>,
+    ) -> Result<Self, String> {
+        let bytes = bytes.min(MEMORY_BYTES);
+        let (source, mut own, mut target) = (vec![1u8; bytes], vec![2u8; bytes], vec![2u8; bytes]);
+        let (mut rates, mut expected) = (Vec::new(), Vec::new());
+        for round in 0..=ROUNDS {
+            let pairs = source.chunks(TIMED_BYTES).zip(own.chunks_mut(TIMED_BYTES));
+            for ((offset, target), (source, own)) in
+                (0..).step_by(TIMED_BYTES).zip(target.chunks_mut(TIMED_BYTES)).zip(pairs)
+            {
+                let start = Instant::now();
+                copy(offset, target)?;
+                black_box(&target);
+                let copied = rate(target.len(), start);
+                let start = Instant::now();
+                own.copy_from_slice(black_box(source));
+                black_box(&own);
+                // The first round finds the pages.
+                if round > 0 {
+                    rates.push(copied);
+                    expected.push(rate(own.len(), start));
+                }
+            }
         }
-        Ok(Self { path: "same process", bytes_per_s, expected_bytes_per_s: memcpy_bytes_per_s(bytes) })
+        Ok(Self { path, bytes_per_s: median(&mut rates), expected_bytes_per_s: median(&mut expected) })
     }
 }
 
-#[expect(clippy::cast_precision_loss, reason = "a byte count below 2^53")]
-fn rate(bytes: u64, start: Instant) -> f64 {
-    bytes as f64 / start.elapsed().as_secs_f64().max(1e-9)
+/// 0 of nothing.
+fn median(rates: &mut [f64]) -> f64 {
+    rates.sort_unstable_by(f64::total_cmp);
+    rates.get(rates.len() / 2).copied().unwrap_or(0.0)
 }
 
-/// How fast one thread copies memory that is in no cache: what paths within a host are compared with.
-#[must_use]
-pub fn memcpy_bytes_per_s(bytes: usize) -> f64 {
-    let (source, mut target) = (vec![1u8; bytes], vec![2u8; bytes]);
-    let rates = (0..ROUNDS).map(|_| {
-        let start = Instant::now();
-        target.copy_from_slice(black_box(&source));
-        black_box(&target);
-        rate(u64::try_from(bytes).unwrap_or(0), start)
-    });
-    rates.fold(0.0, f64::max)
+#[expect(clippy::cast_precision_loss, reason = "a byte count below 2^53")]
+fn rate(bytes: usize, start: Instant) -> f64 {
+    bytes as f64 / start.elapsed().as_secs_f64().max(1e-9)
 }
 
 impl Node {
@@ -130,7 +144,8 @@ impl Node {
         let mut frames = frames.map_err(|error| error.to_string())?;
         let start = Instant::now();
         send.write_all_chunks(&mut frames).await.map_err(|error| error.to_string())?;
-        let mut left = count.saturating_mul(PROBE_BYTES);
+        let all = count.saturating_mul(PROBE_BYTES);
+        let mut left = all;
         let mut reader = DirectReader::new();
         while left > 0 {
             match reader.next_item(&mut rest).map_err(|error| error.to_string())? {
@@ -145,7 +160,7 @@ impl Node {
                 },
             }
         }
-        let rate = rate(count.saturating_mul(PROBE_BYTES), start);
+        let rate = rate(usize::try_from(all).unwrap_or(usize::MAX), start);
         connection.close(quinn::VarInt::from_u32(crate::session::close::BYE), b"probed");
         Ok(rate)
     }
