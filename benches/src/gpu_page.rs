@@ -196,7 +196,6 @@ fn tables(report: &Value) -> String {
         ("tokens", "/tokens"),
         ("page groups", "/groups"),
         ("mapped, us", "/mapped_us"),
-        ("copied, us", "/copied_us"),
         ("through the host, us", "/through_host_us"),
     ];
     let title = "A block of a prefix that another sequence has";

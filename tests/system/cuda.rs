@@ -174,7 +174,7 @@ fn memory_is_mapped_one_iteration_ahead() {
 }
 
 /// What is kept stays mapped where it lies, and the sequence that begins alike takes its row; what another one is using is
-/// mapped in another row, too, and not copied.
+/// mapped in another row, too, and needs no memory.
 #[test]
 fn a_prefix_is_found_in_its_row() {
     let pool = PoolSpec::golden("head_dim_64", BLOCK);
@@ -192,7 +192,7 @@ fn a_prefix_is_found_in_its_row() {
         assert_rows(&world, 0);
     }
     let prefix = world.nodes[0].live().status().prefix;
-    assert_eq!((prefix.hit_tokens, prefix.copied_blocks), (64, 2), "{prefix:?}");
+    assert_eq!((prefix.hit_tokens, prefix.shared_blocks), (64, 2), "{prefix:?}");
     let diff = assert_equals_single("a prefix in its row", &world, &pool);
     let counters = world.nodes[0].kv_counters().unwrap();
     println!("largest difference {diff:e}; {counters:?}");

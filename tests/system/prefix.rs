@@ -2,7 +2,7 @@
 
 use lagoon_instance::PrefixStatus;
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
-use lagoon_tests::cluster::{Fault, PoolSpec, Spec, World, greedy};
+use lagoon_tests::cluster::{Backend, Fault, PoolSpec, Spec, World, greedy};
 use lagoon_tests::golden::{Golden, MODELS, max_diff};
 
 fn prefix(world: &World, node: usize) -> PrefixStatus {
@@ -105,15 +105,15 @@ fn what_a_preempted_sequence_had_is_found_again() {
     world.check_empty();
 }
 
-/// What another request is using is copied, also where it ends before the copy is used; where it cannot be copied, it is
+/// What another request is using is shared, also where that one ends before; where it is to be mapped and cannot be, it is
 /// computed.
 #[test]
-fn what_others_are_using_is_copied() {
+fn what_others_are_using_is_shared() {
     let spec = PoolSpec::golden("mistral_window", 4);
     let flat = Spec { rows: false, ..Spec::cpu(80) };
     let shared = Spec { share: true, ..flat.clone() };
     for (kind, of) in [("rows", Spec { rows: true, ..flat.clone() }), ("flat", flat), ("shared", shared)] {
-        for fails in [false, true] {
+        for fails in [false, kind == "rows"] {
             let what = format!("{kind}, {fails}");
             let mut world = World::single(spec.clone(), of.clone());
             // Shorter than the window with its answer.
@@ -127,11 +127,78 @@ fn what_others_are_using_is_copied() {
             world.submit(0, greedy(joined(&[&beginning, &prompt(3, 3, 128)]), 9));
             world.run();
             let status = world.nodes[0].live().status();
-            assert_eq!(status.prefix.copied_blocks, 6, "{what}");
+            assert_eq!((status.prefix.shared_blocks, status.prefix.saved_blocks), (6, 0), "{what}");
             assert_eq!(status.preempted_tokens, if fails { 12 } else { 0 }, "{what}");
             assert_equals_single(&what, &world, &spec);
             world.check_empty();
         }
+    }
+}
+
+/// Requests with one prompt, but for its end, run in memory that fits fewer of them without sharing.
+fn assert_shares(kind: &str, of: &Spec) {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    for prefix_cache in [true, false] {
+        let what = format!("{kind}, {prefix_cache}");
+        let mut world = World::single(spec.clone(), Spec { prefix_cache, running: 8, ..of.clone() });
+        // Ten blocks of thirteen are alike: there is room for one and three times three, or for one.
+        let beginning = prompt(1, 40, 128);
+        world.submit(0, greedy(joined(&[&beginning, &prompt(2, 2, 128)]), 10));
+        world.run_until(|w| !w.requests[0].tokens.is_empty());
+        (3..6).for_each(|n| _ = world.submit(0, greedy(joined(&[&beginning, &prompt(n, 3, 128)]), 8)));
+        let (mut most, mut saved) = (0, 0);
+        while !world.requests.iter().all(|r| r.is_over()) {
+            world.step();
+            let status = world.nodes[0].live().status();
+            most = most.max(status.running);
+            saved = saved.max(status.prefix.saved_blocks);
+        }
+        assert_eq!((most, saved), if prefix_cache { (4, 30) } else { (1, 0) }, "{what}");
+        assert_eq!(world.nodes[0].live().status().preemptions, 0, "{what}");
+        let diff = assert_equals_single(&what, &world, &spec);
+        println!("{what}: largest difference {diff:e}");
+        world.check_empty();
+    }
+}
+
+#[test]
+fn what_several_begin_with_is_in_memory_once() {
+    let flat = Spec { rows: false, ..Spec::cpu(22) };
+    assert_shares("rows", &Spec { rows: true, ..flat.clone() });
+    assert_shares("memory that others read", &Spec { share: true, ..flat.clone() });
+    assert_shares("flat", &flat);
+}
+
+#[test]
+fn what_several_begin_with_is_in_memory_once_on_wgpu() {
+    if let Err(why) = lagoon_tests::wgpu() {
+        return lagoon_tests::skip("what_several_begin_with_is_in_memory_once_on_wgpu", &why);
+    }
+    assert_shares("wgpu", &Spec { backend: Backend::Wgpu, rows: false, ..Spec::cpu(22) });
+}
+
+/// While blocks are shared, what else their owners have moves, is lent and is taken back as ever, and what is shared stays until
+/// its last owner ends: a request that grows beyond this instance beside two that begin alike.
+#[test]
+fn what_is_shared_stays_while_its_owners_move() {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    for rows in [true, false] {
+        let mut world = World::pool(spec.clone(), None, &[Spec { rows, ..Spec::cpu(24) }, Spec::cpu(40)]);
+        let beginning = prompt(1, 40, 128);
+        world.submit(0, greedy(joined(&[&beginning, &prompt(2, 2, 128)]), 60));
+        world.run_until(|w| !w.requests[0].tokens.is_empty());
+        world.submit(0, greedy(joined(&[&beginning, &prompt(3, 3, 128)]), 30));
+        world.submit(0, greedy(joined(&[&beginning, &prompt(4, 3, 128)]), 8));
+        let mut moved = 0;
+        while !world.requests.iter().all(|r| r.is_over()) {
+            world.step();
+            let status = world.nodes[0].live().status();
+            moved = moved.max(status.moves.blocks_out + u64::from(status.blocks_borrowed));
+        }
+        let status = world.nodes[0].live().status();
+        assert!(moved > 0 && status.prefix.shared_blocks == 20, "{status:?}");
+        assert_equals_single(&format!("shared and elsewhere, rows {rows}"), &world, &spec);
+        world.check_empty();
     }
 }
 

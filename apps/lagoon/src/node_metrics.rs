@@ -74,7 +74,8 @@ fn record_memory(of: &KvCounters) {
 fn record_prefix(of: &PrefixStatus) {
     gauge!("lagoon_prefix_cache_blocks").set(of.blocks);
     counter!("lagoon_prefix_cache_evicted_blocks_total").absolute(of.evicted_blocks);
-    counter!("lagoon_prefix_cache_copied_blocks_total").absolute(of.copied_blocks);
+    counter!("lagoon_prefix_cache_shared_blocks_total").absolute(of.shared_blocks);
+    gauge!("lagoon_kv_shared_blocks").set(of.saved_blocks);
     for (state, tokens) in [("looked_up", of.looked_up_tokens), ("hit", of.hit_tokens)] {
         counter!("lagoon_prefix_cache_tokens_total", "state" => state).absolute(tokens);
     }
@@ -222,9 +223,10 @@ fn describe_prefix() {
     describe_gauge!("lagoon_prefix_cache_blocks", "Free rBlocks that keep the KV of what has ended.");
     describe_counter!("lagoon_prefix_cache_evicted_blocks_total", "rBlocks of these whose memory was wanted.");
     describe_counter!(
-        "lagoon_prefix_cache_copied_blocks_total",
-        "rBlocks that were copied, as others had them at the time."
+        "lagoon_prefix_cache_shared_blocks_total",
+        "rBlocks that others had at the time, and that were shared with them."
     );
+    describe_gauge!("lagoon_kv_shared_blocks", "How many more rBlocks would be in use now without sharing.");
     describe_counter!(
         "lagoon_prefix_cache_tokens_total",
         "Tokens of requests that got their memory here and were looked up (looked_up), and those whose KV was found (hit)."

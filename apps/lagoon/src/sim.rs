@@ -176,7 +176,10 @@ fn print_summary(s: &Summary) {
     );
     println!("{} tokens, {} preemptions, {} losses of KV", s.tokens, s.preemptions, s.recoveries);
     println!("{} tokens computed again for lost KV", s.recomputed);
-    println!("{} tokens of prefixes found, {} kept blocks evicted", s.prefix_hits, s.prefix_evicted);
+    println!(
+        "{} tokens of prefixes found, {} blocks of them shared, {} kept blocks evicted",
+        s.prefix_hits, s.prefix_shared, s.prefix_evicted
+    );
     println!(
         "{} prompts read from prefill workers ({} pushed), {} given to another one, {} computed by their decode workers",
         s.prefills, s.prefills_pushed, s.prefills_again, s.prefills_own

@@ -152,12 +152,13 @@ fn memory_line(memory: &Value) -> Option<String> {
 fn prefix_line(prefix: &Value) -> Option<String> {
     let n = |field: &str| prefix[field].as_u64();
     Some(format!(
-        "prefix cache: {} of {} tokens found, {} blocks kept, {} evicted, {} copied",
+        "prefix cache: {} of {} tokens found, {} blocks kept, {} evicted, {} found with others; {} saved by sharing now",
         n("hit_tokens")?,
         n("looked_up_tokens")?,
         n("blocks")?,
         n("evicted_blocks")?,
-        n("copied_blocks")?
+        n("shared_blocks")?,
+        n("saved_blocks")?
     ))
 }
 

@@ -481,9 +481,6 @@ impl<R: SimRunner> World<R> {
             (Some(DeviceFault::Guest), Report::GuestPartial { tag, .. } | Report::GuestKv { tag, .. }) => {
                 Report::GuestFailed { tag: *tag, error }
             }
-            (Some(DeviceFault::Guest), Report::Copied { copy, .. }) => {
-                Report::Copied { copy: *copy, error: Some(error) }
-            }
             _ => return report,
         };
         self.faulty.remove(&place);

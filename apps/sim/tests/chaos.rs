@@ -45,7 +45,10 @@ fn seeds(usual: Range<u64>) -> Range<u64> {
 fn no_seed_fails() {
     let total = run_all(seeds(0..2500), Limits::default(), "");
     assert!(total.recoveries > 0 && total.preemptions > 0, "nothing went wrong: {total:?}");
-    assert!(total.prefix_hits > 0 && total.prefix_evicted > 0, "no prefix was shared: {total:?}");
+    assert!(
+        total.prefix_hits > 0 && total.prefix_shared > 0 && total.prefix_evicted > 0,
+        "no prefix was shared: {total:?}"
+    );
 }
 
 /// Pools in which some compute prompts and others decode, pulled and pushed.

@@ -95,6 +95,20 @@ fn a_name_that_outlives_what_it_names_is_found() {
 }
 
 #[test]
+fn a_shared_block_that_is_freed_while_another_uses_it_is_found() {
+    let (_, failure) =
+        hunt_with("SharedFreed", Limits::default(), 0, |on| kv::choose(on.then_some(kv::Mutant::SharedFreed)));
+    assert_eq!(failure.checker, "table");
+}
+
+#[test]
+fn a_shared_block_that_is_handed_over_as_if_owned_alone_is_found() {
+    let (_, failure) =
+        hunt_with("SharedHandedOver", ROLES, 0, |on| kv::choose(on.then_some(kv::Mutant::SharedHandedOver)));
+    assert!(["blocks", "table"].contains(&failure.checker.as_str()), "{failure}");
+}
+
+#[test]
 fn what_is_freed_under_a_read_is_found() {
     let (_, failure) = hunt_handed(Mutant::PinIgnored, 0);
     assert_eq!(failure.checker, "export");

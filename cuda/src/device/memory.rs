@@ -6,14 +6,14 @@
 //! that are held.
 
 use super::lane::Lane;
-use crate::driver::{Buffer, Context, CudaError, copy_within_device, fill_zero};
+use crate::driver::{Buffer, Context, CudaError, fill_zero};
 use crate::kernels::attention::KvView;
 use crate::kernels::weight_ld;
 use crate::virtual_kv::{VirtualKv, VirtualKvError};
 use lagoon_backend::{DeviceError, KvCounters, WeightSource};
 use lagoon_kv::vmm::{VmmConfig, VmmCounters, VmmError, VmmLayout, VmmShape};
 use lagoon_types::{DType, KvShape, KvSpace};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -139,6 +139,8 @@ struct Held {
     numbers: u64,
     /// Memory that is behind several rBlocks, and how many.
     sharers: BTreeMap<u64, u32>,
+    /// rBlocks that nobody wants and that have memory still: the driver could not unmap them, and is asked again.
+    leaving: BTreeSet<u32>,
     /// What was expected last: it is not said twice.
     expected: (Vec<u32>, Option<u32>),
 }
@@ -256,6 +258,7 @@ impl CudaKv {
             blocks: vec![NONE; addresses as usize],
             numbers: NONE,
             sharers: BTreeMap::new(),
+            leaving: BTreeSet::new(),
             expected: (Vec::new(), None),
         });
         Ok(kv)
@@ -263,7 +266,11 @@ impl CudaKv {
 
     /// See [`lagoon_backend::Device::kv_hold`]. Returns whether some of the memory was there already.
     pub(super) fn hold(&mut self, slots: &[Range<u32>]) -> Result<bool, DeviceError> {
+        let left = self.let_go();
         let Some(held) = &mut self.rows else { return Ok(false) };
+        if slots.iter().any(|slots| held.leaving.range(held.blocks_of(slots)).next().is_some()) {
+            left?;
+        }
         let missing: Vec<u32> =
             slots.iter().flat_map(|slots| held.blocks_of(slots)).filter(|block| !held.holds(*block)).collect();
         if missing.is_empty() {
@@ -274,37 +281,40 @@ impl CudaKv {
         Ok(reused)
     }
 
-    /// Maps the memory of whole rBlocks behind others, too. Returns whether it did: not in a flat store, nor where the others
-    /// have memory of their own.
-    pub(super) fn share(&mut self, from: Range<u32>, to: u32) -> Result<bool, DeviceError> {
-        let Some(held) = &mut self.rows else { return Ok(false) };
+    /// See [`lagoon_backend::Device::kv_share`].
+    pub(super) fn share(&mut self, from: Range<u32>, to: u32) -> Result<(), DeviceError> {
+        self.let_go()?;
+        let unsupported = |what: &str| Err(DeviceError::Unsupported(format!("KV at several addresses: {what}")));
+        let Some(held) = &mut self.rows else { return unsupported("this store is flat") };
         let whole = [from.start, from.end, to].iter().all(|slot| slot.is_multiple_of(held.block_tokens));
         let (blocks, to) = (held.blocks_of(&from), to / held.block_tokens);
         if !whole || (to..).zip(blocks.clone()).any(|(to, from)| held.holds(to) || !held.holds(from)) {
-            return Ok(false);
+            return unsupported("only whole rBlocks that are held, behind others that are not");
         }
         self.memory.share_direct(blocks.start * held.ratio..blocks.end * held.ratio, to * held.ratio)?;
         blocks.zip(to..).for_each(|(from, to)| held.share(from, to));
-        Ok(true)
-    }
-
-    /// Copies slots on the device, in `lane`; both have memory.
-    pub(super) fn copy(&self, lane: &Lane, from: u32, to: u32, tokens: u32) -> Result<(), DeviceError> {
-        let slot = self.memory.layout().slot_bytes();
-        let at = |base: u64, slots: u32| base + u64::from(slots) * slot;
-        let bytes = usize::try_from(u64::from(tokens) * slot).expect("addresses are 64 bits");
-        for base in self.memory.tensors() {
-            copy_within_device(&lane.stream, at(*base, to), at(*base, from), bytes)?;
-        }
         Ok(())
     }
 
-    /// See [`lagoon_backend::Device::kv_release`].
+    /// See [`lagoon_backend::Device::kv_release`]. What fails is done by what is held or released next.
     pub(super) fn release(&mut self, slots: Range<u32>) -> Result<(), DeviceError> {
+        if let Some(held) = &mut self.rows {
+            held.leaving.extend(held.blocks_of(&slots));
+        }
+        self.let_go()
+    }
+
+    /// Releases what is leaving, consecutive rBlocks at once.
+    fn let_go(&mut self) -> Result<(), DeviceError> {
         let Some(held) = &mut self.rows else { return Ok(()) };
-        let blocks = held.blocks_of(&slots);
-        self.memory.release(blocks.start * held.ratio..blocks.end * held.ratio)?;
-        blocks.for_each(|block| held.take(block));
+        while let Some(&last) = held.leaving.last() {
+            let first = (0..=last).rev().take_while(|block| held.leaving.contains(block)).last().unwrap_or(last);
+            self.memory.release(first * held.ratio..(last + 1) * held.ratio)?;
+            for block in first..=last {
+                held.take(block);
+                held.leaving.remove(&block);
+            }
+        }
         Ok(())
     }
 

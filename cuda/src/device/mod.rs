@@ -43,7 +43,6 @@ use span::{STAGED_BYTES_MAX, Span, Staged};
 use std::ops::Range;
 #[cfg(target_os = "linux")]
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::slice;
 use std::sync::Arc;
 use std::time::Duration;
 use windows::Windows;
@@ -397,17 +396,9 @@ impl Device for CudaDevice {
         kv.release(slots)
     }
 
-    fn kv_share(&mut self, kv: &mut CudaKv, _: usize, from: u32, to: u32, tokens: u32) -> Result<(), DeviceError> {
+    fn kv_share(&mut self, kv: &mut CudaKv, from: u32, to: u32, tokens: u32) -> Result<(), DeviceError> {
         self.lanes.iter_mut().try_for_each(Lane::settle)?;
-        if kv.share(from..from + tokens, to)? {
-            return Ok(());
-        }
-        self.kv_hold(kv, slice::from_ref(&(to..to + tokens)))?;
-        self.kv_ensure(kv, from.max(to) + tokens)?;
-        assert!(kv.has(from..from + tokens) && kv.has_own(to..to + tokens), "slots that are copied are held");
-        kv.copy(&self.lanes[self.at], from, to, tokens)?;
-        self.kv_written()?;
-        kv.used_by(&mut self.lanes[self.at])
+        kv.share(from..from + tokens, to)
     }
 
     fn kv_expect(&mut self, kv: &mut CudaKv, next: &[u32], row: Option<u32>) {

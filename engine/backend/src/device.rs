@@ -269,28 +269,14 @@ pub trait Device: Send + 'static {
         Ok(())
     }
 
-    /// Has `tokens` slots from `to` on hold what those from `from` on hold, in each of the store's `layers`: the same memory
-    /// at both places where the device maps memory behind addresses and both are whole rBlocks, else a copy. Nobody has used
-    /// the former since they were released, and nobody writes to either before it is released.
+    /// Has `tokens` slots from `to` on hold what those from `from` on hold: the same memory at both places. Both are whole
+    /// rBlocks of a store with rows ([`Device::kv_space`]), the former held, the latter not. Nobody writes to either before the
+    /// other one is released.
     ///
     /// # Errors
-    /// [`DeviceError::OutOfMemory`]; what the slots from `to` on hold is then undefined.
-    fn kv_share(
-        &mut self,
-        kv: &mut Self::Kv,
-        layers: usize,
-        from: u32,
-        to: u32,
-        tokens: u32,
-    ) -> Result<(), DeviceError> {
-        self.kv_hold(kv, std::slice::from_ref(&(to..to + tokens)))?;
-        let mut bytes = Vec::new();
-        for layer in 0..layers {
-            bytes.clear();
-            self.kv_read(kv, layer, from, tokens, &mut bytes)?;
-            self.kv_write(kv, layer, to, &bytes)?;
-        }
-        Ok(())
+    /// If the device does not map memory behind addresses, or cannot now; nothing has changed then.
+    fn kv_share(&mut self, _kv: &mut Self::Kv, _from: u32, _to: u32, _tokens: u32) -> Result<(), DeviceError> {
+        Err(DeviceError::Unsupported("memory at several addresses".to_owned()))
     }
 
     /// The slots that the next step may write first, and where the sequence that begins next lies: a device may map memory

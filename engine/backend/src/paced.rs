@@ -268,6 +268,10 @@ impl<D: Device> Device for Paced<D> {
         self.inner.kv_release(&mut kv.inner, slots)
     }
 
+    fn kv_share(&mut self, kv: &mut Self::Kv, from: u32, to: u32, tokens: u32) -> Result<(), DeviceError> {
+        self.inner.kv_share(&mut kv.inner, from, to, tokens)
+    }
+
     fn kv_expect(&mut self, kv: &mut Self::Kv, next: &[u32], row: Option<u32>) {
         self.inner.kv_expect(&mut kv.inner, next, row);
     }

@@ -81,7 +81,8 @@ impl Instance {
         let pushed: Vec<SeqId> = pushed.collect();
         for id in pushed {
             let full = self.sched.running_len() >= self.config.sched.running;
-            let fits = |s: &Sequence| s.blocks.shortfall(s.len()) <= self.room();
+            let room = self.room() + self.shareable(id);
+            let fits = |s: &Sequence| s.blocks.shortfall(s.len()) <= room;
             if !full && self.seqs.get(&id).is_some_and(fits) && self.place(id) {
                 self.admit_placed();
             }
@@ -96,11 +97,10 @@ impl Instance {
             if self.gives_way(seq.since_ms) {
                 return;
             }
-            match seq.hold {
+            let (hold, needed) = (seq.hold, seq.blocks.shortfall(seq.len() + 1));
+            match hold {
                 Hold::Borrowing(_) => return,
-                Hold::RetryAt(at) if at > self.now_ms && seq.blocks.shortfall(seq.len() + 1) > self.room() => {
-                    return;
-                }
+                Hold::RetryAt(at) if at > self.now_ms && needed > self.room() + self.shareable(head.seq) => return,
                 Hold::None | Hold::RetryAt(_) => {}
                 Hold::Parking | Hold::Parked => panic!("{} waits and runs", head.seq),
             }
@@ -169,7 +169,10 @@ impl Instance {
             self.fail_outgrown(id, capacity);
             return false;
         }
-        let local = needed.min(self.room());
+        // What others have of it needs no memory, unless its oldest blocks are to be elsewhere.
+        let room = self.room();
+        let here = needed <= room || needed <= room + self.shareable(id);
+        let local = if here { needed } else { needed.min(room) };
         if local < needed && job {
             self.retry_later(id);
             return false;
@@ -179,8 +182,7 @@ impl Instance {
             self.wait_for_gmanager(id, market, needed);
             return false;
         }
-        // What is here of it is not computed again, unless its oldest blocks are to be elsewhere.
-        let (known, after, sources) = if local == needed { self.adopt_prefix(id) } else { (0, None, Vec::new()) };
+        let (known, after) = if local == needed { self.adopt_prefix(id) } else { (0, None) };
         // The newest blocks stay here; the table is built oldest first, so they wait aside while it borrows.
         let Some(blocks) = self.rm.allocate(id, end - local + known..end, after) else {
             self.release_memory(id);
@@ -193,7 +195,6 @@ impl Instance {
             None => {
                 (seq.hold, seq.misses) = (Hold::None, 0);
                 seq.blocks.push_local(&blocks);
-                self.copy_prefix(id, &sources, &blocks);
                 true
             }
             Some(borrow) => {
@@ -298,7 +299,7 @@ impl Instance {
                 // More than it needs was asked for: less may do.
                 Some(seq) if !seq.frugal => (seq.frugal, seq.hold) = (true, Hold::None),
                 // Growth goes before lending: if nobody else lends, what was lent comes back, or is taken.
-                Some(seq) if self.rm.counts().lent > 0 => {
+                Some(seq) if self.rm.recallable() > 0 => {
                     seq.hold = Hold::RetryAt(self.now_ms + ADMISSION_RETRY_MS);
                     let shortfall = seq.blocks.shortfall(seq.len());
                     self.want_back(shortfall, true);
@@ -362,7 +363,7 @@ impl Instance {
             return;
         }
         let market = self.market();
-        if self.rm.counts().lent > 0 {
+        if self.rm.recallable() > 0 {
             // Debtors that have room give it back; it is taken only if nobody else lends.
             self.want_back(shortfall, market != Market::Open);
         }
@@ -495,7 +496,7 @@ impl Instance {
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         let freed = seq.blocks.clear();
         seq.leases.clear();
-        (seq.named, seq.copying) = (0, None);
+        (seq.named, seq.sharing) = (0, None);
         if !self.withhold(id, &freed.local) {
             self.give_back(id, &freed);
         }

@@ -21,7 +21,8 @@ use lagoon_runner::{Command, Report};
 use lagoon_sched::Scheduler;
 use lagoon_types::limits::{ADMISSION_DEADLINE_MS, LEASE_TTL_MS, QUEUE_DEFAULT, STEP_DEADLINE_MS};
 use lagoon_types::{
-    FinishReason, GenerateRequest, InstanceId, KvSpace, Lane, LeaseId, RequestError, SeqId, StepId, TokenEvent,
+    FinishReason, GenerateRequest, InstanceId, KvSpace, Lane, LeaseId, PhysBlock, RequestError, SeqId, StepId,
+    TokenEvent,
 };
 use std::collections::BTreeMap;
 
@@ -173,7 +174,11 @@ impl Instance {
 
     /// Tells the device which addresses nobody uses any more. Called before every command that may use them anew.
     pub(crate) fn release_freed(&mut self) {
-        let mut freed = self.rm.take_freed();
+        let freed = self.rm.take_freed();
+        self.release_blocks(freed);
+    }
+
+    pub(crate) fn release_blocks(&mut self, mut freed: Vec<PhysBlock>) {
         if freed.is_empty() {
             return;
         }
@@ -443,7 +448,7 @@ impl Instance {
                 self.on_done(step, lane, samples);
             }
             Report::Failed { step, lane, error } => self.on_step_failed(step, lane, &error),
-            Report::Copied { copy, error } => self.on_copied(copy, error.as_ref()),
+            Report::Shared { share, error } => self.on_shared(share, error.as_ref()),
             Report::Staged { stage, error } => self.on_staged(stage, error.as_ref()),
             Report::Memory(counters) => self.memory = Some(counters),
             Report::Launches(counters) => self.launches = Some(counters),

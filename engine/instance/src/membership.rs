@@ -10,7 +10,7 @@ use crate::instance::Instance;
 use crate::sequence::Sequence;
 use lagoon_cluster::PlacementReport;
 use lagoon_cluster::mutants::{self, Mutant};
-use lagoon_kv::Placement;
+use lagoon_kv::{BlockPool, Placement};
 use lagoon_protocol::{
     ControlBody, Deregister, DrainOrder, Fenced, HeartbeatAck, Link, Load, PlacementEntry, Register, Registered,
     VERSION_MAX, VERSION_MIN,
@@ -240,9 +240,9 @@ impl Instance {
         let guests = self.rm.guest_rows();
         let me = heartbeat.instance;
         heartbeat.workers = self.prefills.version;
-        let prefills = &self.prefills;
+        let (prefills, pool) = (&self.prefills, self.rm.pool());
         let own = self.seqs.values().filter(|s| !prefills.is_job(s.id));
-        let own = own.map(|s| own_row(me, s, as_u32(prefills.landing(s.id))));
+        let own = own.map(|s| own_row(me, s, as_u32(prefills.landing(s.id)), pool));
         self.membership.report.fill(&mut heartbeat, own.chain(guests));
         self.effects.push(Effect::ToGManager(ControlBody::Heartbeat(heartbeat)));
     }
@@ -298,11 +298,11 @@ impl Instance {
     }
 }
 
-/// A sequence's rBlocks here. Those that are written in every layer could move.
-fn own_row(me: u32, seq: &Sequence, landing: u32) -> PlacementEntry {
+/// A sequence's rBlocks here. Those that are written in every layer could move, but for what others share.
+fn own_row(me: u32, seq: &Sequence, landing: u32, pool: &BlockPool) -> PlacementEntry {
     let full = (seq.blocks.written() / seq.blocks.block_tokens()) as usize;
-    let local =
-        |placements: &[Placement]| as_u32(placements.iter().filter(|p| matches!(p, Placement::Local(_))).count());
+    let alone = |placement: &&Placement| matches!(placement, Placement::Local(block) if !pool.is_shared(*block));
+    let local = |placements: &[Placement]| as_u32(placements.iter().filter(alone).count());
     PlacementEntry {
         debtor: me,
         seq: seq.id.0,

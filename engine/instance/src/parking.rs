@@ -45,10 +45,10 @@ impl Instance {
     /// Blocks of a sequence that would move, if it may be parked.
     fn can_park(&self, id: SeqId) -> Option<u32> {
         let seq = self.seqs.get(&id)?;
-        let whole = self.whole_blocks_here(id);
+        let (whole, alone) = self.whole_blocks_here(id);
         let free = !matches!(seq.hold, Hold::Borrowing(_) | Hold::Parking | Hold::Parked) && !seq.cancelled;
         let may = free
-            && whole >= PARK_BLOCKS_MIN
+            && alone >= PARK_BLOCKS_MIN
             && seq.park_after_ms <= self.now_ms
             && self.config.window.is_none()
             && seq.blocks.holes() == 0

@@ -5,20 +5,21 @@
 //! written. What becomes of a named block that is given back, whoever had it last (a request of this instance, a lease
 //! of a decode worker), is the pool's matter (`lagoon_kv::BlockPool`). A sequence that gets all of its memory here looks
 //! its prefix up; at least one of its tokens is computed, for the logits. What nobody has becomes its own; what somebody
-//! has is copied, or mapped at the copy's addresses where the device maps memory.
+//! has it shares, in the same block, or at an address of its own where the device maps memory.
 //!
 //! Invariants:
 //! * only blocks that are sealed and whole have names, and a block with a name is never written;
-//! * what a sequence begins with is its alone: nobody attends to it, moves it or frees it but its owner;
-//! * a copy is commanded before anybody can get its source's memory, and named when it is made.
+//! * what is shared is moved, freed, lent or handed over by each of its owners for itself, and is free after the last;
+//! * memory is mapped at a second address before anybody can get the first one, and named there when it is.
 
 use crate::config::InstanceConfig;
 use crate::event::Effect;
 use crate::instance::Instance;
+use crate::sequence::Sequence;
 use lagoon_backend::DeviceError;
 use lagoon_cluster::mutants::{self, Mutant};
-use lagoon_kv::{BlockIdentity, IdentityRoot, Placement};
-use lagoon_runner::{Command, CopyId};
+use lagoon_kv::{Adopted, BlockIdentity, IdentityRoot, Placement};
+use lagoon_runner::{Command, ShareId};
 use lagoon_types::{PhysBlock, SeqId};
 use serde::Serialize;
 
@@ -29,8 +30,10 @@ pub struct PrefixStatus {
     pub looked_up_tokens: u64,
     /// Those of them whose KV was found, and was not computed again.
     pub hit_tokens: u64,
-    /// rBlocks of these that were copied or mapped once more, as others had them at the time.
-    pub copied_blocks: u64,
+    /// rBlocks of these that others had at the time, and that were shared with them.
+    pub shared_blocks: u64,
+    /// rBlocks that sharing saves now: how many more there would be in use without it.
+    pub saved_blocks: u32,
     /// Free rBlocks that keep what they hold.
     pub blocks: u32,
     /// rBlocks that were given to somebody else since the start, and with them what they kept.
@@ -44,15 +47,15 @@ pub(crate) struct Prefixes {
     root: Option<BlockIdentity>,
     looked_up_tokens: u64,
     hit_tokens: u64,
-    copied_blocks: u64,
-    next_copy: u64,
-    /// Copies that were commanded and not made yet, whatever became of their sequences.
+    shared_blocks: u64,
+    next_share: u64,
+    /// Mappings that were commanded and not made yet, whatever became of their sequences.
     under_way: u64,
 }
 
 impl Prefixes {
-    /// Whether the device is still to copy blocks.
-    pub(crate) fn copies(&self) -> bool {
+    /// Whether the device is still to map blocks.
+    pub(crate) fn maps(&self) -> bool {
         self.under_way > 0
     }
 
@@ -66,7 +69,7 @@ impl Prefixes {
             block_tokens: config.block_tokens,
         };
         let root = config.prefix_cache.then(|| BlockIdentity::root(&root));
-        Self { root, looked_up_tokens: 0, hit_tokens: 0, copied_blocks: 0, next_copy: 0, under_way: 0 }
+        Self { root, looked_up_tokens: 0, hit_tokens: 0, shared_blocks: 0, next_share: 0, under_way: 0 }
     }
 }
 
@@ -99,59 +102,79 @@ impl Instance {
         }
     }
 
-    /// Begins a waiting sequence, which gets all of its memory here, with what free blocks keep of it. Says how many blocks
-    /// of its table that is, the last of them, and which blocks hold what follows and are somebody's.
-    pub(crate) fn adopt_prefix(&mut self, id: SeqId) -> (u32, Option<PhysBlock>, Vec<PhysBlock>) {
-        let (block_tokens, nothing) = (self.config.block_tokens, (0, None, Vec::new()));
-        let Some(seq) = self.seqs.get(&id).filter(|s| s.blocks.blocks() == 0) else { return nothing };
-        if self.prefixes.root.is_none() {
-            return nothing;
-        }
-        let (len, whole) = (seq.len(), (seq.len() - 1) / block_tokens);
+    /// Names all blocks of a waiting sequence that may be found, those before its last token. How many that is.
+    fn name_wanted(&mut self, id: SeqId) -> usize {
+        let waits = |seq: &&Sequence| self.prefixes.root.is_some() && seq.blocks.blocks() == 0;
+        let Some(seq) = self.seqs.get(&id).filter(waits) else { return 0 };
+        let whole = (seq.len() - 1) / self.config.block_tokens;
         self.name_tokens(id, whole);
-        let Some(seq) = self.seqs.get_mut(&id) else { return nothing };
-        let blocks = self.rm.adopt(id, &seq.names[..whole as usize]);
-        // Transports write into a decode worker's blocks by themselves, in no order with copies.
-        let copies = !self.roles.reads() && !seq.copies_nothing;
-        let rest = if copies { &seq.names[blocks.len()..whole as usize] } else { &[] };
-        let sources = self.rm.held_prefix(rest);
-        let known = as_u32(blocks.len());
+        whole as usize
+    }
+
+    /// Whether the device may map what others have at addresses of this sequence. Transports write into a decode worker's
+    /// blocks by themselves, in no order with that.
+    fn may_map(&self, id: SeqId) -> bool {
+        !self.roles.reads() && self.seqs.get(&id).is_some_and(|seq| !seq.maps_nothing)
+    }
+
+    /// How many blocks of a waiting sequence cost no memory here, as others have them.
+    pub(crate) fn shareable(&mut self, id: SeqId) -> u32 {
+        let (map, wanted) = (self.may_map(id), self.name_wanted(id));
+        self.seqs.get(&id).map_or(0, |seq| self.rm.pool().shareable(&seq.names[..wanted], map))
+    }
+
+    /// Begins a waiting sequence, which gets all of its memory here, with what is found of it. Says how many blocks of its
+    /// table that is, and the last of them. What is to be mapped is commanded at once: whoever gets the sources' addresses
+    /// later writes there later.
+    pub(crate) fn adopt_prefix(&mut self, id: SeqId) -> (u32, Option<PhysBlock>) {
+        let (tokens, map) = (self.config.block_tokens, self.may_map(id));
+        let wanted = self.name_wanted(id);
+        let Some(seq) = self.seqs.get_mut(&id).filter(|seq| seq.blocks.blocks() == 0) else { return (0, None) };
+        if self.prefixes.root.is_none() {
+            return (0, None);
+        }
+        let len = seq.len();
+        let Adopted { blocks, shared, mapped, left } = self.rm.adopt(id, &seq.names[..wanted], map);
+        let known = u32::try_from(blocks.len()).expect("at most a sequence's blocks");
         seq.blocks.push_local(&blocks);
-        let advance = seq.blocks.advance(known * block_tokens);
-        seq.named = known;
+        let advance = seq.blocks.advance(known * tokens);
+        // What is to be mapped has its names when it is.
+        let first = mapped.first().and_then(|(_, to)| blocks.iter().position(|block| block == to));
+        seq.named = first.map_or(known, |first| u32::try_from(first).unwrap_or(known));
         self.rm.mark_written(&advance);
         self.prefixes.looked_up_tokens += u64::from(len);
-        self.prefixes.hit_tokens += u64::from(known * block_tokens);
-        (known, blocks.last().copied(), sources)
+        self.prefixes.hit_tokens += u64::from(known * tokens);
+        self.prefixes.shared_blocks += u64::from(shared);
+        if !mapped.is_empty() {
+            self.map_blocks(id, &mapped, &left);
+        }
+        (known, blocks.last().copied())
     }
 
-    /// Has a sequence that was just placed begin with copies of `sources`, which are others', in the first of its new
-    /// `blocks`. Whoever gets the sources' memory later writes it later: commands are executed in order.
-    pub(crate) fn copy_prefix(&mut self, id: SeqId, sources: &[PhysBlock], blocks: &[PhysBlock]) {
-        let Some(seq) = self.seqs.get_mut(&id).filter(|_| !sources.is_empty()) else { return };
-        let (n, tokens) = (as_u32(sources.len()), self.config.block_tokens);
-        let advance = seq.blocks.advance(n * tokens);
-        self.prefixes.next_copy += 1;
+    /// Has the device map memory behind blocks of a sequence, and behind `left` no more.
+    fn map_blocks(&mut self, id: SeqId, mapped: &[(PhysBlock, PhysBlock)], left: &[PhysBlock]) {
+        let tokens = self.config.block_tokens;
+        self.prefixes.next_share += 1;
         self.prefixes.under_way += 1;
-        let copy = CopyId(self.prefixes.next_copy);
-        seq.copying = Some(copy);
-        self.rm.mark_written(&advance);
-        self.prefixes.hit_tokens += u64::from(n * tokens);
-        self.prefixes.copied_blocks += u64::from(n);
-        let slots = sources.iter().zip(blocks).map(|(from, to)| (from.0 * tokens, to.0 * tokens)).collect();
+        let share = ShareId(self.prefixes.next_share);
+        if let Some(seq) = self.seqs.get_mut(&id) {
+            seq.sharing = Some(share);
+        }
+        let slots = mapped.iter().map(|(from, to)| (from.0 * tokens, to.0 * tokens)).collect();
         self.release_freed();
-        self.effects.push(Effect::Runner(Command::Copy { copy, tokens, slots }));
+        self.effects.push(Effect::Runner(Command::Share { share, tokens, slots }));
+        self.release_blocks(left.to_vec());
     }
 
-    /// A copy is made, and has names like what it was made of; or it was not, and the sequence is computed without.
-    pub(crate) fn on_copied(&mut self, copy: CopyId, error: Option<&DeviceError>) {
+    /// Memory is mapped, and has names like where it is else; or it is not, and the sequence is computed without.
+    pub(crate) fn on_shared(&mut self, share: ShareId, error: Option<&DeviceError>) {
         self.prefixes.under_way = self.prefixes.under_way.saturating_sub(1);
-        let Some(seq) = self.seqs.values_mut().find(|s| s.copying == Some(copy)) else { return };
+        let Some(seq) = self.seqs.values_mut().find(|s| s.sharing == Some(share)) else { return };
         let id = seq.id;
-        seq.copying = None;
+        seq.sharing = None;
         let Some(error) = error else { return self.name_blocks(id) };
-        tracing::warn!(%error, seq = %id, "blocks could not be copied");
-        seq.copies_nothing = true;
+        tracing::warn!(%error, seq = %id, "blocks could not be mapped");
+        seq.maps_nothing = true;
         if self.sched.is_running(id) {
             self.preempt(id);
         } else {
@@ -160,18 +183,15 @@ impl Instance {
     }
 
     pub(crate) fn prefix_status(&self) -> PrefixStatus {
-        let Prefixes { looked_up_tokens, hit_tokens, copied_blocks, .. } = self.prefixes;
+        let Prefixes { looked_up_tokens, hit_tokens, shared_blocks, .. } = self.prefixes;
         let pool = self.rm.pool();
         PrefixStatus {
             looked_up_tokens,
             hit_tokens,
-            copied_blocks,
+            shared_blocks,
+            saved_blocks: pool.counts().shared,
             blocks: pool.kept(),
             evicted_blocks: pool.dropped(),
         }
     }
-}
-
-fn as_u32(n: usize) -> u32 {
-    u32::try_from(n).unwrap_or(u32::MAX)
 }

@@ -108,10 +108,10 @@ impl Instance {
         let serves = now.serves() && !next.serves();
         let prefills = now.prefills() && !next.prefills();
         let sends_away = now == Role::Decode;
-        // What a copy begins or ends with may be given to a reader meanwhile, and its transports wait for no device.
-        let copies = next == Role::Decode && self.prefixes.copies();
+        // What is being mapped may be given to a reader meanwhile, and its transports wait for no device.
+        let maps = next == Role::Decode && self.prefixes.maps();
         let heard = self.now_ms >= since_ms + ROLE_GRACE_MS;
-        !copies
+        !maps
             && (!serves || (heard && self.seqs.keys().all(|seq| self.prefills.is_job(*seq))))
             && (!prefills || self.jobs() == 0)
             && (!sends_away || self.reads_nothing())

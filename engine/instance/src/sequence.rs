@@ -3,7 +3,7 @@
 use lagoon_cluster::BorrowId;
 use lagoon_kv::hash::ContentHash;
 use lagoon_kv::{BlockIdentity, LeaseHasher, RemoteEntries, SeqBlocks};
-use lagoon_runner::CopyId;
+use lagoon_runner::ShareId;
 use lagoon_transfer::Check;
 use lagoon_types::limits::{ADMISSION_DEADLINE_MS, RECOVERIES_MAX, RECOVERIES_WINDOW_MS};
 use lagoon_types::{FinishReason, GenerateRequest, InstanceId, LeaseId, PhysBlock, SamplingParams, SeqId};
@@ -79,10 +79,10 @@ pub(crate) struct Sequence {
     pub(crate) return_logits: bool,
     pub(crate) blocks: SeqBlocks,
     pub(crate) leases: BTreeMap<(InstanceId, LeaseId), HeldLease>,
-    /// Blocks of it are being copied; it takes part in no step before.
-    pub(crate) copying: Option<CopyId>,
-    /// A copy failed: it has none made any more.
-    pub(crate) copies_nothing: bool,
+    /// Blocks of others are being mapped at its addresses; it takes part in no step before.
+    pub(crate) sharing: Option<ShareId>,
+    /// That failed: it has none mapped any more.
+    pub(crate) maps_nothing: bool,
     /// What its first blocks hold, as far as that was asked.
     pub(crate) names: Vec<BlockIdentity>,
     /// Blocks of the table that were looked at for names, from the first on.
@@ -121,8 +121,8 @@ impl Sequence {
             return_logits: request.return_logits,
             blocks: SeqBlocks::new(block_tokens),
             leases: BTreeMap::new(),
-            copying: None,
-            copies_nothing: false,
+            sharing: None,
+            maps_nothing: false,
             names: Vec::new(),
             named: 0,
             aside: Vec::new(),
@@ -149,7 +149,7 @@ impl Sequence {
 
     /// May take part in a step.
     pub(crate) fn is_ready(&self) -> bool {
-        self.is_placed() && self.copying.is_none()
+        self.is_placed() && self.sharing.is_none()
     }
 
     /// Has places for every known token and negotiates for nothing.

@@ -119,20 +119,19 @@ impl Cache {
         self.found.get(identity)?.iter().copied().find(|block| !self.is_kept(*block))
     }
 
+    /// A block that holds this, whoever has it.
+    pub(crate) fn any(&self, identity: &BlockIdentity) -> Option<PhysBlock> {
+        self.found.get(identity)?.first().copied()
+    }
+
+    /// Whether a block holds this.
+    pub(crate) fn names_it(&self, block: PhysBlock, identity: &BlockIdentity) -> bool {
+        self.names.get(&block).is_some_and(|name| name.identity == *identity)
+    }
+
     /// Whether a block is kept and holds this.
     pub(crate) fn keeps(&self, block: PhysBlock, identity: &BlockIdentity) -> bool {
         self.names.get(&block).is_some_and(|name| name.kept.is_some() && name.identity == *identity)
-    }
-
-    /// The longest prefix of `names` that is kept, a block each: consecutive ones where there is a choice.
-    pub(crate) fn prefix(&self, names: &[BlockIdentity]) -> Vec<PhysBlock> {
-        let mut prefix: Vec<PhysBlock> = Vec::new();
-        for name in names {
-            let next = prefix.last().map(|last| PhysBlock(last.0 + 1)).filter(|next| self.keeps(*next, name));
-            let Some(block) = next.or_else(|| self.copies(name).next()) else { break };
-            prefix.push(block);
-        }
-        prefix
     }
 
     /// Bytes that it takes; a B-tree's node is at least half full.

@@ -3,10 +3,10 @@
 
 #![allow(clippy::cast_possible_truncation, reason = "small sizes of tests")]
 
-use crate::{BlockIdentity, BlockPool, BlockState, IdentityRoot, Owner};
+use crate::{Adopted, BlockIdentity, BlockPool, BlockState, IdentityRoot, Owner};
 use lagoon_types::{DType, KvSpace, LeaseId, ModelHash, PhysBlock, SeqId};
 use proptest::prelude::*;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 const TOTAL: u32 = 12;
 const BLOCK: u32 = 2;
@@ -90,24 +90,52 @@ struct World {
     pool: BlockPool,
     space: KvSpace,
     memory: BTreeMap<PhysBlock, Content>,
+    /// Which memory is behind an address: that of another one where it is mapped there.
+    behind: BTreeMap<PhysBlock, u32>,
+    mapped: u32,
     seqs: BTreeMap<u64, Seq>,
     leases: BTreeMap<u64, Vec<PhysBlock>>,
     next: u64,
     hits: usize,
-    copies: usize,
+    shared: u32,
 }
 
 impl World {
     fn new(space: KvSpace) -> Self {
-        let (pool, memory) = (BlockPool::over(space), BTreeMap::new());
-        Self { pool, space, memory, seqs: BTreeMap::new(), leases: BTreeMap::new(), next: 0, hits: 0, copies: 0 }
+        let (pool, memory, behind) = (BlockPool::over(space), BTreeMap::new(), BTreeMap::new());
+        let (seqs, leases) = (BTreeMap::new(), BTreeMap::new());
+        Self { pool, space, memory, behind, mapped: 0, seqs, leases, next: 0, hits: 0, shared: 0 }
     }
 
     /// What the device is told to release is spoiled, and before anything is written anew.
     fn spoil(&mut self) {
         for block in self.pool.take_freed() {
-            self.memory.insert(block, Content::Other);
+            self.lose(block);
         }
+    }
+
+    /// Another memory will lie there.
+    fn lose(&mut self, block: PhysBlock) {
+        self.memory.insert(block, Content::Other);
+        self.mapped += 1;
+        self.behind.insert(block, self.mapped);
+    }
+
+    /// Has the device map what a sequence begins with.
+    fn map(&mut self, adopted: &Adopted) {
+        for (from, to) in &adopted.mapped {
+            let behind = *self.behind.entry(*from).or_insert_with(|| 1_000_000 + from.0);
+            self.behind.insert(*to, behind);
+            self.memory.insert(*to, self.memory[from].clone());
+        }
+        adopted.left.iter().for_each(|block| self.lose(*block));
+    }
+
+    /// The memories that somebody has.
+    fn in_use(&self) -> usize {
+        let seqs = self.seqs.values().flat_map(Seq::held);
+        let all = seqs.chain(self.leases.values().flatten().copied());
+        all.map(|b| self.behind.get(&b).copied().unwrap_or(1_000_000 + b.0)).collect::<BTreeSet<_>>().len()
     }
 
     fn got(&mut self, blocks: &[PhysBlock]) {
@@ -164,34 +192,39 @@ impl World {
 
     fn begin(&mut self, seq: u64, tokens: &[u32]) {
         let needed = (tokens.len() as u32).div_ceil(BLOCK);
-        if self.seqs.contains_key(&seq) || needed > self.pool.counts().free {
+        if self.seqs.contains_key(&seq) {
             return;
         }
         let names = BlockIdentity::chain(&ROOT, &tokens[..tokens.len() - 1]);
-        let adopted = self.pool.adopt(SeqId(seq), &names);
+        // As where nothing can be mapped.
+        let map = seq != 3;
+        let shareable = self.pool.shareable(&names, map);
+        if needed - shareable > self.pool.counts().free {
+            return;
+        }
+        let adopted = self.pool.adopt(SeqId(seq), &names, map);
+        assert_eq!(adopted.shared, shareable, "as many as were counted on");
+        assert!(map || self.space.rows == 0 || adopted.mapped.is_empty());
         self.spoil();
-        for (depth, block) in (1..).zip(&adopted) {
+        self.map(&adopted);
+        let owner = Owner::Own(SeqId(seq));
+        for (depth, block) in (1..).zip(&adopted.blocks) {
             let prefix = tokens[..depth * BLOCK as usize].to_vec();
             assert_eq!(self.memory.get(block), Some(&Content::Prefix(prefix)), "{block} holds what was asked for");
-            assert_eq!(self.pool.state(*block), BlockState::Sealed);
+            assert!(self.pool.state(*block) == BlockState::Sealed && self.pool.has(owner, *block));
         }
-        self.hits += adopted.len();
-        let known = adopted.len();
-        let sources = self.pool.held(&names[known..]);
-        let after = adopted.last().copied();
+        for (_, to) in &adopted.mapped {
+            let depth = adopted.blocks.iter().position(|block| block == to).unwrap();
+            self.pool.name(*to, names[depth], depth as u32);
+        }
+        self.hits += adopted.blocks.len();
+        self.shared += adopted.shared;
+        let known = adopted.blocks.len();
+        let after = adopted.blocks.last().copied();
         let rest = self.pool.allocate_for(SeqId(seq), known as u32..needed, after).expect("counted before");
         self.got(&rest);
-        for (depth, (source, copy)) in (known..).zip(sources.iter().zip(&rest)) {
-            let prefix = Content::Prefix(tokens[..(depth + 1) * BLOCK as usize].to_vec());
-            assert_ne!(self.pool.owner(*source), Owner::Free, "{source} is not to be had while it is copied");
-            assert_eq!(self.memory.get(source), Some(&prefix), "{source} holds what was asked for");
-            self.memory.insert(*copy, prefix);
-            self.pool.mark(*copy, BlockState::Sealed);
-            self.pool.name(*copy, names[depth], depth as u32);
-        }
-        self.copies += sources.len();
-        let blocks = adopted.into_iter().chain(rest).map(Some).collect();
-        self.seqs.insert(seq, Seq { tokens: tokens.to_vec(), blocks, written: known + sources.len() });
+        let blocks = adopted.blocks.into_iter().chain(rest).map(Some).collect();
+        self.seqs.insert(seq, Seq { tokens: tokens.to_vec(), blocks, written: known });
     }
 
     fn write(&mut self, seq: u64, token: u32) {
@@ -207,6 +240,7 @@ impl World {
         let end = (entry.written + 1) * BLOCK as usize;
         entry.tokens.resize(end.max(entry.tokens.len()), token);
         if let Some(block) = entry.blocks[entry.written] {
+            assert!(!self.pool.is_shared(block), "{block} is written, and somebody else's, too");
             let tokens = &entry.tokens[..end];
             self.memory.insert(block, Content::Prefix(tokens.to_vec()));
             self.pool.mark(block, BlockState::Sealed);
@@ -222,11 +256,12 @@ impl World {
         let lent: usize = self.leases.values().map(Vec::len).sum();
         let counts = self.pool.counts();
         assert_eq!((counts.own as usize, counts.lent as usize), (own, lent), "what is kept counts as free");
-        assert_eq!(counts.free as usize, TOTAL as usize - own - lent);
+        assert_eq!(counts.free as usize, TOTAL as usize - self.in_use(), "what several have is counted once");
+        assert_eq!(counts.shared as usize, own + lent - self.in_use());
         assert!(self.pool.kept() <= counts.free);
         for (seq, entry) in &self.seqs {
             for (depth, block) in (1..).zip(&entry.blocks).filter_map(|(depth, block)| Some((depth, (*block)?))) {
-                assert_eq!(self.pool.owner(block), Owner::Own(SeqId(*seq)));
+                assert!(self.pool.has(Owner::Own(SeqId(*seq)), block));
                 if depth <= entry.written {
                     let prefix = Content::Prefix(entry.tokens[..depth * BLOCK as usize].to_vec());
                     assert_eq!(self.memory.get(&block), Some(&prefix), "{block} was written by somebody else");
@@ -234,7 +269,7 @@ impl World {
             }
         }
         for (lease, blocks) in &self.leases {
-            blocks.iter().for_each(|block| assert_eq!(self.pool.owner(*block), Owner::Lent(LeaseId(*lease))));
+            blocks.iter().for_each(|block| assert!(self.pool.has(Owner::Lent(LeaseId(*lease)), *block)));
         }
     }
 
@@ -304,19 +339,40 @@ fn the_deepest_of_what_was_kept_longest_goes_first_and_the_rest_is_found() {
 }
 
 #[test]
-fn copies_of_one_prefix_serve_as_many_sequences() {
+fn what_several_begin_with_is_one_memory_until_the_last_gives_it_back() {
     for space in [KvSpace::flat(TOTAL, BLOCK), KvSpace::flat(TOTAL, BLOCK).with_rows(4, 8)] {
         let mut world = World::new(space);
-        let tokens = [0, 1, 0, 1, 0];
-        assert_eq!(begin(&mut world, 0, &tokens) + begin(&mut world, 1, &tokens), 0);
-        assert_eq!(world.copies, 2, "the second one's are copies of the first one's");
+        // Eight blocks of ten are alike: three sequences in the memory of one and two.
+        let tokens: Vec<u32> = (0..17).map(|at| at % 2).collect();
+        assert_eq!(begin(&mut world, 0, &tokens), 0);
+        assert_eq!((begin(&mut world, 1, &tokens), begin(&mut world, 2, &tokens)), (8, 8));
+        assert_eq!((world.pool.counts().free, world.pool.counts().shared, world.shared), (1, 16, 16));
         world.apply(&Op::HandOver { seq: 0 });
-        world.apply(&Op::Release { one: false });
+        world.check();
         world.apply(&Op::End { seq: 1 });
-        assert_eq!((begin(&mut world, 2, &tokens), begin(&mut world, 3, &tokens)), (2, 2));
-        assert_eq!(world.pool.kept(), 0);
+        world.check();
+        world.apply(&Op::Release { one: false });
+        world.check();
+        assert_eq!((world.pool.counts().free, world.pool.counts().shared), (3, 0));
+        world.apply(&Op::End { seq: 2 });
+        assert_eq!((world.pool.counts().free, world.pool.kept()), (TOTAL, 8));
+        assert_eq!((begin(&mut world, 1, &tokens), world.shared), (8, 16), "it is kept when nobody has it");
         world.end();
     }
+}
+
+#[test]
+fn what_is_kept_in_two_rows_is_had_in_one() {
+    let mut world = World::new(KvSpace::flat(TOTAL, BLOCK).with_rows(3, 8));
+    assert_eq!(begin(&mut world, 0, &[0, 0, 0, 0, 1]), 0);
+    assert_eq!(begin(&mut world, 1, &[0, 0, 0, 0, 1, 1, 1, 1, 1]), 2);
+    // The first row keeps nothing of what the other one has still, the other one keeps both.
+    world.apply(&Op::End { seq: 1 });
+    world.apply(&Op::End { seq: 0 });
+    assert_eq!(world.pool.kept(), 4);
+    assert_eq!(begin(&mut world, 2, &[0, 0, 0, 0, 1, 1, 1, 1, 1]), 4);
+    assert_eq!(world.pool.kept(), 0);
+    world.end();
 }
 
 #[test]

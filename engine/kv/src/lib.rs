@@ -1,7 +1,7 @@
 //! rBlocks: the physical pool of one instance, the block table of one sequence, and the content and identity of a
 //! block. Logical only: no device memory, no protocol, no I/O, no clock.
 //!
-//! * [`BlockPool`] says who has each physical rBlock: nobody, a sequence of this instance, or a lease.
+//! * [`BlockPool`] says who has each physical rBlock: nobody, sequences of this instance, or leases.
 //! * [`SeqBlocks`] says where each logical rBlock of one sequence lies: here, on a creditor, or nowhere any more
 //!   (behind the window).
 //! * [`LeaseHasher`] computes the hash of sealed remote blocks while their KV streams by, on both sides alike.
@@ -30,6 +30,6 @@ pub mod vmm;
 pub use account::KvAccount;
 pub use hash::{BlockHasher, LeaseHasher};
 pub use identity::{BlockIdentity, IdentityRoot};
-pub use pool::{BlockPool, BlockState, Owner, PoolCounts};
+pub use pool::{Adopted, BlockPool, BlockState, Owner, PoolCounts};
 pub use ranges::RangeSet;
 pub use seq::{Advance, Freed, Placement, RemoteBlock, RemoteEntries, RemoteGrant, Segment, SeqBlocks, SlotRef};

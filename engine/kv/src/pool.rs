@@ -1,7 +1,7 @@
 //! The physical rBlocks of one instance and who has each of them (Infinite-LLM v1 §4.3).
 //!
 //! Invariants, asserted at every change:
-//! * `free + own + lent == total`;
+//! * `free + own + lent == total + shared`: what several have is had as often, and is one block of memory;
 //! * a block is freed only by the owner it was given to: anything else is a bug of ours and panics;
 //! * a block's state only goes forward, Reserved -> Filling -> Sealed, until it is freed.
 //!
@@ -15,14 +15,24 @@
 //!
 //! **What is kept.** A sealed block with a name ([`BlockPool::name`]) keeps what it holds when it is given back, and is free
 //! all the same: whoever asks for memory gets it when nothing else is free (`cache.rs` says which first), and a sequence
-//! whose tokens begin alike gets it with what it holds ([`BlockPool::adopt`]). A block has one owner at any time, kept
-//! blocks have none. Where there are rows, what is kept is kept in the place of its row, so a row that somebody has keeps
-//! nothing, and a sequence adopts from one row, which becomes its own.
+//! whose tokens begin alike gets it with what it holds ([`BlockPool::adopt`]). Where there are rows, what is kept is kept in
+//! the place of its row, and a row that somebody has keeps nothing.
+//!
+//! **What is shared.** A sequence whose tokens begin with what somebody has, has that, too. Only sealed blocks with names are
+//! shared, so nobody writes there; each of those that have it gives it back for itself, and it is free when the last one did.
+//! Where there are rows, the memory lies at an address of each of them (`pool/sharing.rs`).
+
+mod adopt;
+mod sharing;
+
+pub use adopt::Adopted;
 
 use crate::BlockIdentity;
 use crate::cache::Cache;
 use crate::extents::Extents;
+use crate::mutants::{self, Mutant};
 use lagoon_types::{KvSpace, LeaseId, PhysBlock, SeqId};
+use sharing::Sharing;
 use std::collections::BTreeMap;
 
 /// Who has a physical block.
@@ -46,14 +56,19 @@ pub enum BlockState {
     Sealed,
 }
 
-/// How many blocks are in each hand and state. `reserved + filling + sealed == own + lent`.
+/// How many blocks are in each hand and state. `free + own + lent == total + shared`, and
+/// `reserved + filling + sealed == own + lent`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolCounts {
     pub total: u32,
     /// Those that are kept are among them.
     pub free: u32,
+    /// Blocks that sequences have, one that several have as often.
     pub own: u32,
+    /// Blocks that leases have, likewise.
     pub lent: u32,
+    /// How many more blocks of memory there would be in use if each of those that share one had its own.
+    pub shared: u32,
     pub reserved: u32,
     pub filling: u32,
     pub sealed: u32,
@@ -67,6 +82,7 @@ pub struct BlockPool {
     /// Free addresses behind the rows, without those of what is kept.
     extents: Extents,
     cache: Cache,
+    sharing: Sharing,
     counts: PoolCounts,
     space: KvSpace,
     rows: Rows,
@@ -107,6 +123,7 @@ impl BlockPool {
             states: vec![BlockState::Reserved; addresses as usize],
             extents,
             cache: Cache::default(),
+            sharing: Sharing::default(),
             counts: PoolCounts { total, free: total, ..PoolCounts::default() },
             space,
             rows: Rows { idle: (0..space.rows).rev().collect(), of: BTreeMap::new() },
@@ -119,6 +136,7 @@ impl BlockPool {
         self.counts
     }
 
+    /// Who has a block: one of those that share it.
     #[must_use]
     pub fn owner(&self, block: PhysBlock) -> Owner {
         self.owners[block.0 as usize]
@@ -212,50 +230,6 @@ impl BlockPool {
         self.cache.name(block, identity, depth);
     }
 
-    /// Gives a sequence that has nothing here the blocks that are kept of the longest prefix of `names`, sealed, for its
-    /// first logical blocks. In rows: of one row, which becomes the sequence's.
-    pub fn adopt(&mut self, seq: SeqId, names: &[BlockIdentity]) -> Vec<PhysBlock> {
-        let owner = Owner::Own(seq);
-        let blocks = if self.space.rows == 0 { self.cache.prefix(names) } else { self.prefix_of_row(names) };
-        let n = u32::try_from(blocks.len()).expect("at most the pool's blocks");
-        for &block in &blocks {
-            self.cache.take(block);
-            self.give(block, owner);
-        }
-        self.count(owner, n);
-        blocks.iter().for_each(|block| self.mark(*block, BlockState::Sealed));
-        if let Some(first) = blocks.first().filter(|_| self.space.rows > 0) {
-            let row = first.0 / self.space.row_blocks;
-            self.drop_row(row);
-            self.rows.idle.retain(|idle| *idle != row);
-            let old = self.rows.of.insert(owner, (row, n));
-            assert_eq!(old, None, "{seq} has a row already");
-        }
-        blocks
-    }
-
-    /// Blocks that hold `names`, one each as far as there are any, and that somebody has: to be copied from before any of
-    /// them is given to somebody else.
-    #[must_use]
-    pub fn held(&self, names: &[BlockIdentity]) -> Vec<PhysBlock> {
-        names.iter().map_while(|name| self.cache.held(name)).collect()
-    }
-
-    /// The longest prefix of `names` that one row keeps.
-    fn prefix_of_row(&self, names: &[BlockIdentity]) -> Vec<PhysBlock> {
-        let row_blocks = self.space.row_blocks;
-        let names = &names[..names.len().min(row_blocks as usize)];
-        let Some(first) = names.first() else { return Vec::new() };
-        let starts = self.cache.copies(first).filter(|block| self.is_in_row(*block) && block.0 % row_blocks == 0);
-        let cache = &self.cache;
-        let kept = |start: PhysBlock| {
-            let places = (start.0..).map(PhysBlock).zip(names);
-            places.take_while(move |(block, name)| cache.keeps(*block, name)).map(|(block, _)| block)
-        };
-        let best = starts.max_by_key(|start| kept(*start).count());
-        best.map(|start| kept(start).collect()).unwrap_or_default()
-    }
-
     /// Free blocks that keep what they hold.
     #[must_use]
     pub fn kept(&self) -> u32 {
@@ -340,7 +314,7 @@ impl BlockPool {
         self.empty_row().map(|row| PhysBlock(row * self.space.row_blocks))
     }
 
-    /// Takes blocks back from `owner`. Those with a name keep what they hold.
+    /// Takes blocks back from `owner`. Those with a name keep what they hold; what others have stays theirs.
     ///
     /// # Panics
     /// If one of them is not `owner`'s (a double free, or somebody else's block).
@@ -352,11 +326,20 @@ impl BlockPool {
         self.cache.tick();
         for &block in blocks {
             let at = block.0 as usize;
-            assert_eq!(self.owners[at], owner, "{block} is not its owner's to free");
+            assert!(self.has(owner, block), "{block} is not its owner's to free");
             *self.state_count(self.states[at]) -= 1;
+            *self.count_of(owner) -= 1;
+            let alone = mutants::is(Mutant::SharedFreed);
+            if let Some(next) = self.sharing.leave(block, owner, self.owners[at]).filter(|_| !alone) {
+                self.owners[at] = next;
+                self.counts.shared -= 1;
+                continue;
+            }
             self.owners[at] = Owner::Free;
             self.states[at] = BlockState::Reserved;
-            let keeps = (self.space.rows == 0 || leaves && self.is_in_row(block)) && self.cache.keep(block);
+            let shared = self.sharing.unmap(block);
+            let here = self.space.rows == 0 || leaves && self.is_in_row(block);
+            let keeps = here && !shared && self.cache.keep(block);
             if self.is_in_row(block) {
                 self.leave_row(owner);
             } else if !keeps {
@@ -366,22 +349,31 @@ impl BlockPool {
                 self.cache.forget(block);
                 self.freed.extend((self.space.rows > 0).then_some(block));
             }
-            *self.count_of(owner) -= 1;
-            self.counts.free += 1;
+            if shared && !alone {
+                self.counts.shared -= 1;
+            } else {
+                self.counts.free += 1;
+            }
         }
         self.assert_sum();
     }
 
-    /// Gives all blocks of one owner to another one that has none, as they are, and with them the row.
+    /// Gives all blocks of one owner to another one that has none, as they are, and with them the row. Others have what they
+    /// share with it still.
     ///
     /// # Panics
     /// If one of them is not `from`'s, if some of its row are missing, or if either is [`Owner::Free`].
     pub fn hand_over(&mut self, from: Owner, to: Owner, blocks: &[PhysBlock]) {
         assert!(from != Owner::Free && to != Owner::Free, "what is handed over has an owner");
         for &block in blocks {
-            let owner = &mut self.owners[block.0 as usize];
-            assert_eq!(*owner, from, "{block} is not its owner's to hand over");
-            *owner = to;
+            assert!(self.has(from, block), "{block} is not its owner's to hand over");
+            if mutants::is(Mutant::SharedHandedOver) {
+                let mut others = self.sharing.forget_others(block);
+                others.insert(std::mem::replace(&mut self.owners[block.0 as usize], to));
+                others.into_iter().filter(|other| *other != from).for_each(|other| self.forget_holding(other));
+            } else if !self.sharing.replace(block, from, to) {
+                self.owners[block.0 as usize] = to;
+            }
             *self.count_of(from) -= 1;
             *self.count_of(to) += 1;
         }
@@ -391,6 +383,13 @@ impl BlockPool {
             self.rows.of.insert(to, row);
         }
         self.assert_sum();
+    }
+
+    /// A mistake: somebody is not to have a block any more, and does not know it.
+    fn forget_holding(&mut self, other: Owner) {
+        *self.count_of(other) -= 1;
+        self.counts.sealed -= 1;
+        self.counts.shared -= 1;
     }
 
     fn is_in_row(&self, block: PhysBlock) -> bool {
@@ -428,6 +427,7 @@ impl BlockPool {
             + self.states.capacity() * size_of::<BlockState>()
             + self.extents.count() * extent_bytes
             + self.cache.metadata_bytes()
+            + self.sharing.metadata_bytes()
     }
 
     /// Recounts everything from scratch and compares it with what is kept. Linear; for tests and the simulator.
@@ -436,22 +436,25 @@ impl BlockPool {
     /// If they differ.
     pub fn check(&self) {
         let mut counts = PoolCounts { total: self.counts.total, ..PoolCounts::default() };
-        for (owner, state) in self.owners.iter().zip(&self.states) {
-            match owner {
-                Owner::Free => {}
-                Owner::Own(_) => counts.own += 1,
-                Owner::Lent(_) => counts.lent += 1,
+        for (block, state) in (0..).map(PhysBlock).zip(&self.states) {
+            for owner in self.owners(block) {
+                match owner {
+                    Owner::Free => {}
+                    Owner::Own(_) => counts.own += 1,
+                    Owner::Lent(_) => counts.lent += 1,
+                }
+                match state {
+                    BlockState::Reserved => counts.reserved += 1,
+                    BlockState::Filling => counts.filling += 1,
+                    BlockState::Sealed => counts.sealed += 1,
+                }
             }
-            match (owner, state) {
-                (Owner::Free, _) => {}
-                (_, BlockState::Reserved) => counts.reserved += 1,
-                (_, BlockState::Filling) => counts.filling += 1,
-                (_, BlockState::Sealed) => counts.sealed += 1,
-            }
+            assert!(*state == BlockState::Sealed || !self.is_shared(block), "{block} is shared before it is sealed");
         }
+        counts.shared = self.sharing.check(|block| self.owner(block));
         let addresses = u32::try_from(self.owners.len()).expect("addresses fit u32");
         let in_rows = addresses - self.space.loose_blocks;
-        counts.free = self.counts.total - counts.own - counts.lent;
+        counts.free = self.counts.total + counts.shared - counts.own - counts.lent;
         assert_eq!(counts, self.counts, "the counts are not those of the blocks");
         let is_free = |block: u32| self.owners[block as usize] == Owner::Free;
         let free = (in_rows..addresses).filter(|b| is_free(*b) && !self.cache.is_kept(PhysBlock(*b)));
@@ -484,7 +487,7 @@ impl BlockPool {
 
     fn assert_sum(&self) {
         let c = &self.counts;
-        assert_eq!(c.free + c.own + c.lent, c.total, "blocks were lost or made: {c:?}");
+        assert_eq!(c.free + c.own + c.lent, c.total + c.shared, "blocks were lost or made: {c:?}");
         assert_eq!(c.reserved + c.filling + c.sealed, c.own + c.lent, "states were lost or made: {c:?}");
     }
 

@@ -5,7 +5,7 @@ use crate::lane::{LaneBuffers, RemoteBuffers};
 use crate::pass::{Pass, Progress};
 use crate::sampling::Sampler;
 use crate::stage::Stages;
-use crate::work::{Command, CopyId, GuestQuery, GuestRead, GuestWrite, Report};
+use crate::work::{Command, GuestQuery, GuestRead, GuestWrite, Report, ShareId};
 use lagoon_backend::{Device, DeviceError, KvCounters, LaunchCounters, SampleRow, SampledRow};
 use lagoon_model::{LlamaWeights, ModelConfig, Rope};
 use lagoon_types::{DType, KvShape, KvSpace, Lane};
@@ -159,7 +159,7 @@ enum GuestWork {
     Query(GuestQuery),
     Write(GuestWrite),
     Read(GuestRead),
-    Copy { copy: CopyId, tokens: u32, slots: Vec<(u32, u32)> },
+    Share { share: ShareId, tokens: u32, slots: Vec<(u32, u32)> },
     Release(Vec<Range<u32>>),
 }
 
@@ -280,7 +280,7 @@ impl<D: Device> Executor<D> {
             Command::GuestQuery(query) => self.guests.push_back(GuestWork::Query(query)),
             Command::GuestWrite(write) => self.guests.push_back(GuestWork::Write(write)),
             Command::GuestRead(read) => self.guests.push_back(GuestWork::Read(read)),
-            Command::Copy { copy, tokens, slots } => self.guests.push_back(GuestWork::Copy { copy, tokens, slots }),
+            Command::Share { share, tokens, slots } => self.guests.push_back(GuestWork::Share { share, tokens, slots }),
             Command::Stage(work) => self.stages.as_mut().expect("there is memory beside the store").push(work),
             Command::Release { slots } => self.guests.push_back(GuestWork::Release(slots)),
         }
@@ -427,21 +427,22 @@ impl<D: Device> Executor<D> {
                 }
                 reports(Report::GuestWritten { bytes: write.kv.len(), tag: stored_tag });
             }
-            GuestWork::Copy { copy, tokens, mut slots } => {
-                let layers = self.kv_shape.layers as usize;
-                let mut share = |(from, to)| self.device.kv_share(&mut self.kv, layers, from, to, tokens);
-                let copied = slots.pop().map_or(Ok(()), &mut share);
-                match copied {
+            GuestWork::Share { share, tokens, mut slots } => {
+                let mut map = |(from, to)| self.device.kv_share(&mut self.kv, from, to, tokens);
+                let mapped = slots.pop().map_or(Ok(()), &mut map);
+                match mapped {
                     // One bounded piece of work at a time, before anything that came later: that may overwrite the rest.
-                    Ok(()) if !slots.is_empty() => self.guests.push_front(GuestWork::Copy { copy, tokens, slots }),
-                    copied => reports(Report::Copied { copy, error: copied.err() }),
+                    Ok(()) if !slots.is_empty() => self.guests.push_front(GuestWork::Share { share, tokens, slots }),
+                    mapped => reports(Report::Shared { share, error: mapped.err() }),
                 }
             }
             GuestWork::Release(slots) => {
-                let released = slots.into_iter().try_for_each(|slots| self.device.kv_release(&mut self.kv, slots));
-                // What the device could not let go of is lost to it; peers must not be told of memory that is not there.
-                if let Err(error) = released {
-                    self.guest_fault.get_or_insert(error);
+                for slots in slots {
+                    // What the device could not let go of is lost to it for now; peers must not be told of memory that is not
+                    // there.
+                    if let Err(error) = self.device.kv_release(&mut self.kv, slots) {
+                        self.guest_fault.get_or_insert(error);
+                    }
                 }
             }
             GuestWork::Read(read) => {

@@ -67,43 +67,16 @@ fn guest(executor: &Executor<Paced<CpuDevice>>) -> Command {
     })
 }
 
-/// What a copy holds is what was there, bit by bit, in every layer; nothing beside it is touched.
+/// A device that maps nothing says so of what it is to map.
 #[test]
-#[allow(clippy::cast_possible_truncation, reason = "any bytes will do")]
-fn a_copy_is_what_was_copied() {
+fn a_device_without_addresses_maps_nothing() {
     let mut executor = slow();
-    let (layers, token_bytes) = (executor.kv_shape.layers, executor.kv_shape.layer_token_bytes());
-    let content = |layer: u32| -> Bytes { (0..64 * token_bytes).map(|i| (i as u32 * 37 + layer * 11) as u8).collect() };
-    let mut said = Vec::new();
-    for layer in 0..layers {
-        executor.push(Command::GuestWrite(GuestWrite { tag: None, layer, pieces: vec![(0, 64)], kv: content(layer) }));
-    }
-    let copy = CopyId(3);
-    executor.push(Command::Copy { copy, tokens: 4, slots: vec![(0, 40), (8, 44), (20, 32)] });
-    // Whoever writes later does not change what was copied.
-    let zeros = Bytes::from(vec![0; 4 * token_bytes]);
-    executor.push(Command::GuestWrite(GuestWrite { tag: None, layer: 0, pieces: vec![(8, 4)], kv: zeros.clone() }));
-    for layer in 0..layers {
-        let tag = crate::GuestTag(u64::from(layer));
-        executor.push(Command::GuestRead(GuestRead { tag, layer, pieces: vec![(0, 64)] }));
-    }
-    said.extend(turns(&mut executor).1);
-    assert!(said.iter().any(|r| matches!(r, Report::Copied { copy: CopyId(3), error: None })));
-    let mut read = 0;
-    for report in said {
-        let Report::GuestKv { tag, kv } = report else { continue };
-        let layer = u32::try_from(tag.0).unwrap();
-        let mut expected = content(layer).to_vec();
-        for (from, to) in [(0, 40), (8, 44), (20, 32)] {
-            expected.copy_within(from * token_bytes..(from + 4) * token_bytes, to * token_bytes);
-        }
-        if layer == 0 {
-            expected[8 * token_bytes..12 * token_bytes].copy_from_slice(&zeros);
-        }
-        assert!(kv[..] == expected[..], "layer {layer}");
-        read += 1;
-    }
-    assert_eq!(read, layers);
+    let share = ShareId(3);
+    executor.push(Command::Share { share, tokens: 4, slots: vec![(0, 40), (8, 44)] });
+    let said = turns(&mut executor).1;
+    let unsupported =
+        |r: &Report| matches!(r, Report::Shared { share: ShareId(3), error: Some(DeviceError::Unsupported(_)) });
+    assert_eq!(said.iter().filter(|r| unsupported(r)).count(), 1, "{said:?}");
 }
 
 /// Turns until there is nothing to do but wait; how often something was done, and what was said.

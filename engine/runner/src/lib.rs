@@ -19,6 +19,6 @@ mod work;
 pub use executor::{Executor, ExecutorConfig, KvArena, Model, Turn};
 pub use thread::{ExecutorThread, spawn};
 pub use work::{
-    Command, CopyId, Fetch, GuestQuery, GuestRead, GuestTag, GuestWrite, PassError, RemotePart, RemoteWork, Report,
-    SampleOut, SampleSpec, SeqRows, Ship, StageId, StageWork, StepWork, WriteSegment,
+    Command, Fetch, GuestQuery, GuestRead, GuestTag, GuestWrite, PassError, RemotePart, RemoteWork, Report, SampleOut,
+    SampleSpec, SeqRows, ShareId, Ship, StageId, StageWork, StepWork, WriteSegment,
 };

@@ -115,9 +115,9 @@ pub struct RemotePart {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GuestTag(pub u64);
 
-/// Chosen by the instance to recognise a copy that is made.
+/// Chosen by the instance to recognise memory that is mapped for a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct CopyId(pub u64);
+pub struct ShareId(pub u64);
 
 /// Micro attention of a peer's queries over this instance's KV. The instance validated everything.
 #[derive(Clone, Debug)]
@@ -190,11 +190,10 @@ pub enum Command {
     GuestQuery(GuestQuery),
     GuestWrite(GuestWrite),
     GuestRead(GuestRead),
-    /// Has rBlocks hold the KV of others in all layers, `(first slot it is in, first slot it goes to)` each, `tokens` tokens of
-    /// one: what they hold at this place in the order of commands. As a copy or in the same memory
-    /// ([`lagoon_backend::Device::kv_share`]): both are sealed.
-    Copy {
-        copy: CopyId,
+    /// Maps the memory of rBlocks at other addresses, too, `(first slot it is in, first slot it is to be at)` each, `tokens`
+    /// tokens of one: what they hold at this place in the order of commands ([`lagoon_backend::Device::kv_share`]).
+    Share {
+        share: ShareId,
         tokens: u32,
         slots: Vec<(u32, u32)>,
     },
@@ -255,9 +254,9 @@ pub enum Report {
         tag: GuestTag,
         error: DeviceError,
     },
-    /// The copy is made, or what it was to be is not to be used.
-    Copied {
-        copy: CopyId,
+    /// The memory is mapped, or not all of it is.
+    Shared {
+        share: ShareId,
         error: Option<DeviceError>,
     },
     /// All of it is where it was to be, or some of it is not.

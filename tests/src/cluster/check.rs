@@ -15,7 +15,7 @@ impl World {
             let (rm, status) = (instance.rmanager(), instance.status());
             rm.pool().check();
             let counts = rm.counts();
-            assert_eq!(counts.free + counts.own + counts.lent, counts.total, "node {index}");
+            assert_eq!(counts.free + counts.own + counts.lent, counts.total + counts.shared, "node {index}");
             let own: u32 = status.sequences.iter().map(|s| s.local_blocks + s.reserved_blocks).sum();
             let own = own + status.prefill.blocks_settling as u32;
             let lent: u32 = rm.lent().map(|(_, _, _, first, end)| end - first).sum();

@@ -125,24 +125,15 @@ impl Device for MappedDevice {
         Ok(())
     }
 
-    fn kv_share(
-        &mut self,
-        kv: &mut MappedKv,
-        layers: usize,
-        from: u32,
-        to: u32,
-        tokens: u32,
-    ) -> Result<(), DeviceError> {
+    fn kv_share(&mut self, kv: &mut MappedKv, from: u32, to: u32, tokens: u32) -> Result<(), DeviceError> {
+        assert!(kv.space.rows > 0 && tokens == kv.space.block_tokens, "whole rBlocks of rows");
         kv.assert_held("a prefix", from..from + tokens);
-        if kv.space.rows > 0 {
-            assert_eq!(tokens, kv.space.block_tokens, "whole rBlocks");
-            let (source, target) = ((from / tokens) as usize, (to / tokens) as usize);
-            assert_eq!(kv.held[target], 0, "slot {to} is in use");
-            kv.held[target] = kv.held[source];
-            kv.shared += 1;
-        }
+        let (source, target) = ((from / tokens) as usize, (to / tokens) as usize);
+        assert_eq!(kv.held[target], 0, "slot {to} is in use");
+        kv.held[target] = kv.held[source];
+        kv.shared += 1;
         let mut bytes = Vec::new();
-        for layer in 0..layers {
+        for layer in 0..kv.shape.layers as usize {
             bytes.clear();
             self.0.kv_read(&kv.inner, layer, from, tokens, &mut bytes)?;
             self.0.kv_write(&mut kv.inner, layer, to, &bytes)?;

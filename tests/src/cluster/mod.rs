@@ -558,8 +558,8 @@ impl World {
             (Some((n, Fault::Guest)), Report::GuestPartial { tag, .. }) if n == node => {
                 Report::GuestFailed { tag: *tag, error }
             }
-            (Some((n, Fault::Guest)), Report::Copied { copy, .. }) if n == node => {
-                Report::Copied { copy: *copy, error: Some(error) }
+            (Some((n, Fault::Guest)), Report::Shared { share, .. }) if n == node => {
+                Report::Shared { share: *share, error: Some(error) }
             }
             (Some((n, Fault::Guest)), Report::Staged { stage, .. }) if n == node => {
                 Report::Staged { stage: *stage, error: Some(error) }

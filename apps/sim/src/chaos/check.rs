@@ -28,7 +28,7 @@ pub(super) struct Checkers {
     /// Leases of processes that died.
     dead: BTreeSet<LeaseId>,
     /// What a process's blocks looked like when they were last checked.
-    seen: Vec<[u64; 5]>,
+    seen: Vec<[u64; 6]>,
     /// Leases that their debtor has held, and the incarnation of their creditor.
     held: BTreeMap<LeaseId, u64>,
     /// Leases that are lent and not held, and since when.
@@ -58,9 +58,10 @@ impl Checkers {
         handed::reads(world)?;
         let rm = process.instance.rmanager();
         let counts = rm.counts();
-        let now = [counts.free, counts.own, counts.lent, rm.borrowed(), u32::from(process.dazed)].map(u64::from);
+        let dazed = u32::from(process.dazed);
+        let now = [counts.free, counts.own, counts.lent, counts.shared, rm.borrowed(), dazed].map(u64::from);
         if self.seen.len() <= place {
-            self.seen.resize(place + 1, [u64::MAX; 5]);
+            self.seen.resize(place + 1, [u64::MAX; 6]);
         }
         if std::mem::replace(&mut self.seen[place], now) == now {
             return Ok(());
@@ -81,12 +82,12 @@ impl Checkers {
         self.pairs(world, None)
     }
 
-    /// Blocks add up, and each has a user.
+    /// Blocks add up, and each has a user; one that several have is used by as many.
     fn blocks(&self, place: Place, process: &Process<Symbolic>) -> Result<(), Failure> {
         let (rm, status) = (process.instance.rmanager(), process.instance.status());
         rm.pool().check();
         let counts = rm.counts();
-        if counts.free + counts.own + counts.lent != counts.total {
+        if counts.free + counts.own + counts.lent != counts.total + counts.shared {
             return failure("blocks", format!("node {place}: {counts:?} do not add up"));
         }
         if status.prefill.damaged_blocks > 0 {

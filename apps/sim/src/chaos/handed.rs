@@ -16,14 +16,15 @@ pub(super) fn reads(world: &Pool) -> Result<(), Failure> {
     }
 }
 
-/// Blocks that transports may read are those of the sequence that computes them, or of one lease.
+/// Blocks that transports may read are those of the sequence that computes them, or of one lease; others may share them.
 pub(super) fn exports(world: &Pool, place: Place, process: &Process<Symbolic>) -> Result<(), Failure> {
     let pool = process.instance.rmanager().pool();
     for (export, job, blocks) in world.kv.exports(place) {
-        let owners: Vec<Owner> = blocks.iter().map(|block| pool.owner(PhysBlock(*block))).collect();
-        let one = owners.windows(2).all(|pair| pair[0] == pair[1]);
-        let kept = matches!(owners.first(), Some(Owner::Lent(_))) || owners.first() == Some(&Owner::Own(job));
-        if !one || !kept {
+        let may = |owner: &Owner| matches!(owner, Owner::Lent(_)) || *owner == Owner::Own(job);
+        let has_all = |owner: Owner| blocks.iter().all(|block| pool.has(owner, PhysBlock(*block)));
+        let mut first = blocks.first().into_iter().flat_map(|block| pool.owners(PhysBlock(*block))).filter(may);
+        if !first.any(has_all) {
+            let owners: Vec<Owner> = blocks.iter().map(|block| pool.owner(PhysBlock(*block))).collect();
             return failure("export", format!("node {place} lets export {export} of {job} be read, of {owners:?}"));
         }
     }

@@ -80,6 +80,8 @@ pub struct Summary {
     pub recomputed: u64,
     /// Tokens that were not computed because the KV of an earlier request was kept.
     pub prefix_hits: u64,
+    /// Blocks of these that others had at the time.
+    pub prefix_shared: u64,
     /// Kept blocks whose memory was wanted.
     pub prefix_evicted: u64,
     /// Prompts that were read from whoever computed them, those of it that were computed in parts, those that were given
@@ -109,6 +111,7 @@ impl Summary {
         self.recoveries += other.recoveries;
         self.recomputed += other.recomputed;
         self.prefix_hits += other.prefix_hits;
+        self.prefix_shared += other.prefix_shared;
         self.prefix_evicted += other.prefix_evicted;
         self.prefills += other.prefills;
         self.prefills_pushed += other.prefills_pushed;
@@ -124,6 +127,7 @@ impl Summary {
         self.recoveries += status.recoveries;
         self.recomputed += status.recomputed_tokens;
         self.prefix_hits += status.prefix.hit_tokens;
+        self.prefix_shared += status.prefix.shared_blocks;
         self.prefix_evicted += status.prefix.evicted_blocks;
         self.prefills += status.prefill.pulled;
         self.prefills_pushed += if push { status.prefill.pulled } else { 0 };

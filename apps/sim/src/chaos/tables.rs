@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// A sealed block's acknowledgement is on its way for less than this while nothing is wrong.
 const SEALED_US: u64 = 1_000_000;
 
-/// A block of a table is its sequence's here, or is held.
+/// A block of a table is its sequence's here, alone or with others, or is held.
 pub(super) fn own(place: Place, process: &Process<Symbolic>) -> Result<(), Failure> {
     let rm = process.instance.rmanager();
     let mut held = BTreeMap::<_, Vec<_>>::new();
@@ -24,7 +24,7 @@ pub(super) fn own(place: Place, process: &Process<Symbolic>) -> Result<(), Failu
     for (seq, placements) in process.instance.tables() {
         for placement in placements {
             let good = match placement {
-                Placement::Local(b) => rm.pool().owner(*b) == Owner::Own(seq),
+                Placement::Local(b) => rm.pool().has(Owner::Own(seq), *b),
                 Placement::Remote(b) => held
                     .get(&(b.creditor, b.lease, b.epoch))
                     .is_some_and(|ranges| ranges.iter().any(|r| r.contains(&b.entry))),
@@ -50,7 +50,7 @@ pub(super) fn lent(
         let for_it = (e.debtor, e.seq, e.epoch) == (debtor, seq, block.epoch);
         let moved = e.purpose != LeasePurpose::Growth;
         for_it
-            && rm.pool().owner(e.block) == Owner::Lent(block.lease)
+            && rm.pool().has(Owner::Lent(block.lease), e.block)
             && (!moved || rm.pool().state(e.block) == BlockState::Sealed)
     });
     if good {

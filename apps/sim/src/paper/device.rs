@@ -176,7 +176,7 @@ impl Device {
                 let kv = zeros(tokens as usize * self.kv_bytes);
                 self.immediate.push(Report::GuestKv { tag: read.tag, kv });
             }
-            Command::Copy { .. } => unreachable!("the papers' systems keep no prefixes"),
+            Command::Share { .. } => unreachable!("the papers' systems keep no prefixes"),
             // Slots are memory here.
             Command::Stage(_) => unreachable!("the papers' systems stage nothing"),
             Command::Release { .. } => {}

@@ -118,8 +118,8 @@ impl SimRunner for Symbolic {
             Command::GuestQuery(query) => self.guests.push_back(Guest::Query(query)),
             Command::GuestWrite(write) => self.guests.push_back(Guest::Write(write)),
             Command::GuestRead(read) => self.guests.push_back(Guest::Read(read)),
-            Command::Copy { copy, tokens, slots } => self.guests.push_back(Guest::Copy { copy, tokens, slots }),
-            // Slots are memory here.
+            // Slots are memory here: what is shared has one.
+            Command::Share { .. } => unreachable!("no memory is mapped here"),
             Command::Stage(_) => unreachable!("stores are read and filled as they are here"),
             Command::Release { .. } => {}
         }

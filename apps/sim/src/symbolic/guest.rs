@@ -4,7 +4,7 @@ use super::device::Symbolic;
 use super::model::{KEY_BYTES, Key, LAYERS, ROW_BYTES};
 use bytes::Bytes;
 use lagoon_backend::AttnRows;
-use lagoon_runner::{CopyId, GuestQuery, GuestRead, GuestWrite, Report};
+use lagoon_runner::{GuestQuery, GuestRead, GuestWrite, Report};
 use lagoon_types::KvRun;
 use lagoon_types::run::visible;
 
@@ -13,7 +13,6 @@ pub(super) enum Guest {
     Query(GuestQuery),
     Write(GuestWrite),
     Read(GuestRead),
-    Copy { copy: CopyId, tokens: u32, slots: Vec<(u32, u32)> },
 }
 
 /// Attention of one row: the sum of weights, the keys that were not what they should be, and the keys seen.
@@ -61,17 +60,6 @@ pub(super) fn attend(
 pub(super) fn serve(device: &mut Symbolic, work: Guest, reports: &mut Vec<Report>) -> (u64, u64) {
     match work {
         Guest::Query(query) => serve_query(device, &query, reports),
-        Guest::Copy { copy, tokens, mut slots } => {
-            if let Some((from, to)) = slots.pop() {
-                device.store.copy_within(from as usize..(from + tokens) as usize, to as usize);
-            }
-            if slots.is_empty() {
-                reports.push(Report::Copied { copy, error: None });
-            } else {
-                device.guests.push_front(Guest::Copy { copy, tokens, slots });
-            }
-            (0, u64::from(tokens) * u64::from(LAYERS))
-        }
         Guest::Write(GuestWrite { tag, layer, pieces, kv }) => {
             let mut keys = kv.chunks_exact(KEY_BYTES);
             for (slot, tokens) in pieces {

@@ -169,8 +169,7 @@ fn prompts(small: bool, layers_per_group: u32) -> anyhow::Result<Value> {
     }))
 }
 
-/// What an rBlock costs whose tokens another sequence has, too: mapped at a second address, copied on the device, and copied
-/// through the host.
+/// What an rBlock costs whose tokens another sequence has, too: mapped at a second address, and copied through the host.
 fn prefixes(small: bool) -> anyhow::Result<Value> {
     let mut device = crate::open()?;
     let layers = if small { 2 } else { 32 };
@@ -188,7 +187,7 @@ fn prefixes(small: bool) -> anyhow::Result<Value> {
     let mut rows = device.kv_in(shape, &space)?;
     device.kv_hold(&mut rows, std::slice::from_ref(&(0..blocks * tokens)))?;
     let share = |device: &mut CudaDevice, kv: &mut CudaKv, block: usize| {
-        device.kv_share(kv, layers, from(block), to(block), tokens)?;
+        device.kv_share(kv, from(block), to(block), tokens)?;
         anyhow::Ok(device.sync()?)
     };
     let (mapped_us, _) = timed(count, |block| share(&mut device, &mut rows, block))?;
@@ -198,7 +197,6 @@ fn prefixes(small: bool) -> anyhow::Result<Value> {
     let mut flat = device.kv(shape, (2 * blocks * tokens) as usize)?;
     device.kv_write(&mut flat, 0, 2 * blocks * tokens - 1, &last)?;
     device.sync()?;
-    let (copied_us, _) = timed(count, |block| share(&mut device, &mut flat, block))?;
     let (host_us, _) = timed(count, |block| {
         let mut bytes = Vec::new();
         for layer in 0..layers {
@@ -212,7 +210,6 @@ fn prefixes(small: bool) -> anyhow::Result<Value> {
         "tokens": tokens,
         "groups": counters.groups_per_block,
         "mapped_us": mapped_us,
-        "copied_us": copied_us,
         "through_host_us": host_us,
     }))
 }

@@ -86,6 +86,18 @@ impl Lease {
         })
     }
 
+    /// As [`Lease::ranges`], of entries that nobody shares.
+    fn ranges_alone(&self, pool: &BlockPool) -> Vec<Range<u32>> {
+        let alone = |entry: &u32| self.blocks[*entry as usize].is_some_and(|block| !pool.is_shared(block));
+        let entries: Vec<u32> = (0..self.entries()).filter(alone).collect();
+        entries.chunk_by(|a, b| a + 1 == *b).map(|run| run[0]..run[run.len() - 1] + 1).collect()
+    }
+
+    /// Entries whose memory is free when they are released.
+    fn alone(&self, pool: &BlockPool) -> u32 {
+        self.ranges_alone(pool).into_iter().map(|range| range.end - range.start).sum()
+    }
+
     /// A lease for a move whose entries are all sealed (or gone) is a lease like any other.
     fn settle(&mut self, pool: &BlockPool) {
         if self.blocks.iter().flatten().all(|b| pool.state(*b) == BlockState::Sealed) {
@@ -347,7 +359,9 @@ impl Creditor {
         {
             let freed = lease.take(m.first..m.entries);
             lease.settle(pool);
-            let (over, returned) = (lease.lent == 0, freed.len());
+            let over = lease.lent == 0;
+            // What others have still is no memory that came back.
+            let returned = freed.iter().filter(|block| !pool.is_shared(**block)).count();
             self.give_back(id, freed, pool);
             if over {
                 self.remove(id, pool);
@@ -405,10 +419,22 @@ impl Creditor {
         }
     }
 
-    /// Asks debtors for `blocks` back, less what was asked for already: those of the youngest leases first.
-    pub(super) fn recall(&mut self, blocks: u32, take: bool, now_ms: u64) -> Vec<(InstanceId, Recall)> {
-        let youngest = self.leases.values().rev().map(|l| (l.debtor, l.lent));
+    /// Asks debtors for `blocks` back, less what was asked for already: those of the youngest leases first, and none that
+    /// others share.
+    pub(super) fn recall(
+        &mut self,
+        blocks: u32,
+        take: bool,
+        now_ms: u64,
+        pool: &BlockPool,
+    ) -> Vec<(InstanceId, Recall)> {
+        let youngest = self.leases.values().rev().map(|l| (l.debtor, l.alone(pool)));
         self.recalls.start(blocks, take, now_ms, youngest)
+    }
+
+    /// Lent blocks that come back, by a recall or when nobody reads them any more.
+    pub(super) fn recallable(&self, pool: &BlockPool) -> u32 {
+        self.leases.values().map(|lease| lease.alone(pool)).sum::<u32>() + self.held_back()
     }
 
     pub(super) fn recalling(&self) -> bool {
@@ -423,7 +449,7 @@ impl Creditor {
         &mut self.recalls
     }
 
-    /// Takes `blocks` back from a debtor without its consent: the last entries of its youngest leases.
+    /// Takes `blocks` back from a debtor without its consent: the last entries of its youngest leases that nobody shares.
     pub(super) fn revoke(
         &mut self,
         debtor: InstanceId,
@@ -436,7 +462,7 @@ impl Creditor {
         let (mut left, mut revoked) = (blocks, Vec::new());
         for id in ids {
             let Some(lease) = self.leases.get_mut(&id).filter(|_| left > 0) else { continue };
-            let ranges: Vec<Range<u32>> = lease.ranges().collect();
+            let ranges = lease.ranges_alone(pool);
             let mut taken = Vec::new();
             for range in ranges.into_iter().rev() {
                 let entries = range.end - (range.end - range.start).min(left)..range.end;

@@ -2,7 +2,7 @@
 //!
 //! Three roles share one pool: the owner ([`RManager::allocate`]), the creditor (leases to other instances) and the
 //! debtor (leases from other instances). Invariants:
-//! * free + own + lent = total (asserted by the pool at every change);
+//! * free + own + lent = total + shared (asserted by the pool at every change);
 //! * growth goes before lending: at most `lend_blocks_max` blocks are lent, and never one of the last
 //!   `lend_reserve_blocks` free ones. Lending never borrows;
 //! * the blocks that a creditor has lent always contain those that its debtors hold, because a debtor gives a lease up
@@ -30,7 +30,7 @@ pub use report::PlacementReport;
 use creditor::Creditor;
 use debtor::Debtor;
 use lagoon_kv::hash::ContentHash;
-use lagoon_kv::{Advance, BlockIdentity, BlockPool, LeaseHasher, Owner, PoolCounts, RemoteEntries};
+use lagoon_kv::{Adopted, Advance, BlockIdentity, BlockPool, LeaseHasher, Owner, PoolCounts, RemoteEntries};
 use lagoon_protocol::{
     BorrowAdvice, ControlBody, Heartbeat, LeaseGrant, LeasePurpose, LeaseRefuse, LeaseRequest, Link, PlacementEntry,
     Recall, RefuseCode, TierWish,
@@ -200,16 +200,10 @@ impl RManager {
         self.pool.allocate_for(seq, logical, after)
     }
 
-    /// Blocks that are kept of the longest prefix of `names`, for a sequence that has nothing here: see
+    /// Blocks that hold the longest prefix of `names` that is found, for a sequence that has nothing here: see
     /// [`BlockPool::adopt`].
-    pub fn adopt(&mut self, seq: SeqId, names: &[BlockIdentity]) -> Vec<PhysBlock> {
-        self.pool.adopt(seq, names)
-    }
-
-    /// Blocks that somebody has and that hold `names`: see [`BlockPool::held`].
-    #[must_use]
-    pub fn held_prefix(&self, names: &[BlockIdentity]) -> Vec<PhysBlock> {
-        self.pool.held(names)
+    pub fn adopt(&mut self, seq: SeqId, names: &[BlockIdentity], map: bool) -> Adopted {
+        self.pool.adopt(seq, names, map)
     }
 
     /// Names what an own sealed block holds: see [`BlockPool::name`].
@@ -222,7 +216,7 @@ impl RManager {
         self.pool.drop_all();
     }
 
-    /// Gives a sequence's blocks back. Those with a name keep what they hold.
+    /// Gives a sequence's blocks back. Those with a name keep what they hold, and others keep what they share.
     ///
     /// # Panics
     /// If one of them is not the sequence's.
@@ -488,6 +482,12 @@ impl RManager {
         self.creditor.on_renew(debtor, &renew, now_ms);
     }
 
+    /// Lent blocks whose memory would be free if they came back: others share none of them.
+    #[must_use]
+    pub fn recallable(&self) -> u32 {
+        self.creditor.recallable(&self.pool)
+    }
+
     /// Lent blocks that the bound on what is lent does not count: see [`RManager::hand_over`].
     #[must_use]
     pub fn handed_over(&self) -> u32 {
@@ -586,7 +586,7 @@ impl RManager {
     /// Wants `blocks` lent blocks back: the messages to send to debtors. What was asked for already counts. With `take`
     /// they are taken when nobody returns them in time. Until the recalls have ended, nothing is lent.
     pub fn recall(&mut self, blocks: u32, take: bool, now_ms: u64) -> Vec<(InstanceId, Recall)> {
-        self.creditor.recall(blocks, take, now_ms)
+        self.creditor.recall(blocks, take, now_ms, &self.pool)
     }
 
     /// Recalls whose deadline is over; they have ended.

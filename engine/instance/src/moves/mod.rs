@@ -244,8 +244,9 @@ impl Instance {
         self.effects.push(Effect::ToGManager(ControlBody::MoveOutcome(outcome)));
     }
 
-    /// Blocks of a sequence at `source` that can move now and are in no move, ascending.
-    fn candidates(&self, id: SeqId, source: Place) -> Vec<(u32, Placement)> {
+    /// Blocks of a sequence at `source` that can move now and are in no move, ascending. What is here and others share stays,
+    /// as moving it frees nothing, but for a sequence that is to leave nothing here.
+    fn candidates(&self, id: SeqId, source: Place, all: bool) -> Vec<(u32, Placement)> {
         let movable = !self.prefills.is_job(id) && (self.sched.is_running(id) || self.is_frozen(id));
         let Some(seq) = self.seqs.get(&id).filter(|_| movable) else {
             return Vec::new();
@@ -253,7 +254,7 @@ impl Instance {
         let of = self.moves.moves.values().filter(|m| m.seq == id);
         let moving: BTreeSet<u32> = of.flat_map(|m| m.items.iter().map(|i| i.block)).collect();
         let at_source = |placement: &Placement| match (placement, source) {
-            (Placement::Local(_), Place::Here) => true,
+            (Placement::Local(block), Place::Here) => all || !self.rm.pool().is_shared(*block),
             (Placement::Remote(b), Place::At(creditor)) => {
                 let held = seq.leases.get(&(b.creditor, b.lease));
                 b.creditor == creditor && held.is_some_and(|h| h.is_whole(b.entry))
@@ -267,8 +268,8 @@ impl Instance {
 
     /// Chooses at most `n` of the candidates: the oldest of those that leave, the newest of those that are elsewhere, so
     /// that what stays local is the end of the sequence and is one run. With `first`, those from that block on.
-    fn choose(&self, id: SeqId, source: Place, first: Option<u32>, n: u32) -> Vec<(u32, Placement)> {
-        let mut blocks = self.candidates(id, source);
+    fn choose(&self, (id, why): (SeqId, Why), source: Place, first: Option<u32>, n: u32) -> Vec<(u32, Placement)> {
+        let mut blocks = self.candidates(id, source, why == Why::Park);
         blocks.retain(|(block, _)| first.is_none_or(|first| *block >= first));
         match source {
             _ if first.is_some() => blocks.truncate(n as usize),
@@ -278,9 +279,10 @@ impl Instance {
         blocks
     }
 
-    /// Whole blocks of a sequence that lie here and could move.
-    pub(crate) fn whole_blocks_here(&self, seq: SeqId) -> u32 {
-        u32::try_from(self.candidates(seq, Place::Here).len()).unwrap_or(u32::MAX)
+    /// Whole blocks of a sequence that lie here and could move, and those of them that nobody shares.
+    pub(crate) fn whole_blocks_here(&self, seq: SeqId) -> (u32, u32) {
+        let count = |all| u32::try_from(self.candidates(seq, Place::Here, all).len()).unwrap_or(u32::MAX);
+        (count(true), count(false))
     }
 
     /// Starts to move a sequence's whole blocks to host memory. [`Instance::end_parking`] hears how that ended.
@@ -309,10 +311,10 @@ impl Instance {
         if self.moves.moves.len() >= INSTANCE_MOVES_MAX {
             return Err(format!("{INSTANCE_MOVES_MAX} moves are under way"));
         }
-        let n = self.choose(seq, source, first, blocks).len();
+        let n = self.choose((seq, why), source, first, blocks).len();
         let n = u32::try_from(n).unwrap_or(u32::MAX);
         if n == 0 {
-            return Err(format!("{seq} has no whole blocks there that could move"));
+            return Err(format!("{seq} has no whole blocks there that could move and that others do not share"));
         }
         let reason =
             if n < blocks { format!("only {n} blocks there were whole and in no move") } else { String::new() };
@@ -377,9 +379,9 @@ impl Instance {
         if room < n {
             entry.reason = format!("this instance has room for {room} blocks beside what is kept for growth");
         }
-        let (seq, source, first) = (entry.seq, entry.source, entry.first);
+        let (seq, why, source, first) = (entry.seq, entry.why, entry.source, entry.first);
         let n = n.min(room);
-        let chosen = self.choose(seq, source, first, n);
+        let chosen = self.choose((seq, why), source, first, n);
         let logical: Vec<u32> = chosen.iter().map(|(block, _)| *block).collect();
         let Some(own) = (n > 0).then(|| self.rm.allocate(seq, logical.into_iter(), None)).flatten() else {
             return self.close_move(no, "this instance has no room", false);
@@ -403,10 +405,10 @@ impl Instance {
         let Some(no) = self.move_of_borrow(borrow) else { return self.rm.release(&all, self.now_ms) };
         let kv = self.config.kv;
         let hasher = LeaseHasher::new(kv.layers as usize, self.config.block_tokens, kv.layer_token_bytes());
-        let &Move { seq, source, first, .. } = &self.moves.moves[&no];
+        let &Move { seq, why, source, first, .. } = &self.moves.moves[&no];
         let to = |entry: u32| Placement::Remote(RemoteBlock { creditor, lease: id, epoch, entry });
         let connected = self.peers.key(creditor).is_some() && source != Place::At(creditor);
-        let chosen = if connected { self.choose(seq, source, first, blocks) } else { Vec::new() };
+        let chosen = if connected { self.choose((seq, why), source, first, blocks) } else { Vec::new() };
         let items: Vec<Item> = chosen.into_iter().zip(0..).map(|(from, entry)| self.item(from, to(entry))).collect();
         let used = u32::try_from(items.len()).unwrap_or(u32::MAX);
         if used < blocks {

@@ -21,7 +21,8 @@ impl Instance {
         let mut left = recall.blocks;
         let seqs: Vec<SeqId> = self.seqs.keys().rev().copied().filter(|seq| !self.is_frozen(*seq)).collect();
         for seq in seqs {
-            let there = u32::try_from(self.candidates(seq, Place::At(creditor)).len()).unwrap_or(u32::MAX).min(left);
+            let there =
+                u32::try_from(self.candidates(seq, Place::At(creditor), false).len()).unwrap_or(u32::MAX).min(left);
             left -= there;
             // What is kept for growth stays free.
             let home = there.min(self.room().saturating_sub(1));

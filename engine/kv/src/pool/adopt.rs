@@ -1,0 +1,178 @@
+//! What a sequence begins with: blocks that hold the KV of its first tokens already, whoever has them.
+//!
+//! What somebody has is shared: the sequence has it, too, and it costs no memory. What nobody has and is kept becomes the
+//! sequence's own. Where memory is mapped behind addresses, each sequence has it at the address of its own row: what is kept
+//! there stays there, everything else is to be mapped there, and a place that kept it and has no owner gives it up.
+
+use super::{BlockPool, BlockState, Owner};
+use crate::BlockIdentity;
+use lagoon_types::{PhysBlock, SeqId};
+use std::collections::BTreeMap;
+
+/// What a sequence begins with.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Adopted {
+    /// Its first logical blocks, sealed.
+    pub blocks: Vec<PhysBlock>,
+    /// How many of them somebody else has, too.
+    pub shared: u32,
+    /// Where memory is mapped behind addresses: whose memory is to be mapped at which of these blocks, before anything else is
+    /// done with either.
+    pub mapped: Vec<(PhysBlock, PhysBlock)>,
+    /// What of those has no owner, and loses that memory then.
+    pub left: Vec<PhysBlock>,
+}
+
+/// Where a block is found.
+#[derive(Clone, Copy)]
+enum Found {
+    /// Somebody has it.
+    Held(PhysBlock),
+    /// Nobody has it, and it is kept.
+    Kept(PhysBlock),
+}
+
+impl BlockPool {
+    /// Gives a sequence that has nothing here the longest prefix of `names` that is found, sealed, for its first logical
+    /// blocks. In rows, without `map`, only what one of them keeps, as nothing can be mapped.
+    pub fn adopt(&mut self, seq: SeqId, names: &[BlockIdentity], map: bool) -> Adopted {
+        let owner = Owner::Own(seq);
+        let adopted =
+            if self.space.rows == 0 { self.adopt_flat(owner, names) } else { self.adopt_in_row(owner, names, map) };
+        // What is shared costs no memory.
+        let holdings = u32::try_from(adopted.blocks.len()).expect("at most the pool's blocks");
+        self.counts.free -= holdings - adopted.shared;
+        self.counts.own += holdings;
+        self.counts.sealed += holdings;
+        self.counts.shared += adopted.shared;
+        self.assert_sum();
+        adopted
+    }
+
+    /// How many of the blocks that [`BlockPool::adopt`] would give cost no memory, as somebody has them.
+    #[must_use]
+    pub fn shareable(&self, names: &[BlockIdentity], map: bool) -> u32 {
+        let rows = self.space.rows > 0;
+        if rows && (!map || self.rows.idle.is_empty()) {
+            return 0;
+        }
+        let names = if rows { self.row_names(names) } else { names };
+        let found = names.iter().map_while(|name| self.cache.any(name).map(|_| name));
+        let held = found.filter(|name| self.cache.held(name).is_some()).count();
+        u32::try_from(held).expect("at most the pool's blocks")
+    }
+
+    /// Whether somebody beside `block`'s owner has its memory.
+    #[must_use]
+    pub fn is_shared(&self, block: PhysBlock) -> bool {
+        self.sharing.is_shared(block)
+    }
+
+    /// Everybody who has a block: several where a block is memory and is shared.
+    pub fn owners(&self, block: PhysBlock) -> impl Iterator<Item = Owner> + '_ {
+        std::iter::once(self.owner(block)).filter(|owner| *owner != Owner::Free).chain(self.sharing.others(block))
+    }
+
+    /// Whether `owner` has a block, alone or with others.
+    #[must_use]
+    pub fn has(&self, owner: Owner, block: PhysBlock) -> bool {
+        self.owner(block) == owner || self.sharing.has(block, owner)
+    }
+
+    fn adopt_flat(&mut self, owner: Owner, names: &[BlockIdentity]) -> Adopted {
+        let mut adopted = Adopted::default();
+        for name in names {
+            let next = adopted.blocks.last().map(|last: &PhysBlock| PhysBlock(last.0 + 1));
+            let Some(found) = self.find(name, next) else { break };
+            match found {
+                Found::Held(block) => {
+                    self.sharing.join(block, owner);
+                    adopted.shared += 1;
+                    adopted.blocks.push(block);
+                }
+                Found::Kept(block) => {
+                    self.cache.take(block);
+                    self.take_sealed(block, owner);
+                    adopted.blocks.push(block);
+                }
+            }
+        }
+        adopted
+    }
+
+    /// A block that holds this: what somebody has before what is kept, and of either `next` where there is a choice.
+    fn find(&self, name: &BlockIdentity, next: Option<PhysBlock>) -> Option<Found> {
+        let is = |block: &PhysBlock| self.cache.names_it(*block, name);
+        let next = next.filter(is);
+        let held = next.filter(|next| !self.cache.is_kept(*next)).or_else(|| self.cache.held(name));
+        held.map(Found::Held).or_else(|| next.or_else(|| self.cache.any(name)).map(Found::Kept))
+    }
+
+    fn take_sealed(&mut self, block: PhysBlock, owner: Owner) {
+        self.give(block, owner);
+        self.states[block.0 as usize] = BlockState::Sealed;
+    }
+
+    fn row_names<'a>(&self, names: &'a [BlockIdentity]) -> &'a [BlockIdentity] {
+        &names[..names.len().min(self.space.row_blocks as usize)]
+    }
+
+    fn adopt_in_row(&mut self, owner: Owner, names: &[BlockIdentity], map: bool) -> Adopted {
+        let names = self.row_names(names);
+        let found = names.iter().map_while(|name| self.find(name, None).map(|found| (name, found)));
+        let found: Vec<(&BlockIdentity, Found)> = found.collect();
+        let Some((row, known)) = self.row_for(names, found.len(), map) else { return Adopted::default() };
+        let mut adopted = Adopted::default();
+        for ((name, found), place) in found.into_iter().take(known).zip((row * self.space.row_blocks..).map(PhysBlock))
+        {
+            match found {
+                Found::Held(from) if map => {
+                    self.sharing.map(from, place);
+                    adopted.shared += 1;
+                    adopted.mapped.push((from, place));
+                }
+                Found::Held(_) | Found::Kept(_) if self.cache.keeps(place, name) => self.cache.take(place),
+                Found::Held(from) | Found::Kept(from) => {
+                    self.cache.forget(from);
+                    adopted.mapped.push((from, place));
+                    adopted.left.push(from);
+                }
+            }
+            adopted.blocks.push(place);
+        }
+        // What else is kept in the row is dropped, what is shared from now on among it.
+        self.drop_row(row);
+        for &block in &adopted.blocks {
+            self.take_sealed(block, owner);
+        }
+        self.rows.idle.retain(|idle| *idle != row);
+        let held = u32::try_from(known).expect("at most a row");
+        let old = self.rows.of.insert(owner, (row, held));
+        assert_eq!(old, None, "{owner:?} has a row already");
+        adopted
+    }
+
+    /// The row for a sequence, `found` of whose blocks are found somewhere, and how many of them it gets: the row that keeps
+    /// most of them at their places, so that the fewest are mapped.
+    fn row_for(&self, names: &[BlockIdentity], found: usize, map: bool) -> Option<(u32, usize)> {
+        let row_blocks = self.space.row_blocks;
+        if !map {
+            let starts = self.cache.copies(names.first()?).filter(|block| block.0 % row_blocks == 0);
+            let kept = |start: PhysBlock| {
+                let places = (start.0..).map(PhysBlock).zip(names);
+                places.take_while(|(block, name)| self.cache.keeps(*block, name)).count()
+            };
+            let best = starts.filter(|start| self.is_in_row(*start)).max_by_key(|start| kept(*start))?;
+            return Some((best.0 / row_blocks, kept(best)));
+        }
+        let mut kept: BTreeMap<u32, u32> = BTreeMap::new();
+        for (index, name) in (0..).zip(&names[..found]) {
+            let places =
+                self.cache.copies(name).filter(|place| self.is_in_row(*place) && place.0 % row_blocks == index);
+            places.for_each(|place| *kept.entry(place.0 / row_blocks).or_default() += 1);
+        }
+        let most = kept.into_iter().max_by_key(|(_, blocks)| *blocks).map(|(row, _)| row);
+        let row = most.or_else(|| (found > 0).then(|| self.idle_row()).flatten())?;
+        Some((row, found))
+    }
+}

@@ -1,0 +1,118 @@
+//! Who has one memory beside its first owner.
+//!
+//! Where a block's number is its memory, several owners have one number. Where memory is mapped behind addresses, each owner
+//! has an address of its own, and several addresses are one memory. Nothing here says who the first owner is, or counts.
+//!
+//! Invariants: what is listed is had at least twice, and every list names each owner or address once.
+
+use super::Owner;
+use lagoon_types::PhysBlock;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// See the module's documentation.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Sharing {
+    /// Owners of a number beside the one that the pool lists.
+    others: BTreeMap<PhysBlock, BTreeSet<Owner>>,
+    /// The memory of each address that shares it, and its addresses.
+    memory_of: BTreeMap<PhysBlock, u64>,
+    addresses: BTreeMap<u64, BTreeSet<PhysBlock>>,
+    memories: u64,
+}
+
+impl Sharing {
+    /// Whether somebody beside its owner has this memory.
+    pub(super) fn is_shared(&self, block: PhysBlock) -> bool {
+        self.others.contains_key(&block) || self.memory_of.contains_key(&block)
+    }
+
+    /// Whether an owner that the pool does not list has this number.
+    pub(super) fn has(&self, block: PhysBlock, owner: Owner) -> bool {
+        self.others.get(&block).is_some_and(|others| others.contains(&owner))
+    }
+
+    /// The owners of a number that the pool does not list.
+    pub(super) fn others(&self, block: PhysBlock) -> impl Iterator<Item = Owner> + '_ {
+        self.others.get(&block).into_iter().flatten().copied()
+    }
+
+    /// One more owner has a number.
+    pub(super) fn join(&mut self, block: PhysBlock, owner: Owner) {
+        assert!(self.others.entry(block).or_default().insert(owner), "{owner:?} has {block} already");
+    }
+
+    /// An owner has a number no more; `first` is the one that the pool lists. Says who is listed from now on, `None` if the
+    /// owner does not have it.
+    pub(super) fn leave(&mut self, block: PhysBlock, owner: Owner, first: Owner) -> Option<Owner> {
+        let others = self.others.get_mut(&block)?;
+        let next = if first == owner { others.pop_first()? } else { others.remove(&owner).then_some(first)? };
+        if others.is_empty() {
+            self.others.remove(&block);
+        }
+        Some(next)
+    }
+
+    /// A number changes hands; false if the pool lists the one that gives it.
+    pub(super) fn replace(&mut self, block: PhysBlock, from: Owner, to: Owner) -> bool {
+        let replaced = self.others.get_mut(&block).is_some_and(|others| others.remove(&from));
+        if replaced {
+            self.join(block, to);
+        }
+        replaced
+    }
+
+    /// The owners beside the one that the pool lists have a number no more.
+    pub(super) fn forget_others(&mut self, block: PhysBlock) -> BTreeSet<Owner> {
+        self.others.remove(&block).unwrap_or_default()
+    }
+
+    /// The memory behind one address is behind another one, too.
+    pub(super) fn map(&mut self, from: PhysBlock, to: PhysBlock) {
+        self.memories += 1;
+        let memory = *self.memory_of.entry(from).or_insert(self.memories);
+        let addresses = self.addresses.entry(memory).or_default();
+        addresses.extend([from, to]);
+        assert_eq!(self.memory_of.insert(to, memory), None, "{to} has memory already");
+    }
+
+    /// An address has its memory no more. False if no other one had it.
+    pub(super) fn unmap(&mut self, block: PhysBlock) -> bool {
+        let Some(memory) = self.memory_of.remove(&block) else { return false };
+        let addresses = self.addresses.get_mut(&memory).expect("its memory has addresses");
+        addresses.remove(&block);
+        if addresses.len() == 1 {
+            addresses.iter().for_each(|last| _ = self.memory_of.remove(last));
+            self.addresses.remove(&memory);
+        }
+        true
+    }
+
+    /// Bytes that it takes; a B-tree's node is at least half full.
+    pub(super) fn metadata_bytes(&self) -> usize {
+        let owners: usize = self.others.values().map(BTreeSet::len).sum();
+        let lists = self.others.len() * size_of::<(PhysBlock, BTreeSet<Owner>)>() + owners * size_of::<Owner>();
+        let addresses = self.memory_of.len() * (size_of::<(PhysBlock, u64)>() + size_of::<PhysBlock>());
+        2 * (lists + addresses + self.addresses.len() * size_of::<(u64, BTreeSet<PhysBlock>)>())
+    }
+
+    /// Recounts everything: how often memory is had by an owner beside the first one. Linear.
+    ///
+    /// # Panics
+    /// If lists are empty or disagree, or an owner is one twice.
+    pub(super) fn check(&self, owner: impl Fn(PhysBlock) -> Owner) -> u32 {
+        for (block, others) in &self.others {
+            assert!(!others.is_empty() && !others.contains(&Owner::Free), "{block} is shared by nobody");
+            assert!(owner(*block) != Owner::Free && !others.contains(&owner(*block)), "{block} has an owner twice");
+        }
+        let of = |(memory, addresses): (&u64, &BTreeSet<PhysBlock>)| {
+            assert!(addresses.len() > 1, "memory {memory} is not shared");
+            let listed = |a: &PhysBlock| self.memory_of.get(a) == Some(memory) && owner(*a) != Owner::Free;
+            assert!(addresses.iter().all(listed), "an address of memory {memory} is free, or of another one");
+            addresses.len() - 1
+        };
+        let mapped: usize = self.addresses.iter().map(of).sum();
+        assert_eq!(mapped + self.addresses.len(), self.memory_of.len(), "an address shares no memory");
+        let joined: usize = self.others.values().map(BTreeSet::len).sum();
+        u32::try_from(joined + mapped).expect("holdings fit u32")
+    }
+}
