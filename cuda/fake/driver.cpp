@@ -104,6 +104,9 @@ struct State {
     uint64_t bytes_max = 256ull << 20, granularity = 2 << 20;
     uint64_t seed = 0, random = 0x9E3779B97F4A7C15ull;
     int major = 8, minor = 0, shared_bytes = 163 << 10;
+    // Devices that are seen, the name of the first one, and whether they can access each other's memory. They are all one.
+    int devices = 1, uuid = 0;
+    bool peers = false;
     std::string fail_function;
     uint64_t fail_after = 0;
     bool fail_on = false;
@@ -233,6 +236,13 @@ void lagoon_fake_device(int major, int minor, int shared_bytes) {
     state().shared_bytes = shared_bytes;
 }
 
+void lagoon_fake_devices(int devices, int uuid, int peers) {
+    LOCK;
+    state().devices = devices;
+    state().uuid = uuid;
+    state().peers = peers != 0;
+}
+
 void lagoon_fake_schedule(uint64_t seed) {
     LOCK;
     state().seed = seed;
@@ -244,6 +254,14 @@ int cuInit(unsigned) {
     // For whole programs, which cannot call `lagoon_fake_memory`.
     const char* page = getenv("LAGOON_FAKE_PAGE");
     if (page != nullptr) state().granularity = strtoull(page, nullptr, 10);
+    const char* uuid = getenv("LAGOON_FAKE_UUID");
+    if (uuid != nullptr) state().uuid = atoi(uuid);
+    // "NAME NTH CODE": as `lagoon_fake_fail_from`.
+    const char* fail = getenv("LAGOON_FAKE_FAIL");
+    char name[64];
+    unsigned long long nth = 0;
+    int code = 0;
+    if (fail != nullptr && sscanf(fail, "%63s %llu %d", name, &nth, &code) == 3) lagoon_fake_fail_from(name, nth, code);
     return OK;
 }
 
@@ -255,14 +273,27 @@ int cuDriverGetVersion(int* version) {
 
 int cuDeviceGetCount(int* count) {
     ENTER("cuDeviceGetCount");
-    *count = 1;
+    *count = state().devices;
     return OK;
 }
 
 int cuDeviceGet(int* device, int ordinal) {
     ENTER("cuDeviceGet");
-    *device = 0;
-    return ordinal == 0 ? OK : INVALID_DEVICE;
+    *device = ordinal;
+    return ordinal >= 0 && ordinal < state().devices ? OK : INVALID_DEVICE;
+}
+
+int cuDeviceGetUuid_v2(unsigned char* uuid, int device) {
+    ENTER("cuDeviceGetUuid");
+    memset(uuid, 0xda, 16);
+    uuid[15] = static_cast<unsigned char>(state().uuid + device);
+    return OK;
+}
+
+int cuDeviceCanAccessPeer(int* can, int, int) {
+    ENTER("cuDeviceCanAccessPeer");
+    *can = state().peers;
+    return OK;
 }
 
 int cuDeviceGetName(char* name, int bytes, int) {

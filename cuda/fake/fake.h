@@ -28,6 +28,10 @@ void lagoon_fake_fail_from(const char* function, uint64_t nth, int code);
 void lagoon_fake_memory(uint64_t bytes_max, uint64_t granularity);
 // Compute capability, and bytes of shared memory that a block may ask for.
 void lagoon_fake_device(int major, int minor, int shared_bytes);
+// Devices that are seen (all are the same one), the last byte of the first one's name, which LAGOON_FAKE_UUID sets for
+// programs, and whether each can access the others' memory. LAGOON_FAKE_FAIL="cuMemMap 3 2" is `lagoon_fake_fail_from`
+// for programs.
+void lagoon_fake_devices(int devices, int uuid, int peers);
 // Seeds the order in which queued work runs. 0 runs only what a wait needs, as late as can be; 1 runs everything at
 // once; any other number makes a random order, which streams and events allow.
 void lagoon_fake_schedule(uint64_t seed);

@@ -4,6 +4,7 @@
 #include "embed.cu"
 #include "gather_rows.cu"
 #include "gelu.cu"
+#include "kv_check.cu"
 #include "kv_copy.cu"
 #include "layer_norm.cu"
 #include "matmul.cu"

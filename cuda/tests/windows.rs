@@ -1,5 +1,5 @@
-//! KV that goes from one device to another through a window, over the fake driver: between two processes, each with a store of
-//! its own layout, bit by bit and without the host's memory.
+//! KV that goes from one device to another through windows, over the fake driver: between two processes, each with a store of
+//! its own layout, bit by bit and without the host's memory; also when the one that has packed it is killed meanwhile.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, clippy::cast_possible_wrap, reason = "tests")]
 
@@ -13,21 +13,26 @@ mod shim;
 
 use fake::{Fake, OUT_OF_MEMORY};
 use lagoon_backend::conformance::Data;
-use lagoon_backend::{CpuDevice, Device, DeviceError, KvPiece};
+use lagoon_backend::{CpuDevice, Device, DeviceError, DeviceUuid, KvPiece, Window, WindowMove, Xxh3};
 use lagoon_cuda::{CudaDevice, CudaKv, CudaOptions, LinearLayers};
 use lagoon_types::{DType, KvShape, KvSpace};
 use std::fs::File;
-use std::os::fd::{AsFd, AsRawFd};
+use std::io::{BufRead, BufReader, Read};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::slice;
+use std::sync::Arc;
 
 const SHAPE: KvShape = KvShape { layers: 3, kv_heads: 2, head_dim: 40, dtype: DType::F16 };
 const LAYERS: u32 = SHAPE.layers;
 /// Tokens that are handed over.
 const TOKENS: u32 = 20;
-/// Where the answer lies in the window.
-const ANSWER: usize = 48 << 10;
+/// Bytes of all of them, in all layers.
+const BYTES: u64 = TOKENS as u64 * LAYERS as u64 * SHAPE.layer_token_bytes() as u64;
+/// Where they lie in the writer's window, and in the reader's.
+const THERE: u64 = 32;
+const HERE: u64 = 48 << 10;
 
 fn driver(name: &str, seed: u64) -> Option<Fake> {
     let fake = shim::library().and_then(|kernels| {
@@ -75,56 +80,123 @@ fn rows(device: &mut CudaDevice) -> CudaKv {
     device.kv_in(SHAPE, &space).unwrap()
 }
 
-/// What the other process does: it has a flat store, takes what is in the window, and answers.
-fn other(pid: u32, descriptor: i32, bytes: usize) {
-    let fake = driver("kv_goes_from_process_to_process", 5).unwrap();
+/// What the writer's process does: packs into its window, says where that is, and waits for its end.
+#[allow(clippy::print_stdout, reason = "the other process reads it")]
+fn write_and_wait() {
+    let _fake = driver("kv_goes_from_process_to_process", 5).unwrap();
     let mut device = open();
     let mut kv = device.kv(SHAPE, 60).unwrap();
-    // As a socket would give it.
-    let file = File::options().read(true).write(true).open(format!("/proc/{pid}/fd/{descriptor}")).unwrap();
-    let window = device.window_of(file.as_fd(), bytes).unwrap();
-    drop(file);
-    device.kv_from_window(&mut kv, &pieces(7), window, 32).unwrap();
-    assert_holds(&mut device, &kv, 7, 1);
-    write(&mut device, &mut kv, 35, 2);
-    device.kv_to_window(&kv, &pieces(35), window, ANSWER).unwrap();
-    device.close_window(window);
-    drop((kv, device));
-    fake.finish();
+    write(&mut device, &mut kv, 7, 1);
+    let (window, shared) = device.window(90 << 10).unwrap().unwrap();
+    device.urgent(true);
+    device.kv_to_window(&kv, &pieces(7), window, THERE as usize).unwrap();
+    let descriptor = shared.descriptor().unwrap();
+    println!("window {} {}", descriptor.as_raw_fd(), shared.bytes());
+    let _ = std::io::stdin().read(&mut [0]);
 }
 
 #[test]
 fn kv_goes_from_process_to_process() {
     const VARIABLE: &str = "LAGOON_TEST_WINDOW";
-    if let Ok(given) = std::env::var(VARIABLE) {
-        let given: Vec<usize> = given.split(':').map(|n| n.parse().unwrap()).collect();
-        return other(given[0] as u32, given[1] as i32, given[2]);
+    if std::env::var_os(VARIABLE).is_some() {
+        return write_and_wait();
     }
-    for seed in 2..6 {
+    for (seed, killed) in [(2, false), (3, true), (4, false), (5, true)] {
         let Some(fake) = driver("kv_goes_from_process_to_process", seed) else { return };
         let made = fake.counts().made_for_rdma;
         let mut device = open();
         let mut kv = rows(&mut device);
-        write(&mut device, &mut kv, 3, 1);
-        let (window, bytes, descriptor) = device.window(90 << 10).unwrap().unwrap();
-        assert_eq!(bytes, 92 << 10, "whole pages");
+        let (window, own) = device.window(90 << 10).unwrap().unwrap();
+        assert_eq!(own.bytes(), 92 << 10, "whole pages");
         assert_eq!(fake.counts().made_for_rdma, made + 1, "the window, and no page group");
-        device.urgent(true);
-        device.kv_to_window(&kv, &pieces(3), window, 32).unwrap();
-        let status = Command::new(std::env::current_exe().unwrap())
+        let mut writer = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "kv_goes_from_process_to_process", "--nocapture"])
-            .env(VARIABLE, format!("{}:{}:{bytes}", std::process::id(), descriptor.as_raw_fd()))
-            .status()
+            .env(VARIABLE, "1")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
             .unwrap();
-        assert!(status.success(), "the other process found something else");
+        let mut lines = BufReader::new(writer.stdout.take().unwrap()).lines().map(Result::unwrap);
+        let said = lines.find(|line| line.contains("window ")).unwrap();
+        let given: Vec<u64> = said.split("window ").nth(1).unwrap().split(' ').map(|n| n.parse().unwrap()).collect();
+        // As a socket would give it.
+        let path = format!("/proc/{}/fd/{}", writer.id(), given[0]);
+        let file = File::options().read(true).write(true).open(path).unwrap();
+        let peer = Arc::clone(&own).import(&own.device(), file.as_fd(), given[1]).unwrap();
+        drop(file);
+        assert_eq!((own.mapped(), peer.bytes()), (1, given[1]));
+        if killed {
+            writer.kill().unwrap();
+            writer.wait().unwrap();
+        }
+        let half = BYTES / 2 / 16 * 16;
+        let moves = [(0, half), (half, BYTES - half)];
+        peer.copy(&moves.map(|(at, bytes)| WindowMove { from: THERE + at, to: HERE + at, bytes })).unwrap();
+        let packed: Vec<u8> = (0..LAYERS).flat_map(|layer| tokens(1, layer, TOKENS)).collect();
+        assert_hashes(own.as_ref(), &packed);
+        let mut there = vec![0; packed.len()];
+        peer.read(THERE, &mut there).unwrap();
+        assert!(there == packed, "what the writer has");
+        assert!(peer.rates().unwrap().0 > 0.0);
+        peer.copy(&[WindowMove { from: given[1] - 16, to: 0, bytes: 32 }]).unwrap_err();
+        peer.copy(&[WindowMove { from: 0, to: own.bytes() - 16, bytes: 32 }]).unwrap_err();
+        drop(peer);
+        assert_eq!(own.mapped(), 0);
         device.kv_hold(&mut kv, slice::from_ref(&(600..600 + TOKENS))).unwrap();
-        device.kv_from_window(&mut kv, &pieces(600), window, ANSWER).unwrap();
-        device.urgent(false);
-        assert_holds(&mut device, &kv, 600, 2);
-        assert_holds(&mut device, &kv, 3, 1);
-        drop((kv, device, descriptor));
+        device.kv_from_window(&mut kv, &pieces(600), window, HERE as usize).unwrap();
+        assert_holds(&mut device, &kv, 600, 1);
+        writer.stdin.take();
+        assert_eq!(writer.wait().unwrap().success(), !killed);
+        drop((kv, device, own));
         fake.finish();
     }
+}
+
+/// What lies in the window is hashed as on the host: by the kernel where it can, short and odd ranges too.
+#[track_caller]
+fn assert_hashes(own: &dyn Window, packed: &[u8]) {
+    let all = packed.len() as u64;
+    let mut ranges = vec![(0, all), (0, 16), (0, 240), (0, 256), (16, 1024), (16, 1040), (32, 1088), (48, 2048 + 16)];
+    ranges.extend([(8, 512), (0, 300), (1, 3000), (0, 0), (64, 241)]);
+    ranges.extend((0..40).map(|n| (n * 64, 256 + n * 80)));
+    let expected = |&(at, bytes): &(u64, u64)| {
+        let mut hash = Xxh3::default();
+        hash.update(&packed[at as usize..(at + bytes) as usize]);
+        hash.finish()
+    };
+    let there: Vec<(u64, u64)> = ranges.iter().map(|(at, bytes)| (HERE + at, *bytes)).collect();
+    let found = own.hashes(&there).unwrap();
+    assert_eq!(found, ranges.iter().map(expected).collect::<Vec<_>>());
+    let mut read = vec![0; packed.len()];
+    own.read(HERE, &mut read).unwrap();
+    assert!(read == packed);
+    own.hashes(&[(own.bytes() - 256, 512)]).unwrap_err();
+}
+
+/// Memory of another device is mapped where that is a peer, and else refused.
+#[test]
+fn windows_of_other_devices_are_for_peers() {
+    let Some(fake) = driver("windows_of_other_devices_are_for_peers", 3) else { return };
+    for (devices, peers, can) in [(1, false, false), (1, true, false), (2, false, false), (2, true, true)] {
+        fake.devices(devices, 7, peers);
+        let mut device = open();
+        let (_, own) = device.window(5000).unwrap().unwrap();
+        let descriptor = own.descriptor().unwrap();
+        let mut other = own.device();
+        other[15] += 1;
+        own.write(16, b"written").unwrap();
+        let import = |of: &DeviceUuid| Arc::clone(&own).import(of, descriptor.as_fd(), own.bytes());
+        let mut out = [0; 7];
+        import(&own.device()).unwrap().read(16, &mut out).unwrap();
+        assert_eq!(&out, b"written");
+        match import(&other) {
+            Ok(peer) => peer.read(16, &mut out).unwrap(),
+            Err(error) => assert!(!can && error.to_string().contains("peer"), "{devices} {peers}: {error}"),
+        }
+        assert_eq!(import(&other).is_ok(), can, "{devices} {peers}");
+        assert_eq!(own.mapped(), 0);
+    }
+    fake.finish();
 }
 
 #[test]
@@ -132,26 +204,32 @@ fn what_is_no_window_is_refused_and_leaves_nothing() {
     let Some(fake) = driver("what_is_no_window_is_refused_and_leaves_nothing", 3) else { return };
     let mut device = open();
     let before = fake.counts();
-    for (function, nth) in [("cuMemCreate", 1), ("cuMemAddressReserve", 1), ("cuMemMap", 1), ("cuMemSetAccess", 1)] {
-        fake.fail(function, nth, OUT_OF_MEMORY);
+    for function in ["cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess", "cuMemHostAlloc", "cuMemAlloc"]
+    {
+        fake.fail(function, 1, OUT_OF_MEMORY);
         assert!(matches!(device.window(5000), Err(DeviceError::OutOfMemory { .. })), "{function}");
     }
     fake.fail("cuMemExportToShareableHandle", 1, fake::UNKNOWN);
     device.window(5000).unwrap_err();
-    let file = File::open(std::env::current_exe().unwrap()).unwrap();
-    device.window_of(file.as_fd(), 4096).unwrap_err();
     let after = fake.counts();
     assert_eq!((after.physical, after.mappings, after.bytes_used), (before.physical, 0, before.bytes_used));
 
-    let (window, bytes, descriptor) = device.window(5000).unwrap().unwrap();
-    device.window_of(descriptor.as_fd(), bytes / 2).unwrap_err();
+    let (window, own) = device.window(5000).unwrap().unwrap();
+    let import = |file: BorrowedFd<'_>, bytes| Arc::clone(&own).import(&own.device(), file, bytes);
+    import(File::open(std::env::current_exe().unwrap()).unwrap().as_fd(), 4096).unwrap_err();
+    let descriptor = own.descriptor().unwrap();
+    import(descriptor.as_fd(), own.bytes() / 2).unwrap_err();
+    import(descriptor.as_fd(), 100).unwrap_err();
+    for function in ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"] {
+        fake.fail(function, 1, OUT_OF_MEMORY);
+        import(descriptor.as_fd(), own.bytes()).unwrap_err();
+    }
+    assert_eq!(own.mapped(), 0);
     let mut kv = rows(&mut device);
     write(&mut device, &mut kv, 0, 1);
     let beyond = catch_unwind(AssertUnwindSafe(|| device.kv_to_window(&kv, &pieces(0), window, 16)));
     assert!(beyond.is_err(), "pieces beyond the window");
-    device.close_window(window);
-    assert!(catch_unwind(AssertUnwindSafe(|| device.kv_to_window(&kv, &[], window, 0))).is_err(), "it is closed");
-    drop((kv, device, descriptor));
+    drop((kv, device, own, descriptor));
     fake.finish();
     assert!(CpuDevice::with_threads(1).window(4096).unwrap().is_none(), "the host backend has arenas of its own");
 }

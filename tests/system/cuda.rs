@@ -3,10 +3,10 @@
 
 #[path = "../../cuda/tests/support/fake.rs"]
 #[allow(dead_code, unused_macros, reason = "each test binary uses some of it")]
-mod fake;
+pub(crate) mod fake;
 #[path = "../../cuda/tests/support/shim.rs"]
 #[allow(dead_code, unreachable_pub, reason = "each test binary uses some of it")]
-mod shim;
+pub(crate) mod shim;
 
 use crate::process_up::{golden_prompt, single};
 use fake::{Fake, OUT_OF_MEMORY};
@@ -29,7 +29,7 @@ const PAGE: u64 = 1 << 12;
 const BLOCK: u32 = 16;
 
 /// The fake driver with the kernels, or a note that the test is skipped.
-fn driver(name: &str, seed: u64) -> Option<Fake> {
+pub(crate) fn driver(name: &str, seed: u64) -> Option<Fake> {
     let fake = shim::library().and_then(|library| {
         let fake = Fake::new(1 << 30, PAGE, seed)?;
         fake.kernels(&library);
@@ -90,8 +90,8 @@ fn a_cuda_and_a_cpu_instance_serve_together() {
     }
 }
 
-/// Prompts computed on one of the two backends and decoded on the other, or both on CUDA: KV passes through host memory,
-/// out of rows of addresses and into others.
+/// Prompts computed on one of the two backends and decoded on the other, or both on CUDA: KV passes through memory beside the
+/// stores, the host's or the device's own, out of rows of addresses and into others.
 #[test]
 fn prompts_pass_between_cuda_and_the_host() {
     let pool = PoolSpec::golden("head_dim_64", BLOCK);
@@ -99,7 +99,11 @@ fn prompts_pass_between_cuda_and_the_host() {
     for (seed, (from, to)) in (30..).zip(cases) {
         for push in [false, true] {
             let Some(fake) = driver("prompts_pass_between_cuda_and_the_host", seed) else { return };
-            let worker = |backend, role| Spec { role, ..spec(backend, 12, RemotePolicy::Ship) };
+            let worker = |backend, role| Spec {
+                role,
+                stage_on_device: role == Role::Prefill || !push,
+                ..spec(backend, 12, RemotePolicy::Ship)
+            };
             let decode = Spec { push, ..worker(to, Role::Decode) };
             crate::staged::assert_serves(&pool, worker(from, Role::Prefill), decode);
             fake.finish();

@@ -27,6 +27,7 @@ mod process_operate;
 mod process_replay;
 mod process_standby;
 mod process_up;
+mod process_windows;
 mod random;
 mod recovery;
 mod roles;

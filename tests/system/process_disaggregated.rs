@@ -19,7 +19,7 @@ fn decoders(status: &Value) -> Vec<Client> {
 }
 
 /// Waits until every decode worker can read every prefill worker's KV.
-fn connected(status: &Value, workers: u64) -> Vec<Client> {
+pub(crate) fn connected(status: &Value, workers: u64) -> Vec<Client> {
     let decoders = decoders(status);
     for client in &decoders {
         client.wait_until("/lagoon/status", "connected", |s| number(s, "prefill/workers") == workers);

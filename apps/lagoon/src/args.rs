@@ -46,11 +46,23 @@ pub(crate) enum RemoteArg {
 /// How a decode worker reads KV.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum TransferPathArg {
-    /// From shared memory where the prefill worker is on this host, else over QUIC.
+    /// On the device where both stage in memory of one or of peers, from shared memory where the prefill worker is on this host,
+    /// else over QUIC.
     #[default]
     Auto,
     /// Over QUIC, also on one host: for benchmarks.
     Quic,
+}
+
+/// Where KV lies that passes between a device that others cannot read and them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum StageMemoryArg {
+    /// On a CUDA device, in its own memory, which workers on this host with the same device or a peer of it read without the host;
+    /// what others read is copied to the host when they do. On other devices as `host`.
+    #[default]
+    Device,
+    /// In the host's memory, which all workers on this host share.
+    Host,
 }
 
 /// When a decode worker gets the KV of a prompt.
@@ -130,10 +142,13 @@ pub(crate) struct EngineArgs {
     /// Tokens of KV in each instance's host memory besides, lent to itself and others as a kv node of the pool.
     #[arg(long, value_name = "N")]
     pub(crate) host_kv_tokens: Option<u32>,
-    /// Tokens of host memory through which KV that others compute or are computed for passes, where others cannot read
-    /// the device's memory (wgpu, CUDA) [default: twice the longest sequence, at most all].
+    /// Tokens of memory beside the KV cache through which KV that others compute or are computed for passes, where others cannot
+    /// read the cache itself (wgpu, CUDA) [default: twice the longest sequence, at most all].
     #[arg(long, value_name = "N")]
     pub(crate) stage_kv_tokens: Option<u32>,
+    /// Where that memory is.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) stage_memory: StageMemoryArg,
     /// Tokens in an rBlock; the same in the whole pool.
     #[arg(long, value_name = "N", default_value_t = lagoon_types::limits::BLOCK_TOKENS_DEFAULT)]
     pub(crate) block_tokens: u32,
@@ -231,6 +246,7 @@ impl EngineArgs {
         flags.extend((!self.prefix_cache).then(|| "--prefix-cache=off".to_owned()));
         flags.extend((!self.move_overlap).then(|| "--move-overlap=off".to_owned()));
         flags.extend(self.stage_kv_tokens.map(|n| format!("--stage-kv-tokens={n}")));
+        flags.extend((self.stage_memory == StageMemoryArg::Host).then(|| "--stage-memory=host".to_owned()));
         flags.extend(self.host_kv_tokens.map(|n| format!("--host-kv-tokens={n}")));
         flags.extend(self.target_tbt_ms.map(|ms| format!("--target-tbt-ms={ms}")));
         flags.extend(self.threads.map(|n| format!("--threads={n}")));

@@ -287,6 +287,7 @@ mod tests {
             fetch_tokens: 0,
             share_blocks: None,
             stage_blocks: 0,
+            stage_on_device: false,
         };
         let executor = Executor::new(device, &model.config, weights, config).unwrap();
         let subject = Subject {

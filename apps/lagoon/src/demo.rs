@@ -5,7 +5,9 @@
 //! generated token are compared.
 
 use crate::api_client::ApiClient;
-use crate::args::{BackendArg, CalibrateArg, EngineArgs, KvTransferArg, PrecisionArg, RemoteArg, TransferPathArg};
+use crate::args::{
+    BackendArg, CalibrateArg, EngineArgs, KvTransferArg, PrecisionArg, RemoteArg, StageMemoryArg, TransferPathArg,
+};
 use crate::local::{EphemeralCa, LocalPool, start_pool, start_single};
 use crate::serve::lend_reserve_blocks;
 use crate::{bundled, device, up};
@@ -202,6 +204,7 @@ fn engine_args(args: &DemoArgs, backend: &str) -> EngineArgs {
         kv_tokens: Some(args.kv_tokens),
         host_kv_tokens: None,
         stage_kv_tokens: None,
+        stage_memory: StageMemoryArg::default(),
         block_tokens: limits::BLOCK_TOKENS_DEFAULT,
         step_tokens: u32::try_from(limits::STEP_ROWS_DEFAULT).unwrap_or(u32::MAX),
         max_running: 8,

@@ -1,6 +1,6 @@
 //! The one place that picks a backend: everything below is generic over it.
 
-use crate::args::{BackendArg, CalibrateArg, EngineArgs, PrecisionArg};
+use crate::args::{BackendArg, CalibrateArg, EngineArgs, PrecisionArg, StageMemoryArg};
 use crate::calibrate::{Subject, calibrate};
 use crate::calibration_cache::{self as cache, Key};
 use crate::cuda_tuning;
@@ -11,7 +11,7 @@ use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, CudaProbe, kernels};
 use lagoon_model::{LlamaWeights, Rope};
 use lagoon_protocol::Calibration;
-use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, KvArena, Model, Report};
+use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, KvMemory, Model, Report};
 use lagoon_shaders::{AdapterChoice, WgpuDevice, list_adapters};
 use lagoon_types::KvSpace;
 use metrics::counter;
@@ -79,7 +79,7 @@ pub(crate) struct Running {
     /// How its KV is addressed.
     pub(crate) space: KvSpace,
     /// Its KV, if that is shared, or memory for so many rBlocks beside it.
-    pub(crate) arenas: Vec<KvArena>,
+    pub(crate) memory: KvMemory,
     pub(crate) stage_blocks: u32,
     /// What it measured of itself, now or earlier.
     pub(crate) calibration: Option<Calibration>,
@@ -198,10 +198,12 @@ fn load<D: Device>(
         fetch_tokens: FETCH_TOKENS as usize,
         share_blocks: sizes.shared.then_some(args.block_tokens),
         stage_blocks: sizes.stage_blocks,
+        stage_on_device: args.stage_memory == StageMemoryArg::Device,
     };
     let runs_requests = weights.is_some();
-    let mut executor = Executor::new(device, &model.config, weights, config)
-        .context("allocate the KV cache and buffers\nhint: choose a smaller --kv-tokens or --step-tokens")?;
+    let mut executor = Executor::new(device, &model.config, weights, config).context(
+        "allocate the KV cache and buffers\nhint: choose a smaller --kv-tokens, --step-tokens or --stage-kv-tokens",
+    )?;
     let subject = Subject {
         geometry: model.config.geometry,
         kv: model.config.kv_shape(sizes.kv_dtype),
@@ -212,10 +214,10 @@ fn load<D: Device>(
         runs_requests,
     };
     let calibration = measured(&mut executor, subject, args, model, &info)?;
-    let arenas = executor.arenas().to_vec();
+    let memory = executor.memory().clone();
     let stage_blocks = if executor.stages() { sizes.stage_blocks } else { 0 };
     let thread = lagoon_runner::spawn(executor, report);
-    Ok(Running { thread, info, space, arenas, stage_blocks, calibration })
+    Ok(Running { thread, info, space, memory, stage_blocks, calibration })
 }
 
 /// What is known of the executor's speed: from the cache, or measured now, as the flag says.

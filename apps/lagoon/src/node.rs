@@ -6,7 +6,7 @@ use crate::node_metrics::{NodeMetrics, record_prefill_times};
 use crate::partial_waits::PartialWaits;
 use crate::path_probe::PathRow;
 use crate::pool_client::{CalibrationRow, role_name, tier_name};
-use crate::transfers::{Told, Transfers};
+use crate::transfers::{Carried, Told, Transfers};
 use anyhow::Context as _;
 use lagoon_instance::{Effect, Event, Instance, InstanceConfig, InstanceStatus, PeerKey, TICK_MS};
 use lagoon_protocol::{AdminBody, AdminDrain, AdminQuery, BulkFrame, ControlBody, DrainOrder, PartialsFrame};
@@ -71,6 +71,9 @@ pub(crate) struct NodeStatus {
     /// Paths to prefill workers' KV, as they were measured.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) paths: Vec<PathRow>,
+    /// What paths have carried, of an instance whose KV is shared.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) carried: Option<Carried>,
 }
 
 /// What HTTP handlers may know without asking the loop.
@@ -454,6 +457,7 @@ impl NodeLoop {
             partials_bytes_sent: sent(Class::Partials),
             bulk_bytes_sent: sent(Class::Bulk),
             paths: self.transfers.as_ref().map_or_else(Vec::new, |transfers| transfers.measured().to_vec()),
+            carried: self.transfers.as_ref().map(Transfers::carried),
         }
     }
 

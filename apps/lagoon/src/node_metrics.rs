@@ -3,6 +3,7 @@
 //! A process may have two nodes: the instance, and its host memory tier. The second one's names say `host`.
 
 use crate::node::NodeStatus;
+use crate::transfers::Carried;
 use lagoon_backend::{KvCounters, LaunchCounters};
 use lagoon_instance::{LastTimes, MoveStatus, PrefillStatus, PrefixStatus};
 use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
@@ -52,6 +53,7 @@ impl NodeMetrics {
             let labels = [("worker", row.worker.to_string()), ("path", row.path.to_owned())];
             gauge!("lagoon_transfer_path_bytes_per_second", &labels).set(row.bytes_per_s);
         }
+        status.carried.iter().for_each(record_carried);
         gauge!("lagoon_draining").set(if of.draining { 1.0 } else { 0.0 });
         counter!("lagoon_wire_bytes_sent_total", "class" => "control").absolute(status.control_bytes_sent);
         counter!("lagoon_wire_bytes_sent_total", "class" => "partials").absolute(status.partials_bytes_sent);
@@ -127,6 +129,13 @@ fn record_prefill(of: &PrefillStatus) {
     counter!("lagoon_transfer_blocks_damaged_total").absolute(of.damaged_blocks);
 }
 
+fn record_carried(of: &Carried) {
+    let paths = of.bytes.iter();
+    paths.for_each(|(path, bytes)| counter!("lagoon_transfer_path_bytes_total", "path" => *path).absolute(*bytes));
+    gauge!("lagoon_transfer_windows_mapped").set(as_f64(of.windows_mapped));
+    counter!("lagoon_transfer_windows_refused_total").absolute(of.windows_refused);
+}
+
 fn describe_prefill() {
     describe_gauge!("lagoon_prefill_workers", "Prefill workers that are connected and whose KV can be read.");
     describe_gauge!("lagoon_prefill_away", "Requests whose prompts are computed elsewhere, or wait to be read.");
@@ -144,7 +153,7 @@ fn describe_prefill() {
     describe_counter!("lagoon_prefill_jobs_total", "Prompts for others, by what became of them.");
     describe_gauge!(
         "lagoon_transfer_stage_blocks_used",
-        "rBlocks of host memory in use through which KV passes where others cannot read the device's."
+        "rBlocks in use of memory beside the KV store, through which KV passes where others cannot read the store."
     );
     describe_counter!("lagoon_transfer_stage_waits_total", "Prompts for others that waited for such memory.");
     describe_counter!("lagoon_transfer_reads_total", "Reads of KV before merging.");
@@ -157,6 +166,15 @@ fn describe_prefill() {
     describe_gauge!(
         "lagoon_transfer_path_bytes_per_second",
         "What a path to a prefill worker carried when it was opened, by worker and path."
+    );
+    describe_counter!(
+        "lagoon_transfer_path_bytes_total",
+        "Bytes of KV that were read, by path: same device, peer device, same process, same host, quic."
+    );
+    describe_gauge!("lagoon_transfer_windows_mapped", "Prefill workers whose device memory is mapped here.");
+    describe_counter!(
+        "lagoon_transfer_windows_refused_total",
+        "Times that a prefill worker's device memory could not be mapped, so that its KV passed the host."
     );
     describe_counter!("lagoon_transfer_blocks_damaged_total", "rBlocks that did not arrive as they were.");
     describe_histogram!(

@@ -222,12 +222,12 @@ fn start_transfers(
         return Ok(None);
     }
     anyhow::ensure!(
-        !running.arenas.is_empty(),
+        !running.memory.is_empty(),
         "prefill and decode workers need memory that others can read, which Linux has\nhint: leave out --role"
     );
     let wanted = Wanted { quic: args.quic, advertise: args.advertise, transfer: args.transfer_quic };
     let endpoint = transfer_addr::choose(&args.transfer_interface, &wanted, running.info.pci)?;
-    Transfers::start(config, &running.arenas, &endpoint, &args.tls.identity()?).map(Some)
+    Transfers::start(config, &running.memory, &endpoint, &args.tls.identity()?).map(Some)
 }
 
 /// How much KV it holds, in whole rBlocks.

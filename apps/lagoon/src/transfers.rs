@@ -1,6 +1,6 @@
 //! KV transfer of a node: its exports, which threads of their own serve over an endpoint of their own, and the paths on
 //! which it reads others' KV. The instance's loop only hands orders in and takes what happened; reads go on while it
-//! stands still.
+//! stands still. What is read and filled is the host's memory or a window of the device.
 
 use crate::args::{EngineArgs, KvTransferArg, TransferPathArg};
 use crate::path_probe::{self, PathRow};
@@ -9,15 +9,18 @@ use crate::writers_here::{self, KnownHere};
 use anyhow::Context;
 use lagoon_instance::{InstanceConfig, TransferConfig, TransferEffect, TransferEvent};
 use lagoon_protocol::TransferArena;
-use lagoon_runner::KvArena;
-use lagoon_transfer::{Check, ConnId, Layout, Region, Span, Writer, WriterConfig, WriterOutput, check_block};
+use lagoon_runner::{KvArena, KvMemory, KvWindow};
+use lagoon_transfer::{
+    Check, ConnId, Layout, PeerRegions, Region, Span, WindowRegion, Writer, WriterConfig, WriterOutput, check_blocks,
+};
 use lagoon_transport::direct::{
-    ArenaServer, ExportServer, Landing, LanesConfig, MemoryPath, OnEvent, Path, PathEvent, Probe, ReadJob, fetch_arena,
-    host_identity,
+    ArenaServer, ExportServer, HostError, Landing, LanesConfig, MemoryPath, OnEvent, Path, PathEvent, Probe, ReadJob,
+    fetch_arena, fetch_window, host_identity,
 };
 use lagoon_transport::{Bound, Identity, Node, TransportConfig};
 use lagoon_types::limits::WORKERS_MAX;
 use lagoon_types::{InstanceId, SeqId};
+use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -47,6 +50,11 @@ pub(crate) enum Told {
     },
     /// What a path carries.
     Probed(Result<PathRow, String>),
+    /// A worker's window could not be mapped, and why: its KV passes the host.
+    NoWindow {
+        writer: InstanceId,
+        why: String,
+    },
 }
 
 /// What an instance wants to be exported: see [`TransferEffect::Export`].
@@ -72,6 +80,8 @@ enum Slot {
 pub(crate) struct Transfers {
     server: Arc<ExportServer>,
     regions: Arc<[Arc<dyn Region>]>,
+    /// The memory that they are in, if that is the device's.
+    window: Option<KvWindow>,
     node: Node,
     /// Nobody talks to this endpoint but readers; what else comes is never read.
     _bound: Bound,
@@ -81,6 +91,7 @@ pub(crate) struct Transfers {
     _here: KnownHere,
     paths: BTreeMap<ConnId, Slot>,
     meter: Meter,
+    carried: Carried,
     /// Paths that were measured, and the workers to which one was begun to be.
     measured: Vec<PathRow>,
     probed: BTreeSet<InstanceId>,
@@ -90,29 +101,40 @@ pub(crate) struct Transfers {
     told: mpsc::UnboundedReceiver<Told>,
 }
 
+/// What paths have carried, and the device's memory that is shared.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub(crate) struct Carried {
+    /// Bytes of KV that arrived, by the name of the path.
+    pub(crate) bytes: BTreeMap<&'static str, u64>,
+    /// Other workers' windows that are mapped, and how often one could not be.
+    pub(crate) windows_mapped: usize,
+    pub(crate) windows_refused: u64,
+}
+
 /// The time in which anything is being read.
 #[derive(Debug, Default)]
 struct Meter {
-    in_flight: BTreeMap<ConnId, u64>,
+    /// Bytes of reads.
+    in_flight: BTreeMap<ConnId, BTreeMap<u64, u64>>,
     /// When something began to be read, if anything is.
     since: Option<Instant>,
     busy: Duration,
 }
 
 impl Meter {
-    fn begin(&mut self, conn: ConnId) {
-        *self.in_flight.entry(conn).or_default() += 1;
+    fn begin(&mut self, conn: ConnId, read: u64, bytes: u64) {
+        self.in_flight.entry(conn).or_default().insert(read, bytes);
         self.since.get_or_insert_with(Instant::now);
     }
 
-    fn end(&mut self, conn: ConnId) {
-        let left = self.in_flight.get_mut(&conn).map_or(0, |reads| {
-            *reads = reads.saturating_sub(1);
-            *reads
-        });
-        if left == 0 {
+    /// The read's bytes.
+    fn end(&mut self, conn: ConnId, read: u64) -> u64 {
+        let reads = self.in_flight.entry(conn).or_default();
+        let bytes = reads.remove(&read).unwrap_or(0);
+        if reads.is_empty() {
             self.down(conn);
         }
+        bytes
     }
 
     /// Its reads end with a path.
@@ -147,10 +169,10 @@ pub(crate) fn config(of: &InstanceConfig, stage_blocks: u32, engine: &EngineArgs
 }
 
 impl Transfers {
-    /// Serves `arenas`, the memory of the instance that `config` is of, on `endpoint`, and reads that of others from there.
+    /// Serves `memory`, that of the instance that `config` is of, on `endpoint`, and reads that of others from there.
     pub(crate) fn start(
         config: &InstanceConfig,
-        arenas: &[KvArena],
+        memory: &KvMemory,
         endpoint: &Endpoint,
         identity: &Identity,
     ) -> anyhow::Result<Self> {
@@ -174,9 +196,7 @@ impl Transfers {
         tracing::info!(listen = %node.local_addr(), told = %addr, interface, endpoint.reason, "KV is read and served");
         let sockets =
             tempfile::Builder::new().prefix("lagoon-kv-").tempdir().context("make a directory for sockets")?;
-        let offered: Vec<(u32, KvArena)> = (0..).zip(arenas.iter().cloned()).collect();
-        let arena_server =
-            ArenaServer::start(&sockets.path().join("arenas"), &offered).context("offer KV on this host")?;
+        let arena_server = offer(&sockets.path().join("arenas"), memory).context("offer KV on this host")?;
         let writer = WriterConfig {
             incarnation: config.incarnation,
             host: host_identity(),
@@ -184,7 +204,11 @@ impl Transfers {
             addr: addr.to_string(),
             ..WriterConfig::default()
         };
-        let regions: Vec<Arc<dyn Region>> = arenas.iter().map(|arena| Arc::new(arena.clone()) as _).collect();
+        let regions = regions(memory);
+        let window = match memory {
+            KvMemory::Device { window, .. } => Some(Arc::clone(window)),
+            KvMemory::Host(_) => None,
+        };
         let started = Instant::now();
         let clock = move || u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
         let server = ExportServer::new(Writer::new(layout, writer), regions.clone(), clock);
@@ -194,6 +218,7 @@ impl Transfers {
         Ok(Self {
             server,
             regions: regions.into(),
+            window,
             node,
             _bound: bound,
             runtime: Some(runtime),
@@ -202,6 +227,7 @@ impl Transfers {
             _here: here,
             paths: BTreeMap::new(),
             meter: Meter::default(),
+            carried: Carried::default(),
             measured: Vec::new(),
             probed: BTreeSet::new(),
             announce: false,
@@ -230,6 +256,12 @@ impl Transfers {
     /// The paths that were measured: the latest of each worker.
     pub(crate) fn measured(&self) -> &[PathRow] {
         &self.measured
+    }
+
+    /// What paths have carried.
+    pub(crate) fn carried(&self) -> Carried {
+        let windows_mapped = self.window.as_ref().map_or(0, |window| window.mapped());
+        Carried { windows_mapped, ..self.carried.clone() }
     }
 
     /// What happened next.
@@ -272,7 +304,7 @@ impl Transfers {
             TransferEffect::Read { conn, read, transaction, pulls } => {
                 let job = ReadJob { read, transaction, pulls };
                 if self.paths.contains_key(&conn) {
-                    self.meter.begin(conn);
+                    self.meter.begin(conn, read, job.transaction.bytes);
                 }
                 match self.paths.get_mut(&conn) {
                     Some(Slot::Open(path)) => path.read(job),
@@ -301,7 +333,12 @@ impl Transfers {
                         self.paths.remove(conn);
                         self.meter.down(*conn);
                     }
-                    TransferEvent::Read { conn, .. } => self.meter.end(*conn),
+                    TransferEvent::Read { conn, read, result } => {
+                        let bytes = self.meter.end(*conn, *read);
+                        if let (Ok(_), Some(Slot::Open(path))) = (result, self.paths.get(conn)) {
+                            *self.carried.bytes.entry(path.name()).or_default() += bytes;
+                        }
+                    }
                     _ => {}
                 }
                 Some(event)
@@ -322,6 +359,15 @@ impl Transfers {
             }
             Told::Probed(row) => {
                 self.on_probed(row);
+                None
+            }
+            Told::NoWindow { writer, why } => {
+                self.carried.windows_refused += 1;
+                tracing::warn!(
+                    "KV of prefill worker {writer} goes through the host's memory: its device memory cannot be mapped: {why}\n\
+                     hint: both need the same GPU or GPUs with peer access, and one user and mount namespace; \
+                     --stage-memory=host stages in shared memory, which is faster than what is left"
+                );
                 None
             }
         }
@@ -351,12 +397,8 @@ impl Transfers {
             let (layout, view) = server.with(|w, _| (Arc::clone(w.layout()), w.view(of.reader).cloned()));
             let view = view.and_then(|view| view.within(of.part.layers.as_ref()));
             let checks = view.ok_or_else(|| format!("{} is not connected", of.reader)).and_then(|view| {
-                let size = layout.block_tokens();
-                let check = |(n, block): (u32, &u32)| {
-                    let filled = size.min(of.part.tokens.saturating_sub(n * size));
-                    check_block(&layout, &view, *block, filled, server.regions()).map_err(|error| error.to_string())
-                };
-                (0..).zip(&of.blocks).map(check).collect()
+                let checks = check_blocks(&layout, &view, &of.blocks, of.part.tokens, server.regions());
+                checks.map_err(|error| error.to_string())
             });
             Told::Checks { of, checks }
         });
@@ -378,8 +420,8 @@ impl Transfers {
         Landing { regions: Arc::clone(&self.regions), verify: true, on_event }
     }
 
-    /// Opens the best path there is: within this process if the writer is in it, shared memory if it is on this host, else
-    /// QUIC.
+    /// Opens the best path there is: on the device if both stage in memory of one or of peers, within this process if the writer
+    /// is in it, shared memory if it is on this host, else QUIC.
     fn open(
         &mut self,
         conn: ConnId,
@@ -393,13 +435,13 @@ impl Transfers {
         let (tell, runtime) = (self.tell.clone(), self.runtime.as_ref().map(|runtime| runtime.handle().clone()));
         let (node, landing, addr, layout) =
             (self.node.clone(), self.landing(conn), addr.to_owned(), Arc::clone(layout));
+        let near = Near { layout, arenas, window: self.window.clone(), of: (reader, writer, epoch) };
         self.paths.insert(conn, Slot::Opening(Some(Vec::new())));
         self.blocking(move || {
-            let of = (reader, writer, epoch);
-            let path = match near(&layout, &arenas, of, &landing, first.then_some(&tell)) {
+            let path = match near.open(&landing, &tell, first) {
                 Ok(path) => Ok(Box::new(path) as Box<dyn Path>),
                 Err(reason) => {
-                    tracing::debug!(conn = conn.0, reason, "KV is read over QUIC");
+                    tracing::info!(conn = conn.0, reason, "KV is read over QUIC");
                     let config = LanesConfig { reader, epoch, lanes: LANES };
                     let addr = addr.parse::<SocketAddr>().map_err(|error| format!("{addr:?}: {error}"));
                     if let (true, Ok(addr), Some(runtime)) = (first, &addr, runtime) {
@@ -463,44 +505,98 @@ async fn probe_quic(
     let _ = tell.send(Told::Probed(probe.map(|probe| PathRow::quic(writer.0, probe, expected_as))));
 }
 
-/// A path within this process or this host, if the writer is there. It is measured if there is somebody to `tell`.
-fn near(
-    layout: &Layout,
-    arenas: &[TransferArena],
-    (reader, writer, epoch): (InstanceId, InstanceId, u64),
-    landing: &Landing,
-    tell: Option<&mpsc::UnboundedSender<Told>>,
-) -> Result<MemoryPath, String> {
-    let measured = |probe: Result<Probe, String>, bytes: usize| {
-        let row = probe.map(|probe| PathRow::memory(writer.0, probe, bytes));
-        // The loop may be gone.
-        tell.into_iter().for_each(|tell| _ = tell.send(Told::Probed(row.clone())));
-    };
-    if let Some(server) = writers_here::find(arenas) {
-        let bytes = usize::try_from(layout.region_bytes().first().copied().unwrap_or(0)).unwrap_or(usize::MAX);
-        if tell.is_some() {
-            measured(Probe::within(&server), bytes);
-        }
-        return MemoryPath::within(server, (reader, epoch), COPIERS, landing).map_err(|error| error.to_string());
-    }
-    let views = map_arenas(layout, arenas)?.ok_or_else(|| "it is on another host".to_owned())?;
-    if let Some(view) = views.first().filter(|_| tell.is_some()) {
-        measured(Probe::of_arena(view), view.bytes());
-    }
-    MemoryPath::shared(views, COPIERS, landing).map_err(|error| error.to_string())
+/// What a worker offers to whoever is near it.
+#[derive(Debug)]
+struct Near {
+    layout: Arc<Layout>,
+    arenas: Vec<TransferArena>,
+    /// The own window.
+    window: Option<KvWindow>,
+    /// The reader, the writer, and the writer's acceptance.
+    of: (InstanceId, InstanceId, u64),
 }
 
-/// The writer's memory, if it offers all of it on this host.
-fn map_arenas(layout: &Layout, arenas: &[TransferArena]) -> Result<Option<Vec<lagoon_backend::ArenaView>>, String> {
-    let sizes = layout.region_bytes();
-    if arenas.len() != sizes.len() {
-        return Ok(None);
+impl Near {
+    /// A path on the own device or a peer of it, within this process or on this host, if the writer is there. It is measured if
+    /// it is the `first` one.
+    fn open(&self, landing: &Landing, tell: &mpsc::UnboundedSender<Told>, first: bool) -> Result<MemoryPath, String> {
+        let (reader, writer, epoch) = self.of;
+        // The loop may be gone.
+        let told = |told| _ = tell.send(told);
+        let measured = |probe: Result<Probe, String>, bytes: usize| {
+            told(Told::Probed(probe.map(|probe| PathRow::memory(writer.0, probe, bytes))));
+        };
+        match self.map_window() {
+            Some(Ok((regions, is_peer))) => {
+                if first {
+                    let probe = Probe::of_window(if is_peer { "peer device" } else { "same device" }, regions.window());
+                    let bytes = usize::try_from(regions.window().bytes()).unwrap_or(usize::MAX);
+                    measured(probe, bytes);
+                }
+                let path = MemoryPath::on_device(regions, is_peer, COPIERS, landing);
+                return path.map_err(|error| error.to_string());
+            }
+            Some(Err(why)) => told(Told::NoWindow { writer, why }),
+            None => {}
+        }
+        if let Some(server) = writers_here::find(&self.arenas) {
+            let bytes = self.layout.region_bytes().first().copied().unwrap_or(0);
+            if first {
+                measured(Probe::within(&server), usize::try_from(bytes).unwrap_or(usize::MAX));
+            }
+            return MemoryPath::within(server, (reader, epoch), COPIERS, landing).map_err(|error| error.to_string());
+        }
+        let views = self.map_arenas()?.ok_or_else(|| "it is on another host, or stages on its device".to_owned())?;
+        if let Some(view) = views.first().filter(|_| first) {
+            measured(Probe::of_arena(view), view.bytes());
+        }
+        MemoryPath::shared(views, COPIERS, landing).map_err(|error| error.to_string())
     }
-    let view = |(region, bytes): (usize, &u64)| {
-        let offer = arenas.iter().find(|arena| arena.region as usize == region).ok_or("a region is missing")?;
-        fetch_arena(offer, *bytes).map_err(|error| error.to_string())
-    };
-    sizes.iter().enumerate().map(view).collect::<Result<Vec<_>, String>>().map(Some)
+
+    /// The writer's window, if it offers one on this host and there is one here; and whether it is another device's.
+    fn map_window(&self) -> Option<Result<(PeerRegions, bool), String>> {
+        let offer = self.arenas.iter().find(|arena| !arena.device.is_empty())?;
+        let own = self.window.as_ref()?;
+        let regions = fetch_window(offer, own)
+            .map_err(|error| error.to_string())
+            .and_then(|window| PeerRegions::new(window, self.layout.region_bytes()).map_err(|error| error.to_string()));
+        Some(regions.map(|regions| (regions, offer.device != own.device())))
+    }
+
+    /// The writer's memory, if it offers all of it on this host.
+    fn map_arenas(&self) -> Result<Option<Vec<lagoon_backend::ArenaView>>, String> {
+        let sizes = self.layout.region_bytes();
+        if self.arenas.len() != sizes.len() || self.arenas.iter().any(|arena| !arena.device.is_empty()) {
+            return Ok(None);
+        }
+        let view = |(region, bytes): (usize, &u64)| {
+            let offer =
+                self.arenas.iter().find(|arena| arena.region as usize == region).ok_or("a region is missing")?;
+            fetch_arena(offer, *bytes).map_err(|error| error.to_string())
+        };
+        sizes.iter().enumerate().map(view).collect::<Result<Vec<_>, String>>().map(Some)
+    }
+}
+
+/// Offers memory to workers on this host.
+fn offer(socket: &std::path::Path, memory: &KvMemory) -> Result<ArenaServer, HostError> {
+    match memory {
+        KvMemory::Host(arenas) => {
+            let offered: Vec<(u32, KvArena)> = (0..).zip(arenas.iter().cloned()).collect();
+            ArenaServer::start(socket, &offered)
+        }
+        KvMemory::Device { window, .. } => ArenaServer::of_window(socket, window.as_ref()),
+    }
+}
+
+/// Memory as transports see it.
+fn regions(memory: &KvMemory) -> Vec<Arc<dyn Region>> {
+    match memory {
+        KvMemory::Host(arenas) => arenas.iter().map(|arena| Arc::new(arena.clone()) as _).collect(),
+        KvMemory::Device { window, layers, layer_bytes } => {
+            WindowRegion::consecutive(window, *layers, *layer_bytes as u64)
+        }
+    }
 }
 
 impl Drop for Transfers {

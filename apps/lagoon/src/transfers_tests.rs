@@ -61,7 +61,8 @@ fn arenas() -> Vec<KvArena> {
 fn start(incarnation: u64, arenas: &[KvArena], ca: &EphemeralCa) -> Transfers {
     let listen = "127.0.0.1:0".parse().unwrap();
     let endpoint = Endpoint { listen, advertise: None, interface: None, reason: String::new() };
-    Transfers::start(&config(incarnation), arenas, &endpoint, &ca.identity().unwrap()).unwrap()
+    let memory = KvMemory::Host(arenas.to_vec());
+    Transfers::start(&config(incarnation), &memory, &endpoint, &ca.identity().unwrap()).unwrap()
 }
 
 fn tokens(arenas: &[KvArena], block: u32, tokens: u32) -> Vec<u8> {

@@ -53,7 +53,7 @@ mod tests {
         let kv = KvShape { layers: 1, kv_heads: 1, head_dim: 8, dtype: DType::F32 };
         let layout = TransferConfig::new(ModelHash([3; 32]), kv, (4, 4), String::new()).unwrap().layout;
         let server = ExportServer::new(Writer::new(layout, WriterConfig::default()), Vec::new(), || 0);
-        let arena = |token: u8| TransferArena { region: 0, socket: String::new(), token: vec![token; 32] };
+        let arena = |token: u8| TransferArena { token: vec![token; 32], ..TransferArena::default() };
         let known = KnownHere::new(&[arena(7)], &server);
         assert!(find(&[arena(7)]).is_some_and(|found| Arc::ptr_eq(&found, &server)));
         assert!(find(&[arena(8)]).is_none() && find(&[]).is_none());

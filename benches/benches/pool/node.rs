@@ -109,6 +109,7 @@ impl Side {
             fetch_tokens: FETCH_TOKENS as usize,
             share_blocks: None,
             stage_blocks: 0,
+            stage_on_device: false,
         };
         let executor = Executor::new(device, &config, Some(model), sizes)?;
         let (report, reports) = mpsc::unbounded_channel();

@@ -54,6 +54,11 @@ struct KvCopyParams {
     uint32_t slot0, kv_heads, head_bytes, element_bytes;
 };
 
+struct KvCheckParams {
+    Address extents, out, secret;
+    uint32_t count, pad;
+};
+
 struct MergeParams {
     Address acc_out, acc_lse, out, lse, acc_count, count;
     uint32_t heads, head_dim;
@@ -123,6 +128,7 @@ struct SampleParams {
 static_assert(sizeof(KvView) == 32 && sizeof(EmbedParams) == 40 && sizeof(GatherParams) == 32, "as in Rust");
 static_assert(sizeof(NormParams) == 56 && sizeof(GateParams) == 24 && sizeof(GeluParams) == 32, "as in Rust");
 static_assert(sizeof(BiasParams) == 24 && sizeof(RopeParams) == 72 && sizeof(KvCopyParams) == 56, "as in Rust");
+static_assert(sizeof(KvCheckParams) == 32, "as in Rust");
 static_assert(sizeof(MergeParams) == 56 && sizeof(KvRun) == 12 && sizeof(AttnItem) == 48, "as in Rust");
 static_assert(sizeof(MergeItem) == 16 && sizeof(AttentionParams) == 128, "as in Rust");
 static_assert(sizeof(AttentionMergeParams) == 48 && sizeof(GemvParams) == 64 && sizeof(SplitParams) == 48, "as in Rust");

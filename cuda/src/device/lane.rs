@@ -48,7 +48,7 @@ impl Kernels {
         Ok(Self(Arc::new(all.map(function).collect::<Result<_, CudaError>>()?)))
     }
 
-    fn get(&self, name: &str) -> &Function {
+    pub(super) fn get(&self, name: &str) -> &Function {
         self.0.get(name).expect("every kernel is in the image")
     }
 }
@@ -121,6 +121,10 @@ impl Lane {
             listing: false,
             steps: 0,
         })
+    }
+
+    pub(super) fn kernels(&self) -> &Kernels {
+        &self.kernels
     }
 
     /// Lists what is called from now on, until it is settled, instead of launching it: a step that comes again and again.

@@ -12,6 +12,8 @@ mod lane;
 mod linear;
 mod memory;
 mod plans;
+#[cfg(target_os = "linux")]
+mod shared_window;
 mod span;
 mod tuner;
 mod windows;
@@ -20,7 +22,6 @@ pub use linear::LinearLayers;
 pub use memory::{CudaKv, CudaTensor, CudaWeight};
 pub use tuner::{Tried, TuneFor};
 
-use crate::arena::Arena;
 use crate::driver::{Buffer, Context, Event, Pinned, Priority, copy_to_host};
 use crate::kernels::attention::{Buffers, SHARED_BYTES_LEAST, SHARED_BYTES_MAX, Tuning};
 use crate::kernels::linear::Product;
@@ -41,8 +42,6 @@ use memory::{ADDRESS_BYTES_MAX, layout_for, least_block_tokens, word};
 use plans::Plans;
 use span::{STAGED_BYTES_MAX, Span, Staged};
 use std::ops::Range;
-#[cfg(target_os = "linux")]
-use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 use windows::Windows;
@@ -312,17 +311,8 @@ impl Device for CudaDevice {
     }
 
     #[cfg(target_os = "linux")]
-    fn window(&mut self, bytes: usize) -> Result<Option<(WindowId, usize, OwnedFd)>, DeviceError> {
+    fn window(&mut self, bytes: usize) -> Result<Option<lagoon_backend::OwnWindow>, DeviceError> {
         self.make_window(bytes)
-    }
-
-    #[cfg(target_os = "linux")]
-    fn window_of(&mut self, descriptor: BorrowedFd<'_>, bytes: usize) -> Result<WindowId, DeviceError> {
-        Ok(self.windows.add(Arena::import(&self.context, descriptor, bytes)?))
-    }
-
-    fn close_window(&mut self, window: WindowId) {
-        self.windows.remove(window);
     }
 
     fn kv_to_window(&mut self, kv: &CudaKv, pieces: &[KvPiece], to: WindowId, at: usize) -> Result<(), DeviceError> {

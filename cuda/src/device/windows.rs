@@ -1,4 +1,4 @@
-//! Windows: memory that two processes' devices on one host map ([`Arena`]), through which KV goes from one to the other
+//! Windows: memory that several processes' devices on one host map ([`Arena`]), through which KV goes from one to another
 //! without passing the host. Page groups of stores are private, in rows of their own on either side; a window has them in the
 //! canonical layout, packed and unpacked by kernels.
 //!
@@ -7,44 +7,31 @@
 
 use super::CudaDevice;
 use super::memory::CudaKv;
+#[cfg(target_os = "linux")]
+use super::shared_window::SharedWindow;
 use crate::arena::Arena;
 use lagoon_backend::{DeviceError, KvPiece, WindowId};
 use std::collections::BTreeMap;
-#[cfg(target_os = "linux")]
-use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 /// The windows of one device, by number.
 #[derive(Debug, Default)]
 pub(super) struct Windows {
-    arenas: BTreeMap<WindowId, Arena>,
-    numbers: u32,
-}
-
-impl Windows {
-    pub(super) fn add(&mut self, arena: Arena) -> WindowId {
-        self.numbers += 1;
-        let window = WindowId(self.numbers);
-        self.arenas.insert(window, arena);
-        window
-    }
-
-    /// Unmaps one. Nothing uses it: packing and unpacking wait for their end.
-    pub(super) fn remove(&mut self, window: WindowId) {
-        self.arenas.remove(&window);
-    }
+    arenas: BTreeMap<WindowId, Arc<Arena>>,
 }
 
 impl CudaDevice {
     #[cfg(target_os = "linux")]
-    pub(super) fn make_window(&mut self, bytes: usize) -> Result<Option<(WindowId, usize, OwnedFd)>, DeviceError> {
+    pub(super) fn make_window(&mut self, bytes: usize) -> Result<Option<lagoon_backend::OwnWindow>, DeviceError> {
         if !self.context.attributes().shareable {
             return Ok(None);
         }
-        let arena = Arena::new(&self.context, bytes)?;
-        let descriptor = arena.descriptor()?.try_clone_to_owned();
-        let descriptor = descriptor.map_err(|error| DeviceError::Unsupported(format!("a window: {error}")))?;
-        let bytes = arena.bytes();
-        Ok(Some((self.windows.add(arena), bytes, descriptor)))
+        let arena = Arc::new(Arena::new(&self.context, bytes)?);
+        let kernels = self.lanes[0].kernels().clone();
+        let shared = SharedWindow::new(&self.context, kernels, Arc::clone(&arena))?;
+        let window = WindowId(u32::try_from(self.windows.arenas.len() + 1).expect("few windows"));
+        self.windows.arenas.insert(window, arena);
+        Ok(Some((window, Arc::new(shared))))
     }
 
     /// Moves KV between a store and a window, by the kernel of this name, and waits.

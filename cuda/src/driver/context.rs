@@ -21,6 +21,8 @@ static OPENED: AtomicU64 = AtomicU64::new(0);
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Attributes {
     pub name: String,
+    /// Names the device (or the part of one that is given out as a device) whichever process asks.
+    pub uuid: [u8; 16],
     /// Newest CUDA version that the driver supports: 1000 times the major and 10 times the minor version.
     pub driver_version: u32,
     /// Major and minor: `(9, 0)` for H100 and H200.
@@ -130,6 +132,30 @@ impl Context {
         Ok((free as u64, total as u64))
     }
 
+    /// Whether this device can map memory of the one of that name: its own, or that of another device that this process sees
+    /// and can access as a peer.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn can_access(&self, of: &[u8; 16]) -> Result<bool, CudaError> {
+        if self.attributes.uuid == *of {
+            return Ok(true);
+        }
+        let mut count: c_int = 0;
+        // SAFETY: the driver fills the live number.
+        check("cuDeviceGetCount", unsafe { sys::cuDeviceGetCount(&raw mut count) })?;
+        for ordinal in 0..u32::try_from(count).unwrap_or(0) {
+            let peer = device(ordinal)?;
+            if uuid(peer)? == *of {
+                let mut can: c_int = 0;
+                // SAFETY: the driver fills the live number; both are its devices.
+                let code = unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, self.device, peer) };
+                return check("cuDeviceCanAccessPeer", code).map(|()| can != 0);
+            }
+        }
+        Ok(false)
+    }
+
     fn ask_granularity(&self) -> Result<usize, CudaError> {
         let prop = super::vmm::properties(self, super::Sharing::Private);
         let mut bytes = 0;
@@ -165,6 +191,13 @@ fn device(ordinal: u32) -> Result<sys::CUdevice, CudaError> {
     Ok(device)
 }
 
+fn uuid(device: sys::CUdevice) -> Result<[u8; 16], CudaError> {
+    let mut uuid = sys::CUuuid { bytes: [0; 16] };
+    // SAFETY: the driver fills the live value; `device` is one of its devices.
+    check("cuDeviceGetUuid", unsafe { sys::cuDeviceGetUuid_v2(&raw mut uuid, device) })?;
+    Ok(uuid.bytes.map(|byte| byte.to_ne_bytes()[0]))
+}
+
 fn attributes(device: sys::CUdevice) -> Result<Attributes, CudaError> {
     use sys::CUdevice_attribute_enum as A;
     let attribute = |which: A| {
@@ -193,6 +226,7 @@ fn attributes(device: sys::CUdevice) -> Result<Attributes, CudaError> {
     check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&raw mut version) })?;
     Ok(Attributes {
         name,
+        uuid: uuid(device)?,
         driver_version: u32::try_from(version).unwrap_or(0),
         compute_capability: (
             attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,

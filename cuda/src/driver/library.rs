@@ -6,13 +6,15 @@
 use cudarc::driver::sys;
 
 /// Every function of the driver that this crate calls, as its library exports it.
-const FUNCTIONS: [&str; 52] = [
+const FUNCTIONS: [&str; 54] = [
     "cuCtxGetStreamPriorityRange",
     "cuCtxSetCurrent",
+    "cuDeviceCanAccessPeer",
     "cuDeviceGet",
     "cuDeviceGetAttribute",
     "cuDeviceGetCount",
     "cuDeviceGetName",
+    "cuDeviceGetUuid_v2",
     "cuDevicePrimaryCtxRelease_v2",
     "cuDevicePrimaryCtxRetain",
     "cuDeviceTotalMem_v2",

@@ -68,6 +68,7 @@ pub const ALL: &[&str] = &[
     "gemv_f16_8",
     "gemv_f32_1",
     "gemv_f32_2",
+    "kv_check",
     "kv_pack",
     "kv_unpack",
     "layer_norm",

@@ -132,6 +132,37 @@ pub struct KvCopyParams {
     pub element_bytes: u32,
 }
 
+/// `kv_check`: XXH3-128 of extents in device memory. Eight threads an extent.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct KvCheckParams {
+    /// [`KvExtent`] `[count]`.
+    pub extents: u64,
+    /// The hashes' low and high halves, u64 `[count][2]`.
+    pub out: u64,
+    /// The algorithm's secret, 192 bytes, and behind it the sums' eight first values, u64.
+    pub secret: u64,
+    pub count: u32,
+    pub pad: u32,
+}
+
+/// Bytes in device memory whose hash is wanted: more than 240, the address and the number multiples of 16.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+pub struct KvExtent {
+    pub address: u64,
+    pub bytes: u64,
+}
+
+/// Extents of a block of `kv_check`, and its threads.
+const CHECK_EXTENTS: u32 = 8;
+
+/// Launch of `kv_check`.
+#[must_use]
+pub const fn kv_check(params: KvCheckParams) -> Launch<KvCheckParams> {
+    Launch::flat("kv_check", params.count.div_ceil(CHECK_EXTENTS), CHECK_EXTENTS * 8, params)
+}
+
 /// `merge`: scale-reduce of one partial into another (formulas in `lagoon_types::partial`). One block a row.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
@@ -176,4 +207,5 @@ const _: () = assert!(size_of::<GeluParams>() == 32);
 const _: () = assert!(size_of::<BiasParams>() == 24);
 const _: () = assert!(size_of::<RopeParams>() == 72);
 const _: () = assert!(size_of::<KvCopyParams>() == 56);
+const _: () = assert!(size_of::<KvCheckParams>() == 32);
 const _: () = assert!(size_of::<MergeParams>() == 56);

@@ -2,9 +2,11 @@
 //! the approximate GELU, appends without a rotation.
 
 use crate::support::device::{ShimDevice, number};
-use lagoon_backend::conformance::Data;
+use lagoon_backend::{Xxh3, conformance::Data};
 use lagoon_cuda::kernels::attention::KvView;
-use lagoon_cuda::kernels::pointwise::{BiasParams, EmbedParams, GeluParams, NormParams, RopeParams, gelu, per_row};
+use lagoon_cuda::kernels::pointwise::{
+    BiasParams, EmbedParams, GeluParams, KvCheckParams, KvExtent, NormParams, RopeParams, gelu, kv_check, per_row,
+};
 
 const F32: u32 = 1;
 
@@ -136,4 +138,39 @@ fn appends_without_angles_change_nothing() {
     let mut want = vec![0.0; store.len()];
     want[3 * 24 + 12..][..12].copy_from_slice(&before[12..24]);
     assert_eq!(store, want);
+}
+
+#[test]
+fn checks_are_those_of_the_host() {
+    let mut device = ShimDevice::open().expect("the shim");
+    let (secret, sums) = Xxh3::tables();
+    let tables = [&secret[..], bytemuck::bytes_of(&sums)].concat();
+    let mut data = Data::new(4);
+    // Around whole stripes and whole blocks of the algorithm, and many; words, so that extents are aligned.
+    let lengths = [256, 272, 1008, 1024, 1040, 1088, 1104, 2032, 2048, 2064, 4096, 5008, 9 * 1024 + 16];
+    let contents: Vec<Vec<[u64; 2]>> = lengths
+        .iter()
+        .map(|bytes| (0..bytes / 16).map(|_| [0, 1].map(|_| u64::from(data.values(1)[0].to_bits()) << 17)).collect())
+        .collect();
+    let extent = |words: &Vec<[u64; 2]>| KvExtent { address: words.as_ptr() as u64, bytes: 16 * words.len() as u64 };
+    let extents: Vec<KvExtent> = contents.iter().map(extent).collect();
+    let tables: Vec<u64> = tables.chunks_exact(8).map(|w| u64::from_le_bytes(w.try_into().expect("a word"))).collect();
+    for count in [1, 7, 8, 9, extents.len()] {
+        let mut out = vec![[7u64; 2]; extents.len()];
+        let params = KvCheckParams {
+            extents: extents.as_ptr() as u64,
+            out: out.as_mut_ptr() as u64,
+            secret: tables.as_ptr() as u64,
+            count: number(count),
+            pad: 0,
+        };
+        device.launch(&kv_check(params));
+        for (n, words) in contents.iter().enumerate() {
+            let mut hash = Xxh3::default();
+            hash.update(bytemuck::cast_slice(words));
+            let hash = hash.finish();
+            let want = if n < count { [hash as u64, (hash >> 64) as u64] } else { [7; 2] };
+            assert_eq!(out[n], want, "{} bytes, {count} extents", lengths[n]);
+        }
+    }
 }

@@ -95,6 +95,7 @@ impl Fake {
         unsafe { symbol::<unsafe extern "C" fn(u64, u64)>("lagoon_fake_memory")(memory, granularity) };
         fake.schedule(schedule);
         fake.device(8, 0, 163 << 10);
+        fake.devices(1, 0, false);
         fake.before = fake.counts();
         Ok(fake)
     }
@@ -126,6 +127,14 @@ impl Fake {
         // SAFETY: the function has this type.
         unsafe {
             symbol::<unsafe extern "C" fn(i32, i32, i32)>("lagoon_fake_device")(major, minor, shared_bytes);
+        }
+    }
+
+    /// Devices that are seen, the last byte of the first one's name, and whether they can access each other's memory.
+    pub(crate) fn devices(&self, devices: i32, uuid: i32, peers: bool) {
+        // SAFETY: the function has this type.
+        unsafe {
+            symbol::<unsafe extern "C" fn(i32, i32, i32)>("lagoon_fake_devices")(devices, uuid, i32::from(peers));
         }
     }
 

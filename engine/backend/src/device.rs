@@ -16,7 +16,7 @@ use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape, KvSpace};
 use std::fmt;
 use std::ops::Range;
 #[cfg(target_os = "linux")]
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// What a caller of a device cannot foresee.
@@ -205,6 +205,10 @@ pub struct KvPiece {
 #[cfg(target_os = "linux")]
 pub type SharedKv<K> = (K, Vec<crate::SharedArena>);
 
+/// A window of a device: its number for the device, and as transports use it.
+#[cfg(target_os = "linux")]
+pub type OwnWindow = (WindowId, Arc<dyn crate::Window>);
+
 /// A backend: memory and operations. One thread owns it.
 ///
 /// In the signatures `rows` is the number of leading rows that an operation works on; tensors may have more.
@@ -301,22 +305,12 @@ pub trait Device: Send + 'static {
         Ok(None)
     }
 
-    /// Memory of this device that another process on this host can map by the descriptor: `bytes` of it, or a little more
-    /// (the number tells). What lies in it goes from one device's KV to another's without passing the host. `None` where the
-    /// backend has no such memory.
+    /// Memory of this device that other processes on this host can map: `bytes` of it, or a little more. What lies in it goes
+    /// from one device's KV to another's without passing the host. `None` where the backend has no such memory.
     #[cfg(target_os = "linux")]
-    fn window(&mut self, _bytes: usize) -> Result<Option<(WindowId, usize, OwnedFd)>, DeviceError> {
+    fn window(&mut self, _bytes: usize) -> Result<Option<OwnWindow>, DeviceError> {
         Ok(None)
     }
-
-    /// Maps the window that another process has made, of so many bytes. The descriptor may be closed afterwards.
-    #[cfg(target_os = "linux")]
-    fn window_of(&mut self, _descriptor: BorrowedFd<'_>, _bytes: usize) -> Result<WindowId, DeviceError> {
-        Err(DeviceError::Unsupported("memory of another process's device".to_owned()))
-    }
-
-    /// Unmaps a window. Its memory is there as long as some process has it.
-    fn close_window(&mut self, _window: WindowId) {}
 
     /// Packs KV into a window, a piece behind the other from byte `at` (a multiple of 16). It is there when this returns.
     fn kv_to_window(

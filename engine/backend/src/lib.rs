@@ -1,6 +1,6 @@
 //! The backend contract ([`Device`]), the host CPU backend that is oracle and default ([`cpu`]), the conformance suite
 //! ([`conformance`]) by which every backend proves itself, and memory that processes share and check while they copy it
-//! ([`arena`], [`xxh3`]).
+//! ([`arena`], [`window`], [`xxh3`]).
 
 #[cfg(target_os = "linux")]
 pub mod arena;
@@ -9,15 +9,21 @@ pub mod cpu;
 pub mod device;
 pub mod paced;
 pub mod pci;
+#[cfg(target_os = "linux")]
+pub mod window;
 pub mod xxh3;
 
 #[cfg(target_os = "linux")]
 pub use arena::{ArenaError, ArenaView, SharedArena};
 pub use cpu::CpuDevice;
+#[cfg(target_os = "linux")]
+pub use device::OwnWindow;
 pub use device::{
     AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, KvCounters, KvPiece, LaunchCounters, Mode, Partials,
     SampleRow, SampledRow, WeightSource, WindowId,
 };
 pub use paced::{Lateness, PaceProfile, Paced};
 pub use pci::{PciAddress, PciAddressError};
+#[cfg(target_os = "linux")]
+pub use window::{DeviceUuid, PeerWindow, Window, WindowMove};
 pub use xxh3::Xxh3;

@@ -89,6 +89,15 @@ impl fmt::Debug for Xxh3 {
 }
 
 impl Xxh3 {
+    /// Longest input of the algorithm's short cases, which are left to the host where a device hashes.
+    pub const SHORT: usize = SHORT;
+
+    /// What a device that hashes needs to know: the secret, and the sums' first values.
+    #[must_use]
+    pub fn tables() -> (&'static [u8; 192], [u64; 8]) {
+        (&SECRET, START)
+    }
+
     /// With an instruction set.
     ///
     /// # Panics

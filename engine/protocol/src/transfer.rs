@@ -117,9 +117,10 @@ pub struct TransferConnect {
     pub host: String,
 }
 
-/// A region that a reader on the same host may map.
+/// Memory that a reader on the same host may map: one region, or a window of a device with all regions one behind the other.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct TransferArena {
+    /// The region; of a window the first one.
     #[prost(uint32, tag = "1")]
     pub region: u32,
     /// Path of the unix socket that hands the file descriptor out.
@@ -128,6 +129,12 @@ pub struct TransferArena {
     /// 32 bytes that the socket asks for.
     #[prost(bytes = "vec", tag = "3")]
     pub token: Vec<u8>,
+    /// 16 bytes, the UUID of the device that it is a window of; empty for memory of the host.
+    #[prost(bytes = "vec", tag = "4")]
+    pub device: Vec<u8>,
+    /// Size of a window: what the regions have, or more.
+    #[prost(uint64, tag = "5")]
+    pub bytes: u64,
 }
 
 /// The answer to a CONNECT whose layout can be read.

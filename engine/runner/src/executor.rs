@@ -4,7 +4,7 @@ use crate::guest::{AttentionShape, GuestBuffers};
 use crate::lane::{LaneBuffers, RemoteBuffers};
 use crate::pass::{Pass, Progress};
 use crate::sampling::Sampler;
-use crate::stage::Stages;
+use crate::stage::{Beside, Stages};
 use crate::work::{Command, GuestQuery, GuestRead, GuestWrite, Report, ShareId};
 use lagoon_backend::{Device, DeviceError, KvCounters, LaunchCounters, SampleRow, SampledRow};
 use lagoon_model::{LlamaWeights, ModelConfig, Rope};
@@ -32,6 +32,8 @@ pub struct ExecutorConfig {
     /// rBlocks of the memory beside the store that others read and fill where they cannot read and fill the store itself;
     /// 0 for none.
     pub stage_blocks: u32,
+    /// That memory is to be the device's own, where other processes can map it; else the host's.
+    pub stage_on_device: bool,
 }
 
 /// Memory of one layer's KV that others may read and fill.
@@ -41,13 +43,35 @@ pub type KvArena = lagoon_backend::SharedArena;
 #[cfg(not(target_os = "linux"))]
 pub type KvArena = std::convert::Infallible;
 
-/// The KV store, in shared memory if that is asked for and can be, else with such memory beside it, which the last says.
+/// A window of the device, as transports use it.
 #[cfg(target_os = "linux")]
-fn store<D: Device>(
-    device: &mut D,
-    shape: KvShape,
-    config: &ExecutorConfig,
-) -> Result<(D::Kv, Vec<KvArena>, bool), DeviceError> {
+pub type KvWindow = std::sync::Arc<dyn lagoon_backend::Window>;
+/// Memory is not shared on this system.
+#[cfg(not(target_os = "linux"))]
+pub type KvWindow = std::convert::Infallible;
+
+/// Where transports read KV and fill it: the store itself, or memory beside it.
+#[derive(Clone, Debug)]
+pub enum KvMemory {
+    /// Of the host, one arena a layer; none where nothing is shared.
+    Host(Vec<KvArena>),
+    /// Of the device, layers of so many bytes one behind the other.
+    Device { window: KvWindow, layers: u32, layer_bytes: usize },
+}
+
+impl KvMemory {
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        matches!(self, Self::Host(arenas) if arenas.is_empty())
+    }
+}
+
+/// A KV store, and memory beside it if there is any.
+type Store<K> = (K, KvMemory, Option<Stages>);
+
+/// The KV store, in shared memory if that is asked for and can be, else with such memory beside it.
+#[cfg(target_os = "linux")]
+fn store<D: Device>(device: &mut D, shape: KvShape, config: &ExecutorConfig) -> Result<Store<D::Kv>, DeviceError> {
     let shared = match config.share_blocks {
         Some(block_tokens) if config.kv.rows == 0 => {
             device.kv_shared(shape, config.kv.slots(), block_tokens as usize)?
@@ -55,32 +79,36 @@ fn store<D: Device>(
         _ => None,
     };
     if let Some((kv, arenas)) = shared {
-        return Ok((kv, arenas, false));
+        return Ok((kv, KvMemory::Host(arenas), None));
     }
-    let stages = config.share_blocks.filter(|_| config.stage_blocks > 0);
-    let arenas = stages.map(|block_tokens| staging(shape, config.stage_blocks, block_tokens)).transpose()?;
-    Ok((device.kv_in(shape, &config.kv)?, arenas.unwrap_or_default(), stages.is_some()))
-}
-
-/// Memory for so many rBlocks beside a store, an arena a layer, whose accesses exclude each other by rBlock.
-#[cfg(target_os = "linux")]
-fn staging(shape: KvShape, blocks: u32, block_tokens: u32) -> Result<Vec<KvArena>, DeviceError> {
-    let granule_bytes = block_tokens as usize * shape.layer_token_bytes();
-    let bytes = (blocks as usize).saturating_mul(granule_bytes);
-    let arena = |_| {
-        KvArena::new(bytes, granule_bytes)
-            .map_err(|error| DeviceError::OutOfMemory { what: format!("staging KV ({error})"), bytes: bytes as u64 })
+    let kv = device.kv_in(shape, &config.kv)?;
+    let Some(block_tokens) = config.share_blocks.filter(|_| config.stage_blocks > 0) else {
+        return Ok((kv, KvMemory::Host(Vec::new()), None));
     };
-    (0..shape.layers).map(arena).collect()
+    let token_bytes = shape.layer_token_bytes();
+    let granule_bytes = block_tokens as usize * token_bytes;
+    let layer_bytes = (config.stage_blocks as usize).saturating_mul(granule_bytes);
+    // Windows are packed from multiples of 16 bytes on.
+    let window = match config.stage_on_device && token_bytes.is_multiple_of(16) {
+        true => device.window(layer_bytes.saturating_mul(shape.layers as usize))?,
+        false => None,
+    };
+    if let Some((id, window)) = window {
+        let stages = Stages::new(Beside::Window { id, layer_bytes }, token_bytes);
+        return Ok((kv, KvMemory::Device { window, layers: shape.layers, layer_bytes }, Some(stages)));
+    }
+    let arena = |_| {
+        let out = |error| DeviceError::OutOfMemory { what: format!("staging KV ({error})"), bytes: layer_bytes as u64 };
+        KvArena::new(layer_bytes, granule_bytes).map_err(out)
+    };
+    let arenas = (0..shape.layers).map(arena).collect::<Result<Vec<_>, _>>()?;
+    let stages = Stages::new(Beside::Arenas(arenas.clone()), token_bytes);
+    Ok((kv, KvMemory::Host(arenas), Some(stages)))
 }
 
 #[cfg(not(target_os = "linux"))]
-fn store<D: Device>(
-    device: &mut D,
-    shape: KvShape,
-    config: &ExecutorConfig,
-) -> Result<(D::Kv, Vec<KvArena>, bool), DeviceError> {
-    Ok((device.kv_in(shape, &config.kv)?, Vec::new(), false))
+fn store<D: Device>(device: &mut D, shape: KvShape, config: &ExecutorConfig) -> Result<Store<D::Kv>, DeviceError> {
+    Ok((device.kv_in(shape, &config.kv)?, KvMemory::Host(Vec::new()), None))
 }
 
 /// A model on a device.
@@ -134,7 +162,7 @@ pub struct Executor<D: Device> {
     device: D,
     config: ExecutorConfig,
     kv: D::Kv,
-    arenas: Vec<KvArena>,
+    memory: KvMemory,
     stages: Option<Stages>,
     /// The last turn was for what is staged, if there was any: it and passes take turns.
     staged_last: bool,
@@ -175,7 +203,7 @@ impl<D: Device> Executor<D> {
         config: ExecutorConfig,
     ) -> Result<Self, DeviceError> {
         let kv_shape = shape.kv_shape(config.kv_dtype);
-        let (kv, arenas, staged) = store(&mut device, kv_shape, &config)?;
+        let (kv, memory, stages) = store(&mut device, kv_shape, &config)?;
         let attention = AttentionShape {
             geometry: shape.geometry,
             scale: shape.attention_scale(),
@@ -202,8 +230,8 @@ impl<D: Device> Executor<D> {
             device,
             config,
             kv,
-            stages: staged.then(|| Stages::new(arenas.clone(), kv_shape.layer_token_bytes())),
-            arenas,
+            stages,
+            memory,
             staged_last: false,
             kv_shape,
             attention,
@@ -231,9 +259,9 @@ impl<D: Device> Executor<D> {
         self.device.kv_counters(&self.kv)
     }
 
-    /// The memory of each layer's KV, or beside it, that others read and fill, if that was asked for and can be; else none.
-    pub fn arenas(&self) -> &[KvArena] {
-        &self.arenas
+    /// The memory that others read and fill, if that was asked for and can be; else none.
+    pub fn memory(&self) -> &KvMemory {
+        &self.memory
     }
 
     /// Whether that memory lies beside the store ([`Command::Stage`]).

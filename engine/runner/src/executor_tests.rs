@@ -34,6 +34,7 @@ fn slow() -> Executor<Paced<CpuDevice>> {
         fetch_tokens: 0,
         share_blocks: None,
         stage_blocks: 0,
+        stage_on_device: false,
     };
     Executor::new(device, &config, Some(model), sizes).unwrap()
 }

@@ -16,7 +16,7 @@ mod stage;
 mod thread;
 mod work;
 
-pub use executor::{Executor, ExecutorConfig, KvArena, Model, Turn};
+pub use executor::{Executor, ExecutorConfig, KvArena, KvMemory, KvWindow, Model, Turn};
 pub use thread::{ExecutorThread, spawn};
 pub use work::{
     Command, Fetch, GuestQuery, GuestRead, GuestTag, GuestWrite, PassError, RemotePart, RemoteWork, Report, SampleOut,

@@ -1,17 +1,27 @@
-//! KV between a store that only the device can read and memory beside it that transports read and fill.
+//! KV between a store that only the device can read and memory beside it that transports read and fill: the host's, or the
+//! device's own that other processes map.
 
 use crate::executor::KvArena;
 use crate::work::{Report, StageWork};
-use lagoon_backend::{Device, DeviceError};
+use lagoon_backend::{Device, DeviceError, KvPiece, WindowId};
 use std::collections::VecDeque;
 
 /// Bytes that one turn copies at most, but for a single token's: peers and passes wait for no more.
 const TURN_BYTES: usize = 1 << 20;
 
-/// The memory beside a store, one arena a layer, and what is to be copied.
+/// The memory beside a store.
+#[derive(Debug)]
+pub(crate) enum Beside {
+    /// Of the host, one arena a layer.
+    Arenas(Vec<KvArena>),
+    /// Of the device, layers of so many bytes one behind the other.
+    Window { id: WindowId, layer_bytes: usize },
+}
+
+/// The memory beside a store, and what is to be copied.
 #[derive(Debug)]
 pub(crate) struct Stages {
-    arenas: Vec<KvArena>,
+    beside: Beside,
     token_bytes: usize,
     queue: VecDeque<Under>,
     /// What one turn copies.
@@ -44,8 +54,8 @@ impl Under {
 }
 
 impl Stages {
-    pub(crate) fn new(arenas: Vec<KvArena>, token_bytes: usize) -> Self {
-        Self { arenas, token_bytes, queue: VecDeque::new(), bytes: Vec::new() }
+    pub(crate) fn new(beside: Beside, token_bytes: usize) -> Self {
+        Self { beside, token_bytes, queue: VecDeque::new(), bytes: Vec::new() }
     }
 
     pub(crate) fn push(&mut self, work: StageWork) {
@@ -78,14 +88,25 @@ impl Stages {
         }
         let Some((layer, slot, beside, tokens)) = under.next(tokens_max) else { return Ok(false) };
         let (at, n) = (beside as usize * self.token_bytes, tokens as usize * self.token_bytes);
-        let arena = &self.arenas[layer as usize];
-        self.bytes.clear();
-        if under.work.inward {
-            load(arena, at, n, &mut self.bytes)?;
-            device.kv_write(kv, layer as usize, slot, &self.bytes)?;
-        } else {
-            device.kv_read(kv, layer as usize, slot, tokens, &mut self.bytes)?;
-            store(arena, at, &self.bytes)?;
+        match &self.beside {
+            Beside::Window { id, layer_bytes } => {
+                let (piece, at) = ([KvPiece { layer, slot0: slot, tokens }], layer as usize * layer_bytes + at);
+                match under.work.inward {
+                    true => device.kv_from_window(kv, &piece, *id, at)?,
+                    false => device.kv_to_window(kv, &piece, *id, at)?,
+                }
+            }
+            Beside::Arenas(arenas) => {
+                let arena = &arenas[layer as usize];
+                self.bytes.clear();
+                if under.work.inward {
+                    load(arena, at, n, &mut self.bytes)?;
+                    device.kv_write(kv, layer as usize, slot, &self.bytes)?;
+                } else {
+                    device.kv_read(kv, layer as usize, slot, tokens, &mut self.bytes)?;
+                    store(arena, at, &self.bytes)?;
+                }
+            }
         }
         Ok(true)
     }

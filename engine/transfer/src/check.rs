@@ -27,6 +27,12 @@ impl Check {
         checker.finish()
     }
 
+    /// From the hash itself.
+    #[must_use]
+    pub fn from_hash(hash: u128) -> Self {
+        Self(hash.to_le_bytes())
+    }
+
     /// Of a block, from those of its layers, in order.
     #[must_use]
     pub fn combine(layers: impl IntoIterator<Item = Self>) -> Self {
@@ -59,7 +65,7 @@ impl Checker {
 
     #[must_use]
     pub fn finish(&self) -> Check {
-        Check(self.0.finish().to_le_bytes())
+        Check::from_hash(self.0.finish())
     }
 }
 

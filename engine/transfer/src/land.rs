@@ -24,6 +24,107 @@ pub type Fill<'a> = &'a mut dyn FnMut(&mut [u8], Option<&mut Xxh3>) -> Result<()
 /// The pulls of the requests that are in transfer.
 pub type Pulls = BTreeMap<u64, Arc<Pull>>;
 
+#[cfg(target_os = "linux")]
+fn is_on_device(region: &dyn Region) -> bool {
+    region.on_device().is_some()
+}
+
+#[cfg(not(target_os = "linux"))]
+fn is_on_device(_region: &dyn Region) -> bool {
+    false
+}
+
+/// A writer's regions in its window, which this process has mapped.
+#[cfg(target_os = "linux")]
+#[derive(Debug)]
+pub struct PeerRegions {
+    peer: Box<dyn lagoon_backend::PeerWindow>,
+    /// Where each begins, and its size.
+    regions: Vec<(u64, u64)>,
+}
+
+#[cfg(target_os = "linux")]
+impl PeerRegions {
+    /// Regions of these sizes, one behind the other.
+    ///
+    /// # Errors
+    /// When the window does not hold them.
+    pub fn new(peer: Box<dyn lagoon_backend::PeerWindow>, sizes: &[u64]) -> Result<Self, RegionError> {
+        let mut end = 0u64;
+        let mut place = |bytes: &u64| {
+            let base = end;
+            end = end.saturating_add(*bytes);
+            (base, *bytes)
+        };
+        let regions = sizes.iter().map(&mut place).collect();
+        let bytes = peer.bytes();
+        if end > bytes {
+            return Err(RegionError::Outside { offset: 0, end, bytes });
+        }
+        Ok(Self { peer, regions })
+    }
+
+    /// The window.
+    #[must_use]
+    pub fn window(&self) -> &dyn lagoon_backend::PeerWindow {
+        self.peer.as_ref()
+    }
+
+    fn place(&self, remote: crate::Remote) -> Result<u64, RegionError> {
+        let region = usize::try_from(remote.region).ok().and_then(|region| self.regions.get(region)).copied();
+        let (base, bytes) = region.unwrap_or((0, 0));
+        let end = remote.offset.saturating_add(remote.bytes);
+        let outside = RegionError::Outside { offset: remote.offset, end, bytes };
+        if end <= bytes { Ok(base + remote.offset) } else { Err(outside) }
+    }
+}
+
+/// Carries a transaction out between two windows: copied by the device to where it belongs, and checked there, as it landed. What
+/// is to be converted passes the host.
+///
+/// # Errors
+/// When a range is outside, or the device fails.
+#[cfg(target_os = "linux")]
+pub fn land_on_device(
+    transaction: &Transaction,
+    pulls: &Pulls,
+    regions: &[Arc<dyn Region>],
+    verify: bool,
+    from: &PeerRegions,
+) -> Result<Landed, RegionError> {
+    let own = transaction.local.and_then(|local| Some((local, regions[local.region as usize].on_device()?)));
+    let Some((local, own)) = own else {
+        let mut lander = Lander::new(transaction, pulls, regions, verify);
+        for segment in &transaction.segments {
+            let mut at = from.place(segment.remote)?;
+            lander.push_with(segment.remote.bytes, &mut |target, hash| {
+                from.peer.read(at, target)?;
+                hash.into_iter().for_each(|hash| hash.update(target));
+                at += target.len() as u64;
+                Ok(())
+            })?;
+        }
+        return lander.finish();
+    };
+    let to = own.place(local.offset, transaction.bytes)?;
+    let (mut moves, mut at) = (Vec::with_capacity(transaction.segments.len()), 0);
+    for segment in &transaction.segments {
+        let bytes = segment.remote.bytes;
+        if bytes > transaction.bytes - at {
+            return Err(RegionError::Outside { offset: at, end: at.saturating_add(bytes), bytes: transaction.bytes });
+        }
+        moves.push(lagoon_backend::WindowMove { from: from.place(segment.remote)?, to: to + at, bytes });
+        at += bytes;
+    }
+    assert_eq!(at, transaction.bytes, "a transaction has the bytes of its segments");
+    from.peer.copy(&moves)?;
+    let plain: Vec<&Part> = transaction.parts.iter().filter(|part| verify && part.plain).collect();
+    let ranges: Vec<(u64, u64)> = plain.iter().map(|part| (local.offset + part.at, part.bytes)).collect();
+    let checks = plain.iter().zip(own.checks(&ranges)?);
+    let checks = checks.map(|(part, check)| (part.request, part.piece, check)).collect();
+    Ok(Landed { checks, ..Landed::default() })
+}
+
 /// Takes the bytes of one transaction, in order.
 #[derive(Debug)]
 pub struct Lander<'a> {
@@ -35,7 +136,8 @@ pub struct Lander<'a> {
     /// The next part, or the one that is arriving, and its check in the making.
     part: usize,
     checker: Checker,
-    buffer: Vec<u8>,
+    /// All bytes until the end, where they are converted then, or brought to a device at once.
+    buffer: Option<Vec<u8>>,
     landed: Landed,
 }
 
@@ -43,7 +145,8 @@ impl<'a> Lander<'a> {
     /// `verify`: checks are computed on the way where they can be.
     #[must_use]
     pub fn new(transaction: &'a Transaction, pulls: &'a Pulls, regions: &'a [Arc<dyn Region>], verify: bool) -> Self {
-        let staged = if transaction.local.is_none() { usize::try_from(transaction.bytes).unwrap_or(0) } else { 0 };
+        let gathers = transaction.local.is_none_or(|local| is_on_device(regions[local.region as usize].as_ref()));
+        let room = || Vec::with_capacity(usize::try_from(transaction.bytes).unwrap_or(0));
         Self {
             transaction,
             pulls,
@@ -52,7 +155,7 @@ impl<'a> Lander<'a> {
             at: 0,
             part: 0,
             checker: Checker::default(),
-            buffer: Vec::with_capacity(staged),
+            buffer: gathers.then(room),
             landed: Landed::default(),
         }
     }
@@ -89,12 +192,20 @@ impl<'a> Lander<'a> {
             let (offset, end) = (self.at, self.at + bytes);
             return Err(RegionError::Outside { offset, end, bytes: self.transaction.bytes });
         }
-        let Some(local) = self.transaction.local else {
-            let start = self.buffer.len();
-            self.buffer.resize(start + usize::try_from(bytes).unwrap_or(0), 0);
-            self.at += bytes;
-            return fill(&mut self.buffer[start..], None);
-        };
+        if let Some(mut buffer) = self.buffer.take() {
+            let start = buffer.len();
+            buffer.resize(start + usize::try_from(bytes).unwrap_or(0), 0);
+            let result = match self.transaction.local {
+                Some(_) => self.fill_parts(&mut buffer[start..], fill),
+                None => {
+                    self.at += bytes;
+                    fill(&mut buffer[start..], None)
+                }
+            };
+            self.buffer = Some(buffer);
+            return result;
+        }
+        let Some(local) = self.transaction.local else { unreachable!("what has no place of its own is gathered") };
         let regions = self.regions;
         let mut result = Ok(());
         let bytes = usize::try_from(bytes).unwrap_or(0);
@@ -137,13 +248,15 @@ impl<'a> Lander<'a> {
     /// When a region cannot be written.
     pub fn finish(mut self) -> Result<Landed, RegionError> {
         assert_eq!(self.missing(), 0, "a transaction ends with its last byte");
-        if self.transaction.local.is_some() {
+        let Some(buffer) = self.buffer.take() else { return Ok(self.landed) };
+        if let Some(local) = self.transaction.local {
+            crate::region::write(self.regions[local.region as usize].as_ref(), local.offset, &buffer)?;
             return Ok(self.landed);
         }
         for part in &self.transaction.parts {
             let Some(pull) = self.pulls.get(&part.request) else { continue };
             let at = usize::try_from(part.at).unwrap_or(usize::MAX);
-            let piece = &self.buffer[at..][..usize::try_from(part.bytes).unwrap_or(usize::MAX)];
+            let piece = &buffer[at..][..usize::try_from(part.bytes).unwrap_or(usize::MAX)];
             if self.verify {
                 self.landed.checks.push((part.request, part.piece, pull.check_staged(part.piece, piece)));
             }

@@ -95,7 +95,30 @@ fn heads(view: &View) -> u32 {
     view.heads.end - view.heads.start
 }
 
-/// The check of the first `tokens` tokens of one block, as its writer computes it for an export.
+/// The checks of consecutive blocks that hold `tokens` tokens, as their writer computes them for an export.
+///
+/// # Errors
+/// When a region cannot be read.
+pub fn check_blocks(
+    layout: &Layout,
+    view: &View,
+    blocks: &[u32],
+    tokens: u32,
+    regions: &[Arc<dyn Region>],
+) -> Result<Vec<Check>, RegionError> {
+    let size = layout.block_tokens();
+    let filled = |n: u32| size.min(tokens.saturating_sub(n.saturating_mul(size)));
+    let mut checks: Vec<Vec<Check>> = vec![Vec::new(); blocks.len()];
+    for layer in view.layers.clone() {
+        let of = |(n, block): (u32, &u32)| (cells(layout, view, layer, *block, 0), filled(n));
+        let pieces: Vec<(Vec<Cell>, u32)> = (0..).zip(blocks).map(of).collect();
+        let found = check_pieces(&pieces, (heads(view), layout.head_dim()), regions)?;
+        checks.iter_mut().zip(found).for_each(|(block, check)| block.push(check));
+    }
+    Ok(checks.into_iter().map(Check::combine).collect())
+}
+
+/// As [`check_blocks`], of one that holds `tokens` tokens.
 ///
 /// # Errors
 /// When a region cannot be read.
@@ -106,12 +129,30 @@ pub fn check_block(
     tokens: u32,
     regions: &[Arc<dyn Region>],
 ) -> Result<Check, RegionError> {
-    let mut layers = Vec::new();
-    for layer in view.layers.clone() {
-        let cells = cells(layout, view, layer, block, 0);
-        layers.push(check_content(&cells, tokens, heads(view), layout.head_dim(), regions)?);
+    Ok(check_blocks(layout, view, &[block], tokens, regions)?.remove(0))
+}
+
+/// The checks of pieces of one layer: where they lie if that is a device's memory without gaps, else on the host.
+fn check_pieces(
+    pieces: &[(Vec<Cell>, u32)],
+    (heads, dim): (u32, u32),
+    regions: &[Arc<dyn Region>],
+) -> Result<Vec<Check>, RegionError> {
+    #[cfg(target_os = "linux")]
+    {
+        let (mut ranges, mut of) = (Vec::new(), std::collections::BTreeSet::new());
+        for (cells, tokens) in pieces {
+            content(cells, *tokens, heads, dim, &mut |region, at, bytes| {
+                of.insert(region);
+                ranges.push((at, bytes));
+            });
+        }
+        let one = of.first().filter(|_| of.len() == 1 && ranges.len() == pieces.len());
+        if let Some(window) = one.and_then(|region| regions[*region as usize].on_device()) {
+            return window.checks(&ranges);
+        }
     }
-    Ok(Check::combine(layers))
+    pieces.iter().map(|(cells, tokens)| check_content(cells, *tokens, heads, dim, regions)).collect()
 }
 
 fn check_content(

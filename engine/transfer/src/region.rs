@@ -44,6 +44,12 @@ pub trait Region: Send + Sync + fmt::Debug {
     /// # Errors
     /// When the range is outside or in use.
     fn fill(&self, offset: u64, bytes: usize, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), RegionError>;
+
+    /// If it is memory of a device, which every access above copies to or from the host.
+    #[cfg(target_os = "linux")]
+    fn on_device(&self) -> Option<&WindowRegion> {
+        None
+    }
 }
 
 /// Checks a range against a region's size; gives it in `usize`.
@@ -170,6 +176,95 @@ impl Region for lagoon_backend::SharedArena {
 
     fn fill(&self, offset: u64, bytes: usize, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), RegionError> {
         Ok(self.fill(offset, bytes, fill)?)
+    }
+}
+
+#[cfg(target_os = "linux")]
+impl From<lagoon_backend::DeviceError> for RegionError {
+    fn from(error: lagoon_backend::DeviceError) -> Self {
+        Self::Failed(error.to_string())
+    }
+}
+
+/// Part of a window: memory of a device. Accesses do not exclude each other: of what is exported and of what is read into, each
+/// part has one user at a time (`lagoon_instance::prefill`, staging).
+#[cfg(target_os = "linux")]
+#[derive(Clone, Debug)]
+pub struct WindowRegion {
+    window: Arc<dyn lagoon_backend::Window>,
+    base: u64,
+    bytes: u64,
+}
+
+#[cfg(target_os = "linux")]
+impl WindowRegion {
+    /// Consecutive regions of so many bytes each.
+    #[must_use]
+    pub fn consecutive(window: &Arc<dyn lagoon_backend::Window>, count: u32, bytes: u64) -> Vec<Arc<dyn Region>> {
+        let region = |n| Self { window: Arc::clone(window), base: u64::from(n) * bytes, bytes };
+        (0..count).map(|n| Arc::new(region(n)) as _).collect()
+    }
+
+    /// Where a range lies in the window.
+    ///
+    /// # Errors
+    /// [`RegionError::Outside`].
+    pub fn place(&self, offset: u64, bytes: u64) -> Result<u64, RegionError> {
+        let end = offset.saturating_add(bytes);
+        let outside = RegionError::Outside { offset, end, bytes: self.bytes };
+        if end <= self.bytes { Ok(self.base + offset) } else { Err(outside) }
+    }
+
+    /// XXH3-128 of ranges (offset, bytes), where they are.
+    ///
+    /// # Errors
+    /// When one is outside, or the device fails.
+    pub fn checks(&self, ranges: &[(u64, u64)]) -> Result<Vec<crate::Check>, RegionError> {
+        let place = |&(offset, bytes): &(u64, u64)| Ok((self.place(offset, bytes)?, bytes));
+        let ranges = ranges.iter().map(place).collect::<Result<Vec<_>, RegionError>>()?;
+        Ok(self.window.hashes(&ranges)?.into_iter().map(crate::Check::from_hash).collect())
+    }
+}
+
+/// Bytes of a device's memory that are on the host at once.
+#[cfg(target_os = "linux")]
+const WINDOW_PART_BYTES: usize = 4 << 20;
+
+#[cfg(target_os = "linux")]
+impl Region for WindowRegion {
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn window(&self, offset: u64, bytes: usize) -> Result<Bytes, RegionError> {
+        let at = self.place(offset, bytes as u64)?;
+        let mut out = vec![0; bytes];
+        self.window.read(at, &mut out)?;
+        Ok(out.into())
+    }
+
+    fn view(&self, offset: u64, bytes: usize, visit: &mut dyn FnMut(&[u8])) -> Result<(), RegionError> {
+        let at = self.place(offset, bytes as u64)?;
+        let mut part = vec![0; bytes.min(WINDOW_PART_BYTES)];
+        let mut done = 0;
+        while done < bytes {
+            let now = (bytes - done).min(WINDOW_PART_BYTES);
+            self.window.read(at + done as u64, &mut part[..now])?;
+            visit(&part[..now]);
+            done += now;
+        }
+        Ok(())
+    }
+
+    fn fill(&self, offset: u64, bytes: usize, fill: &mut dyn FnMut(&mut [u8])) -> Result<(), RegionError> {
+        let at = self.place(offset, bytes as u64)?;
+        let mut filled = vec![0; bytes];
+        fill(&mut filled);
+        Ok(self.window.write(at, &filled)?)
+    }
+
+    fn on_device(&self) -> Option<&WindowRegion> {
+        Some(self)
     }
 }
 

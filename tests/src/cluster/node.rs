@@ -8,7 +8,7 @@ use lagoon_cuda::{CudaDevice, CudaOptions};
 use lagoon_instance::{Instance, InstanceConfig, PeerKey, RemotePolicy, TransferConfig};
 use lagoon_model::{Checkpoint, LlamaWeights, ModelConfig, Rope, model_hash};
 use lagoon_protocol::{Calibration, MemoryTier, PoolShape, Role};
-use lagoon_runner::{Command, Executor, ExecutorConfig, KvArena, Model, Report};
+use lagoon_runner::{Command, Executor, ExecutorConfig, KvMemory, Model, Report};
 use lagoon_sched::SchedulerConfig;
 use lagoon_types::{DType, InstanceId, KvSpace};
 use std::collections::{BTreeMap, VecDeque};
@@ -98,6 +98,8 @@ pub struct Spec {
     /// Transports do not read and fill its store, but memory for so many rBlocks beside it. Where there is nothing else,
     /// `None` is as much as the store.
     pub stage_blocks: Option<u32>,
+    /// That memory is the device's own where the backend has such.
+    pub stage_on_device: bool,
 }
 
 impl Spec {
@@ -159,6 +161,7 @@ impl Spec {
             share: false,
             push: false,
             stage_blocks: None,
+            stage_on_device: true,
         }
     }
 }
@@ -250,8 +253,8 @@ impl Node {
         let transfer = transfer_config(pool, &spec, &instance_config);
         let instance_config = InstanceConfig { transfer, ..instance_config };
         let shape = instance_config.pool_shape();
-        let (engine, arenas) = engine(pool, &spec, &config, &checkpoint);
-        let transport = Transport::new(&instance_config, &arenas);
+        let (engine, memory) = engine(pool, &spec, &config, &checkpoint);
+        let transport = Transport::new(&instance_config, &memory);
         let mut instance = Instance::new(instance_config).unwrap();
         let kv = space(pool, &spec, &config);
         if kv.rows > 0 {
@@ -314,18 +317,13 @@ fn transfer_config(pool: &PoolSpec, spec: &Spec, of: &InstanceConfig) -> Option<
 }
 
 /// The executor of a node, on its backend, and its KV's memory if that is shared.
-fn engine(
-    pool: &PoolSpec,
-    spec: &Spec,
-    config: &ModelConfig,
-    checkpoint: &Checkpoint,
-) -> (Box<dyn Engine>, Vec<KvArena>) {
-    fn boxed<D: Device>(executor: Executor<D>) -> (Box<dyn Engine>, Vec<KvArena>)
+fn engine(pool: &PoolSpec, spec: &Spec, config: &ModelConfig, checkpoint: &Checkpoint) -> (Box<dyn Engine>, KvMemory) {
+    fn boxed<D: Device>(executor: Executor<D>) -> (Box<dyn Engine>, KvMemory)
     where
         Executor<D>: Engine,
     {
-        let arenas = executor.arenas().to_vec();
-        (Box::new(executor), arenas)
+        let memory = executor.memory().clone();
+        (Box::new(executor), memory)
     }
     match spec.backend {
         Backend::Cpu if spec.has_rows() => {
@@ -368,6 +366,7 @@ fn executor<D: Device>(
         fetch_tokens: spec.fetch_tokens as usize,
         share_blocks: spec.takes_part().then_some(pool.block_tokens),
         stage_blocks: spec.stages(),
+        stage_on_device: spec.stage_on_device,
     };
     let executor = Executor::new(device, config, model, executor_config).unwrap();
     assert_eq!(executor.stages(), spec.stages() > 0, "only the host's stores are shared, unless they have rows");

@@ -5,9 +5,10 @@
 
 use super::World;
 use lagoon_instance::{Event, InstanceConfig, TransferEffect, TransferEvent};
-use lagoon_runner::KvArena;
+use lagoon_runner::KvMemory;
 use lagoon_transfer::{
-    ConnId, Lander, Pulls, ReadFailure, Region, Transaction, Writer, WriterConfig, WriterOutput, check_block,
+    ConnId, Lander, Pulls, ReadFailure, Region, Transaction, WindowRegion, Writer, WriterConfig, WriterOutput,
+    check_blocks,
 };
 use lagoon_transport::direct::ExportServer;
 use lagoon_types::InstanceId;
@@ -46,11 +47,16 @@ pub(super) struct Transport {
 }
 
 impl Transport {
-    pub(super) fn new(config: &InstanceConfig, arenas: &[KvArena]) -> Option<Self> {
+    pub(super) fn new(config: &InstanceConfig, memory: &KvMemory) -> Option<Self> {
         let layout = config.transfer.as_ref()?.layout.clone();
         let clock = Arc::new(AtomicU64::new(0));
         let writer = Writer::new(layout, WriterConfig { incarnation: config.incarnation, ..WriterConfig::default() });
-        let regions = arenas.iter().map(|arena| Arc::new(arena.clone()) as Arc<dyn Region>).collect();
+        let regions = match memory {
+            KvMemory::Host(arenas) => arenas.iter().map(|arena| Arc::new(arena.clone()) as Arc<dyn Region>).collect(),
+            KvMemory::Device { window, layers, layer_bytes } => {
+                WindowRegion::consecutive(window, *layers, *layer_bytes as u64)
+            }
+        };
         let time = Arc::clone(&clock);
         let server = ExportServer::new(writer, regions, move || time.load(Relaxed));
         Some(Self {
@@ -118,11 +124,7 @@ impl World {
                 let view = of.server.with(|w, _| w.view(reader)?.within(part.layers.as_ref()));
                 let layout = of.server.with(|w, _| Arc::clone(w.layout()));
                 let export = view.ok_or_else(|| format!("{reader} is not connected")).and_then(|view| {
-                    let size = layout.block_tokens();
-                    let filled = |n: u32| size.min(part.tokens - n * size);
-                    let check =
-                        |(n, block): (u32, &u32)| check_block(&layout, &view, *block, filled(n), of.server.regions());
-                    let checks = (0..).zip(&blocks).map(check).collect::<Result<Vec<_>, _>>().unwrap();
+                    let checks = check_blocks(&layout, &view, &blocks, part.tokens, of.server.regions()).unwrap();
                     let made = of.server.with(|w, now| w.export(reader, request, part, blocks.clone(), checks, now));
                     made.map_err(|error| error.to_string())
                 });

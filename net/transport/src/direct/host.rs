@@ -1,6 +1,6 @@
-//! Handing arenas to readers on the same host: a unix socket, a token, a descriptor.
+//! Handing arenas, of the host's memory or of a device's, to readers on the same host: a unix socket, a token, a descriptor.
 
-use lagoon_backend::{ArenaView, SharedArena};
+use lagoon_backend::{ArenaView, DeviceError, PeerWindow, SharedArena, Window};
 use lagoon_protocol::TransferArena;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
@@ -43,6 +43,10 @@ pub enum HostError {
     Refused,
     #[error("the token has {0} bytes, a token has 32")]
     Token(usize),
+    #[error("the device that the memory is of is named by {0} bytes, not 16")]
+    Name(usize),
+    #[error(transparent)]
+    Device(#[from] DeviceError),
 }
 
 fn io_error(what: &'static str) -> impl Fn(io::Error) -> HostError {
@@ -81,22 +85,37 @@ pub struct ArenaServer {
 }
 
 impl ArenaServer {
-    /// Listens on a new socket `socket`, in a directory that only this user may enter.
+    /// Listens on a new socket `socket`, in a directory that only this user may enter, and hands out arenas by the numbers of
+    /// their regions.
     ///
     /// # Errors
     /// When the system refuses the socket, a descriptor or the thread.
     pub fn start(socket: &Path, arenas: &[(u32, SharedArena)]) -> Result<Self, HostError> {
+        let of = |(region, arena): &(u32, SharedArena)| {
+            let file = arena.read_only_file().map_err(io_error("opening an arena for reading"))?;
+            Ok((TransferArena { region: *region, ..TransferArena::default() }, file))
+        };
+        Self::offer(socket, arenas.iter().map(of).collect::<Result<Vec<_>, HostError>>()?)
+    }
+
+    /// As [`ArenaServer::start`], for all regions in one window of a device. The memory is exported here, once.
+    ///
+    /// # Errors
+    /// As there, and when the device refuses a descriptor.
+    pub fn of_window(socket: &Path, window: &dyn Window) -> Result<Self, HostError> {
+        let of = TransferArena { device: window.device().to_vec(), bytes: window.bytes(), ..TransferArena::default() };
+        Self::offer(socket, vec![(of, File::from(window.descriptor()?))])
+    }
+
+    fn offer(socket: &Path, memory: Vec<(TransferArena, File)>) -> Result<Self, HostError> {
         let listener = UnixListener::bind(socket).map_err(io_error("listening on a unix socket"))?;
         let private = std::fs::Permissions::from_mode(0o600);
         std::fs::set_permissions(socket, private).map_err(io_error("making the socket private"))?;
-        let mut offered = Vec::new();
-        let mut told = Vec::new();
-        for (region, arena) in arenas {
-            let file = arena.read_only_file().map_err(io_error("opening an arena for reading"))?;
+        let (mut offered, mut told) = (Vec::new(), Vec::new());
+        for (of, file) in memory {
             let token: [u8; TOKEN_BYTES] = rand::random();
-            let socket = socket.display().to_string();
-            told.push(TransferArena { region: *region, socket, token: token.to_vec() });
-            offered.push(Offered { region: *region, token, file });
+            offered.push(Offered { region: of.region, token, file });
+            told.push(TransferArena { socket: socket.display().to_string(), token: token.to_vec(), ..of });
         }
         let stop = Arc::new(AtomicBool::new(false));
         let (ending, offered) = (Arc::clone(&stop), Arc::new(offered));
@@ -170,11 +189,25 @@ fn hand_out(mut stream: UnixStream, offered: &[Offered]) -> Result<(), HostError
         .map_err(|error| io_error("sending a descriptor")(error.into()))
 }
 
-/// Gets an arena that a writer on this host offers, and maps it. Blocks for a second at most.
+/// Gets an arena of the host's memory that a writer on this host offers, and maps it. Blocks for a second at most.
 ///
 /// # Errors
 /// When the writer refuses the token, or what it hands out is not sealed memory of `bytes` bytes.
 pub fn fetch_arena(offer: &TransferArena, bytes: u64) -> Result<ArenaView, HostError> {
+    ArenaView::map(&fetch(offer)?, bytes).map_err(io_error("mapping the writer's memory"))
+}
+
+/// Gets a window that a writer on this host offers, and has the own window's device map it. Blocks for a second at most.
+///
+/// # Errors
+/// When the writer refuses the token, or the device cannot map what it hands out.
+pub fn fetch_window(offer: &TransferArena, own: &Arc<dyn Window>) -> Result<Box<dyn PeerWindow>, HostError> {
+    let of = offer.device.as_slice().try_into().map_err(|_other_size| HostError::Name(offer.device.len()))?;
+    Ok(Arc::clone(own).import(of, fetch(offer)?.as_fd(), offer.bytes)?)
+}
+
+/// The descriptor that a writer hands out for an offer's token.
+fn fetch(offer: &TransferArena) -> Result<File, HostError> {
     if offer.token.len() != TOKEN_BYTES {
         return Err(HostError::Token(offer.token.len()));
     }
@@ -192,8 +225,7 @@ pub fn fetch_arena(offer: &TransferArena, bytes: u64) -> Result<ArenaView, HostE
         _ => None,
     });
     let file = files.next().and_then(|mut files| files.next()).filter(|_| answer == [1]);
-    let file = File::from(file.ok_or(HostError::Refused)?);
-    ArenaView::map(&file, bytes).map_err(io_error("mapping the writer's memory"))
+    Ok(File::from(file.ok_or(HostError::Refused)?))
 }
 
 #[cfg(test)]

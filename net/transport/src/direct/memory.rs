@@ -1,4 +1,4 @@
-//! The reader's side within one process and on one host: copies, by threads of the path's own.
+//! The reader's side within one process, on one host and on one device: copies, by threads of the path's own.
 
 use super::{Landing, LastBreath, Path, ReadJob, memory_failure, serve::ExportServer};
 use lagoon_transfer::{Landed, ReadFailure};
@@ -21,6 +21,8 @@ enum Source {
     },
     #[cfg(target_os = "linux")]
     Host(Vec<lagoon_backend::ArenaView>),
+    #[cfg(target_os = "linux")]
+    Device(lagoon_transfer::PeerRegions),
 }
 
 /// A path within this process, or over shared memory. Dropping it closes it.
@@ -57,6 +59,22 @@ impl MemoryPath {
     #[cfg(target_os = "linux")]
     pub fn shared(arenas: Vec<lagoon_backend::ArenaView>, threads: usize, landing: &Landing) -> io::Result<Self> {
         Self::start(Source::Host(arenas), "same host", threads, landing)
+    }
+
+    /// A path to a writer whose regions lie in memory of a device that this process has mapped, into regions of its own device's:
+    /// the same one, or a peer of it. Reads are one-sided, as over shared memory.
+    ///
+    /// # Errors
+    /// When the system refuses a thread.
+    #[cfg(target_os = "linux")]
+    pub fn on_device(
+        regions: lagoon_transfer::PeerRegions,
+        is_peer: bool,
+        threads: usize,
+        landing: &Landing,
+    ) -> io::Result<Self> {
+        let name = if is_peer { "peer device" } else { "same device" };
+        Self::start(Source::Device(regions), name, threads, landing)
     }
 
     fn start(source: Source, name: &'static str, threads: usize, landing: &Landing) -> io::Result<Self> {
@@ -132,6 +150,12 @@ impl Worker {
                     Ok(())
                 })
             }),
+            #[cfg(target_os = "linux")]
+            Source::Device(from) => {
+                let Landing { regions, verify, .. } = &self.landing;
+                let landed = lagoon_transfer::land_on_device(&job.transaction, &job.pulls, regions, *verify, from);
+                return landed.map_err(|error| memory_failure(&error));
+            }
         };
         landed.and_then(|()| lander.finish()).map_err(|error| memory_failure(&error))
     }

@@ -1,5 +1,5 @@
-//! Reads of registered memory over three kinds of paths, behind one trait: the same process, the same host (shared
-//! memory), QUIC. lagoon-transfer decides what is read; this module moves bytes.
+//! Reads of registered memory over four kinds of paths, behind one trait: the same process, the same host (shared
+//! memory), a device that both use or that are peers (windows), QUIC. lagoon-transfer decides what is read; this module moves bytes.
 //!
 //! The writer's side is an [`ExportServer`]: transport tasks admit reads against the writer's exports and send windows
 //! of its regions without a copy; the owner's loop takes no part and may stand still. The reader's side is a [`Path`]:
@@ -18,7 +18,7 @@ mod probe;
 mod serve;
 
 #[cfg(target_os = "linux")]
-pub use host::{ArenaServer, HostError, fetch_arena, host_identity};
+pub use host::{ArenaServer, HostError, fetch_arena, fetch_window, host_identity};
 pub use lanes::{LanesConfig, QuicPath};
 pub use memory::MemoryPath;
 pub use probe::Probe;
@@ -85,7 +85,7 @@ fn memory_failure(error: &RegionError) -> ReadFailure {
 
 /// A way to a writer's memory.
 pub trait Path: Send + Sync + fmt::Debug {
-    /// For people: `same process`, `same host`, `quic`.
+    /// For people: `same process`, `same device`, `peer device`, `same host`, `quic`.
     fn name(&self) -> &'static str;
 
     /// Takes a read. On a path that is down it ends with the path.

@@ -53,6 +53,16 @@ impl Probe {
         Self::of_memory("same host", arena.bytes(), copy)
     }
 
+    /// Measures another process's window: what a copy from it to the own device carries, beside one within that.
+    ///
+    /// # Errors
+    /// When there is no memory to measure with, or the device fails.
+    #[cfg(target_os = "linux")]
+    pub fn of_window(path: &'static str, window: &dyn lagoon_backend::PeerWindow) -> Result<Self, String> {
+        let (bytes_per_s, expected_bytes_per_s) = window.rates().map_err(|error| error.to_string())?;
+        Ok(Self { path, bytes_per_s, expected_bytes_per_s })
+    }
+
     /// As [`Probe::of_arena`], of a writer's memory in this process, in pieces so small that its owner hardly waits.
     ///
     /// # Errors

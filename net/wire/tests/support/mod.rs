@@ -308,9 +308,22 @@ fn transfer() -> Vec<(&'static str, ControlBody)> {
         layout: Some(transfer_layout()),
         credit_bytes: 64 << 20,
         ttl_ms: 15_000,
-        arenas: vec![TransferArena { region: 1, socket: "/run/kv".into(), token: bytes(32, 3).to_vec() }],
+        arenas: vec![TransferArena {
+            region: 1,
+            socket: "/run/kv".into(),
+            token: bytes(32, 3).to_vec(),
+            ..TransferArena::default()
+        }],
         addr: "10.0.0.4:7010".into(),
     };
+    let window = TransferArena {
+        region: 0,
+        socket: "/run/kv".into(),
+        token: bytes(32, 6).to_vec(),
+        device: bytes(16, 7).to_vec(),
+        bytes: 92 << 20,
+    };
+    let connected_window = TransferConnected { arenas: vec![window], ..connected.clone() };
     let export = TransferExport {
         conn: 5,
         export: 99,
@@ -332,6 +345,7 @@ fn transfer() -> Vec<(&'static str, ControlBody)> {
     vec![
         ("transfer_connect", ControlBody::TransferConnect(connect)),
         ("transfer_connected", ControlBody::TransferConnected(connected)),
+        ("transfer_connected_window", ControlBody::TransferConnected(connected_window)),
         (
             "transfer_refused",
             ControlBody::TransferRefused(TransferRefused { conn: 5, attempt: 2, reason: "f16 is not f32".into() }),
