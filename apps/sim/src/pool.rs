@@ -6,7 +6,7 @@ use crate::process::address;
 use crate::rng::{Rng, mix};
 use crate::symbolic::{Speed, Symbolic, model};
 use crate::world::World;
-use lagoon_cluster::{DgfmConfig, GManager, GManagerConfig, PlannerConfig};
+use lagoon_cluster::{BalancerConfig, DgfmConfig, GManager, GManagerConfig, PlannerConfig};
 use lagoon_instance::{InstanceConfig, RemotePolicy, TransferConfig};
 use lagoon_protocol::{BatchPoint, Calibration, MemoryTier, Role};
 use lagoon_sched::SchedulerConfig;
@@ -20,6 +20,8 @@ pub struct NodeSpec {
     pub role: Role,
     /// Others can read its KV, and it theirs.
     pub transfers: bool,
+    /// Not its store, but so many blocks of memory beside it; 0 if its store.
+    pub stage_blocks: u32,
     pub tier: MemoryTier,
     pub blocks: u32,
     pub lend_blocks_max: u32,
@@ -44,6 +46,8 @@ pub struct PoolSpec {
     pub prefix_cache: bool,
     /// Decode workers have memory before a prompt is computed, and read it meanwhile.
     pub push: bool,
+    /// Roles change by load.
+    pub balancer: Option<BalancerConfig>,
     pub link: LinkProfile,
     pub nodes: Vec<NodeSpec>,
 }
@@ -55,6 +59,7 @@ impl NodeSpec {
         Self {
             role: Role::Instance,
             transfers: false,
+            stage_blocks: 0,
             tier: MemoryTier::Device,
             blocks,
             lend_blocks_max: blocks,
@@ -119,8 +124,11 @@ impl NodeSpec {
     }
 
     fn transfer(&self, pool: &PoolSpec) -> TransferConfig {
-        let size = (self.blocks, pool.block_tokens);
-        let transfer = TransferConfig::new(MODEL, model::kv_shape(), size, String::new());
+        let (shape, block_tokens) = (model::kv_shape(), pool.block_tokens);
+        let transfer = match self.stage_blocks {
+            0 => TransferConfig::new(MODEL, shape, (self.blocks, block_tokens), String::new()),
+            blocks => TransferConfig::staged(MODEL, shape, (blocks, block_tokens), String::new()),
+        };
         TransferConfig { push: pool.push, ..transfer.expect("the simulator's stores have a layout") }
     }
 }
@@ -130,7 +138,16 @@ impl PoolSpec {
     #[must_use]
     pub fn of(block_tokens: u32, nodes: Vec<NodeSpec>) -> Self {
         let link = LinkProfile { latency_us: 100, jitter_us: 50, bytes_per_us: 1_000 };
-        Self { block_tokens, window: None, max_positions: 100_000, prefix_cache: true, push: false, link, nodes }
+        Self {
+            block_tokens,
+            window: None,
+            max_positions: 100_000,
+            prefix_cache: true,
+            push: false,
+            balancer: None,
+            link,
+            nodes,
+        }
     }
 
     /// Whether some compute prompts for others.
@@ -148,7 +165,12 @@ impl PoolSpec {
     /// Starts (again) the process at a place.
     pub fn start(&self, world: &mut World<Symbolic>, place: Place, life: u64) {
         let spec = &self.nodes[place - 1];
-        let runner = Symbolic::new(spec.blocks * self.block_tokens, self.window, spec.speed);
+        let runner = Symbolic::new(
+            spec.blocks * self.block_tokens,
+            spec.stage_blocks * self.block_tokens,
+            self.window,
+            spec.speed,
+        );
         let clock = Clock { born_us: world.now_us(), offset_ms: spec.offset_ms, skew_ppm: spec.skew_ppm };
         world.start(place, spec.config(self, place, life), runner, clock, life);
     }
@@ -163,6 +185,7 @@ impl PoolSpec {
             term: life + 1,
             planner: Some(PlannerConfig::default()),
             dgfm: Some(DgfmConfig::default()),
+            balancer: self.balancer.clone(),
             ..GManagerConfig::default()
         });
         world.start_gmanager(gmanager, clock, life);

@@ -14,9 +14,12 @@ pub trait SimRunner {
     /// `None` if there is nothing to do before the next command.
     fn turn(&mut self, now_us: u64, reports: &mut Vec<Report>) -> Option<u64>;
 
-    /// A copy of its KV store as transports see it: one region a layer, of keys by slot.
+    /// Whether transports see memory beside its KV store.
+    fn is_staged(&self) -> bool;
+
+    /// A copy of its KV store, or of the memory beside it, as transports see it: one region a layer, of keys by slot.
     fn regions(&self) -> Vec<Arc<dyn Region>>;
 
-    /// Such a copy, into which something was read, becomes its store.
+    /// Such a copy, into which something was read, becomes what it was of.
     fn take_regions(&mut self, regions: &[Arc<dyn Region>]);
 }

@@ -10,7 +10,7 @@ use crate::fabric::{Place, SILENCE_US};
 use crate::rng::Rng;
 use crate::runner::SimRunner;
 use crate::world::{Happening, World};
-use lagoon_instance::{Event, InstanceConfig, TransferEffect, TransferEvent};
+use lagoon_instance::{Event, InstanceConfig, StageUser, TransferEffect, TransferEvent};
 use lagoon_kv::Owner;
 use lagoon_protocol::RefuseCode;
 use lagoon_transfer::{
@@ -83,7 +83,14 @@ struct Read {
     transaction: Arc<Transaction>,
     pulls: Pulls,
     /// Who had the memory that it is read into when it was asked for.
-    owner: Option<Owner>,
+    owner: Option<User>,
+}
+
+/// Who has memory that something is read into: a block of the store, or one beside it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum User {
+    Store(Owner),
+    Beside(Option<StageUser>),
 }
 
 /// See the module's documentation.
@@ -352,12 +359,16 @@ impl<R: SimRunner> World<R> {
     }
 
     /// Who has the first block that a read of one extent is put into.
-    fn owner_of(&self, place: Place, transaction: &Transaction) -> Option<Owner> {
+    fn owner_of(&self, place: Place, transaction: &Transaction) -> Option<User> {
         let process = self.process(place)?;
         let rm = process.instance.rmanager();
         let block_bytes = rm.config().shape.layer_token_bytes() as u64 * u64::from(rm.config().block_tokens);
         let block = u32::try_from(transaction.local?.offset / block_bytes).ok()?;
-        Some(rm.pool().owner(PhysBlock(block)))
+        if process.runner.is_staged() {
+            let user = process.instance.stages().find(|(_, blocks)| blocks.contains(&block));
+            return Some(User::Beside(user.map(|(user, _)| user)));
+        }
+        Some(User::Store(rm.pool().owner(PhysBlock(block))))
     }
 
     /// When an end of a path that is stopped goes on.

@@ -421,13 +421,14 @@ impl<R: SimRunner> World<R> {
         self.drain_gmanager();
     }
 
-    /// An operator asks the gManager for something, if one runs.
-    pub fn admin(&mut self, body: AdminBody) {
+    /// An operator asks the gManager for something. Whether it agreed: one that does not run, does not.
+    pub fn admin(&mut self, body: AdminBody) -> bool {
         let now = self.now_us();
-        let Some(coordinator) = self.coordinator.as_mut().filter(|c| c.paused_until_us.is_none()) else { return };
+        let Some(coordinator) = self.coordinator.as_mut().filter(|c| c.paused_until_us.is_none()) else { return false };
         let query = ControlBody::AdminQuery(AdminQuery { query: 1, body: Some(body) });
-        coordinator.gmanager.on_control(None, &query, coordinator.clock.now_ms(now));
+        let reply = coordinator.gmanager.on_control(None, &query, coordinator.clock.now_ms(now));
         self.drain_gmanager();
+        matches!(reply, Some(ControlBody::AdminReply(reply)) if reply.error.is_empty())
     }
 
     /// Sends what the gManager wants sent to instances that are connected.
@@ -480,6 +481,9 @@ impl<R: SimRunner> World<R> {
             }
             (Some(DeviceFault::Guest), Report::GuestPartial { tag, .. } | Report::GuestKv { tag, .. }) => {
                 Report::GuestFailed { tag: *tag, error }
+            }
+            (Some(DeviceFault::Guest), Report::Staged { stage, .. }) => {
+                Report::Staged { stage: *stage, error: Some(error) }
             }
             _ => return report,
         };

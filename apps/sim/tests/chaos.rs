@@ -58,6 +58,7 @@ fn no_seed_fails_with_roles() {
     let total = run_all(seeds(0..600), limits, " --roles true");
     assert!(total.prefills > total.prefills_pushed && total.prefills_pushed > 0, "one mode is not used: {total:?}");
     assert!(total.prefills_again > 0 && total.prefills_own > 0, "nothing went wrong: {total:?}");
+    assert!(total.switches > 0, "nobody changed its role: {total:?}");
 }
 
 /// Seeds that found something once and are not among those that CI runs.
@@ -65,6 +66,9 @@ fn no_seed_fails_with_roles() {
 fn seeds_that_failed_once() {
     // A sequence was parked while the gManager had ordered another move of it.
     assert_eq!(run(&Scenario::draw(4778, Limits { roles: Some(false), ..Limits::default() })).err(), None);
+    // The only worker refused prompts that wait for memory between two attempts: none was ever computed here instead.
+    assert_eq!(run(&Scenario::draw(773, Limits { roles: Some(true), ..Limits::default() })).err(), None);
+    assert_eq!(run(&Scenario::draw(5669, Limits { roles: Some(true), ..Limits::default() })).err(), None);
     // What an instance had accepted was refused, because its queue was full when no worker took it again.
     assert_eq!(run(&Scenario::draw(4469, Limits { roles: Some(true), ..Limits::default() })).err(), None);
 }

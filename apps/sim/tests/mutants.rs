@@ -127,6 +127,46 @@ fn a_life_that_takes_what_the_one_before_it_asked_for_is_found() {
 }
 
 #[test]
+fn a_role_that_changes_before_the_old_one_is_done_is_found() {
+    let (_, failure) = hunt_handed(Mutant::RoleUnfinished, 0);
+    assert_eq!(failure.checker, "role");
+}
+
+#[test]
+fn a_last_one_that_leaves_is_found() {
+    let (_, failure) = hunt_handed(Mutant::LastLeaves, 0);
+    assert_eq!(failure.checker, "role");
+}
+
+#[test]
+fn a_switch_that_a_new_gmanager_forgets_is_found() {
+    let (_, failure) = hunt_handed(Mutant::RoleForgotten, 0);
+    assert_eq!(failure.checker, "role");
+}
+
+#[test]
+fn an_order_that_is_given_once_is_found() {
+    let (_, failure) = hunt_handed(Mutant::RoleUnrepeated, 0);
+    assert_eq!(failure.checker, "role");
+}
+
+#[test]
+fn an_offer_before_its_copy_is_found() {
+    hunt_handed(Mutant::StageUnawaited, 0);
+}
+
+#[test]
+fn memory_beside_a_store_that_is_used_again_under_a_read_is_found() {
+    let (_, failure) = hunt_handed(Mutant::StageReused, 0);
+    assert_eq!(failure.checker, "export");
+}
+
+#[test]
+fn a_prompt_that_goes_on_before_its_copy_is_found() {
+    hunt_handed(Mutant::LandedUnstored, 0);
+}
+
+#[test]
 fn a_completion_before_its_reads_is_found() {
     let (_, failure) = hunt_read(transfer::Mutant::CompleteBeforeLast);
     assert_eq!(failure.checker, "transfer");

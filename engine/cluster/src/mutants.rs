@@ -21,4 +21,18 @@ lagoon_types::mutants! {
     AskedByTheDead,
     /// A creditor frees blocks of a lease that has ended while transports read them.
     PinIgnored,
+    /// An instance has the role that it was told to have at once, whatever it has begun in the old one.
+    RoleUnfinished,
+    /// A gManager gives the last instance of a kind another role.
+    LastLeaves,
+    /// A gManager that starts anew has every instance be what it registers as, whatever it is becoming.
+    RoleForgotten,
+    /// A gManager says once which role an instance shall have, whether or not that was heard.
+    RoleUnrepeated,
+    /// A prefill worker offers what it computed before the device has copied it to where transports read.
+    StageUnawaited,
+    /// A prefill worker uses memory beside its store again when all of a prompt is exported, not when nobody reads it.
+    StageReused,
+    /// A decode worker goes on with a prompt before the device has copied what arrived into its store.
+    LandedUnstored,
 }

@@ -186,7 +186,9 @@ impl Balancer {
     /// Whether the side can do its work with one instance less.
     #[allow(clippy::cast_precision_loss, reason = "few instances")]
     fn spares(&self, views: &[RoleView], side: Side) -> bool {
-        let stays = |view: &&RoleView| side.has(view.role) && view.becoming.is_none();
+        // Whose KV nobody can read changes no role, and computes for nobody.
+        let does = |view: &&RoleView| side.has(view.role) && (side == Side::Decode || view.changes);
+        let stays = |view: &&RoleView| does(view) && view.becoming.is_none();
         let others = views.iter().filter(stays).count().saturating_sub(1);
         let own = views.iter().filter(|view| view.role == side.role());
         let sum: f64 = own.filter_map(|view| self.loads.get(&view.id)).map(|(_, load)| load).sum();

@@ -236,20 +236,27 @@ impl Instance {
         self.pool_blocks_total.max(u64::from(self.config.blocks_total)) * u64::from(self.config.block_tokens)
     }
 
-    fn accept(&mut self, seq: SeqId, mut request: GenerateRequest) -> Result<(), RequestError> {
-        let unfit = match self.roles.now() {
-            Role::Kv => Some("this node lends memory only (--role kv)"),
-            Role::Prefill => Some("this instance computes prompts for decode workers only (--role prefill)"),
-            Role::Instance | Role::Decode => None,
+    /// Whether it is one of those that take clients' requests.
+    fn takes_requests(&self) -> Result<(), RequestError> {
+        if self.roles.accepts(self.now_ms) {
+            return Ok(());
+        }
+        // Clients of one whose role changed ask another one.
+        let why = match self.roles.now() {
+            Role::Kv => "this node lends memory only (--role kv)",
+            Role::Prefill if self.config.role == Role::Prefill => {
+                "this instance computes prompts for decode workers only (--role prefill)"
+            }
+            _ => {
+                let why = "this instance changes its role, and takes no requests any more";
+                return Err(RequestError::Unavailable(why.to_owned()));
+            }
         };
-        if let Some(why) = unfit {
-            return Err(RequestError::Invalid(why.to_owned()));
-        }
-        if !self.roles.accepts(self.now_ms) {
-            return Err(RequestError::Unavailable(
-                "this instance changes its role, and will take no requests".to_owned(),
-            ));
-        }
+        Err(RequestError::Invalid(why.to_owned()))
+    }
+
+    fn accept(&mut self, seq: SeqId, mut request: GenerateRequest) -> Result<(), RequestError> {
+        self.takes_requests()?;
         if self.membership.drained {
             return Err(RequestError::Unavailable("this instance was drained and stops".to_owned()));
         }

@@ -39,7 +39,7 @@ pub use event::{Effect, Event, PeerKey, TransferEffect, TransferEvent};
 pub use freeze::FrozenDebt;
 pub use instance::Instance;
 pub use moves::{MovePace, MoveStatus, MovedBlocks};
-pub use prefill::{LastTimes, PrefillStatus, PrefillTimes};
+pub use prefill::{LastTimes, PrefillStatus, PrefillTimes, StageUser};
 pub use prefix::PrefixStatus;
 pub use status::{InstanceStatus, SequencePlacement};
 

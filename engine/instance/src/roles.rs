@@ -4,6 +4,7 @@
 //! does. What it lends, what it handed over and what is read of it needs no role: that goes on.
 
 use crate::instance::Instance;
+use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_protocol::{Role, RoleOrder, RoleState};
 use lagoon_types::limits::ROLE_GRACE_MS;
 
@@ -104,6 +105,9 @@ impl Instance {
 
     /// Whether it has finished what it does as it is and will not do as `next`.
     fn has_left(&self, next: Role, since_ms: u64) -> bool {
+        if mutants::is(Mutant::RoleUnfinished) {
+            return true;
+        }
         let now = self.roles.now;
         let serves = now.serves() && !next.serves();
         let prefills = now.prefills() && !next.prefills();

@@ -93,6 +93,12 @@ impl Instance {
         &self.rm
     }
 
+    /// The role that it has, and the one that it changes to.
+    #[must_use]
+    pub fn role(&self) -> (Role, Option<Role>) {
+        (self.roles.now(), self.roles.becoming())
+    }
+
     /// The block tables, to look at: where each block of a sequence is, by position.
     pub fn tables(&self) -> impl Iterator<Item = (SeqId, &[Placement])> {
         self.seqs.values().map(|s| (s.id, s.blocks.placements()))

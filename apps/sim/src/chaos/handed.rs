@@ -4,9 +4,12 @@ use super::check::{Pool, failure};
 use super::run::Failure;
 use crate::fabric::Place;
 use crate::process::Process;
+use crate::runner::SimRunner;
 use crate::symbolic::Symbolic;
+use lagoon_instance::StageUser;
 use lagoon_kv::Owner;
 use lagoon_types::PhysBlock;
+use std::collections::BTreeMap;
 
 /// Reads that were not allowed, or that somebody believed to be over.
 pub(super) fn reads(world: &Pool) -> Result<(), Failure> {
@@ -16,8 +19,12 @@ pub(super) fn reads(world: &Pool) -> Result<(), Failure> {
     }
 }
 
-/// Blocks that transports may read are those of the sequence that computes them, or of one lease; others may share them.
+/// Blocks that transports may read are those of the sequence that computes them, or of one lease; others may share them. Beside a
+/// store, those that are kept for its export, and a block has one user.
 pub(super) fn exports(world: &Pool, place: Place, process: &Process<Symbolic>) -> Result<(), Failure> {
+    if process.runner.is_staged() {
+        return staged(world, place, process);
+    }
     let pool = process.instance.rmanager().pool();
     for (export, job, blocks) in world.kv.exports(place) {
         let may = |owner: &Owner| matches!(owner, Owner::Lent(_)) || *owner == Owner::Own(job);
@@ -31,11 +38,40 @@ pub(super) fn exports(world: &Pool, place: Place, process: &Process<Symbolic>) -
     Ok(())
 }
 
+fn staged(world: &Pool, place: Place, process: &Process<Symbolic>) -> Result<(), Failure> {
+    let mut users = BTreeMap::new();
+    for (user, blocks) in process.instance.stages() {
+        for block in blocks {
+            if let Some(other) = users.insert(*block, user) {
+                return failure(
+                    "export",
+                    format!("node {place}: block {block} beside the store is {other:?}, {user:?}"),
+                );
+            }
+        }
+    }
+    let used = process.instance.status().prefill.stage_blocks_used as usize;
+    if used != users.len() {
+        return failure(
+            "leak",
+            format!("node {place}: {used} blocks beside the store are taken, {} used", users.len()),
+        );
+    }
+    for (export, job, blocks) in world.kv.exports(place) {
+        let user = |block: &u32| users.get(block).copied();
+        if let Some(block) = blocks.iter().find(|block| user(block) != Some(StageUser::Exported(job))) {
+            let user = user(block);
+            return failure("export", format!("node {place} lets export {export} of {job} be read, of {user:?}"));
+        }
+    }
+    Ok(())
+}
+
 /// Nobody wants anything any more.
 pub(super) fn empty(world: &Pool, place: Place, process: &Process<Symbolic>) -> Result<(), Failure> {
     let status = process.instance.status().prefill;
     let left = (status.away, status.pulling, status.blocks_settling, status.jobs, world.kv.kept(place));
-    if left != (0, 0, 0, 0, 0) {
+    if left != (0, 0, 0, 0, 0) || status.stage_blocks_used > 0 {
         return failure("leak", format!("node {place} has {left:?} of hand-overs: {status:?}"));
     }
     Ok(())

@@ -8,6 +8,7 @@ mod handed;
 mod ops;
 mod panics;
 mod requests;
+mod roles;
 mod run;
 mod scenario;
 mod shrink;

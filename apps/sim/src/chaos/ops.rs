@@ -3,6 +3,7 @@
 use crate::fabric::{GMANAGER, Place};
 use crate::rng::Rng;
 use crate::world::DeviceFault;
+use lagoon_protocol::Role;
 use lagoon_types::{GenerateRequest, SamplingParams};
 use lagoon_wire::Class;
 use std::fmt;
@@ -76,6 +77,11 @@ pub enum What {
         to: Place,
         blocks: u32,
     },
+    /// An operator gives an instance another role.
+    Role {
+        place: Place,
+        role: Role,
+    },
     /// The next frame of the class to a peer finds a full queue.
     Full {
         place: Place,
@@ -88,7 +94,7 @@ impl What {
     #[must_use]
     pub const fn fault_end_us(&self, at_us: u64) -> Option<u64> {
         match *self {
-            Self::Submit { .. } | Self::Cancel { .. } | Self::Move { .. } => None,
+            Self::Submit { .. } | Self::Cancel { .. } | Self::Move { .. } | Self::Role { .. } => None,
             Self::Cut { .. } | Self::CutKv { .. } | Self::Break { .. } | Self::Full { .. } => Some(at_us),
             Self::Drain { us, .. } => Some(at_us + us),
             Self::Crash { down_us: us, .. } | Self::Partition { us, .. } | Self::Pause { us, .. } => Some(at_us + us),
@@ -140,6 +146,7 @@ impl fmt::Display for Op {
             What::Break { place, fault } => write!(f, "the device of {} fails once: {fault:?}", name(place)),
             What::Drain { place, us } => write!(f, "{} is drained, for {} ms", name(place), us / 1000),
             What::Move { id, to, blocks } => write!(f, "{blocks} blocks of request {id} are moved to {}", name(to)),
+            What::Role { place, role } => write!(f, "{} is told to be {role:?}", name(place)),
             What::Full { place, class } => write!(f, "{} finds a full queue: {class:?}", name(place)),
         }
     }

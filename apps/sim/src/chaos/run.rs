@@ -4,14 +4,15 @@ use super::check::{Checkers, FORGOTTEN_US, LONG_US};
 use super::ops::{Op, What};
 use super::panics;
 use super::requests::{Asked, End};
+use super::roles::Roles;
 use super::scenario::Scenario;
 use crate::fabric::{GMANAGER, Place};
 use crate::process::Process;
 use crate::symbolic::Symbolic;
-use crate::world::{Step, World};
+use crate::world::{Emission, Step, World};
 use lagoon_instance::{Event, InstanceStatus};
 use lagoon_protocol::{AdminBody, AdminDrain, AdminMove};
-use lagoon_types::SeqId;
+use lagoon_types::{SeqId, TokenEvent};
 use lagoon_wire::Class;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -90,6 +91,8 @@ pub struct Summary {
     pub prefills_pushed: u64,
     pub prefills_again: u64,
     pub prefills_own: u64,
+    /// Roles that changed.
+    pub switches: u64,
     pub partials_frames: u64,
     pub bulk_frames: u64,
 }
@@ -117,6 +120,7 @@ impl Summary {
         self.prefills_pushed += other.prefills_pushed;
         self.prefills_again += other.prefills_again;
         self.prefills_own += other.prefills_own;
+        self.switches += other.switches;
         self.partials_frames += other.partials_frames;
         self.bulk_frames += other.bulk_frames;
     }
@@ -141,6 +145,7 @@ struct Run<'a> {
     ops: &'a [Op],
     world: World<Symbolic>,
     checkers: Checkers,
+    roles: Roles,
     asked: BTreeMap<usize, Asked>,
     lives: BTreeMap<Place, u64>,
     /// Where a drain is being ended, and when it was last seen to be on or may have been.
@@ -172,6 +177,7 @@ pub fn replay(scenario: &Scenario, ops: &[Op], trace: usize) -> (Result<Summary,
         ops,
         world,
         checkers: Checkers::default(),
+        roles: Roles::default(),
         asked: BTreeMap::new(),
         lives: BTreeMap::new(),
         drains: BTreeMap::new(),
@@ -223,6 +229,7 @@ impl Run<'_> {
                 rest_us = None;
                 self.progress(now)?;
             } else if now > *rest_us.get_or_insert_with(|| self.rest_at(now)) {
+                self.roles.at_rest(&self.world, &self.scenario.pool)?;
                 return self.checkers.empty(&self.world);
             }
         }
@@ -247,6 +254,7 @@ impl Run<'_> {
         let touched = std::mem::take(&mut self.world.touched);
         for place in &touched {
             self.checkers.after(&self.world, *place)?;
+            self.roles.after(&self.world, *place, &self.asked)?;
         }
         self.world.touched = touched;
         if steps.is_multiple_of(ALL_EVENTS) {
@@ -318,6 +326,7 @@ impl Run<'_> {
             What::Break { place, fault } => self.world.break_device(place, fault),
             What::Drain { place, us } => self.drain(place, us),
             What::Move { id, to, blocks } => self.move_blocks(id, to, blocks),
+            What::Role { place, role } => self.roles.order(&mut self.world, place, role),
             What::Full { place, class } => self.world.fill_queue(place, class),
         }
     }
@@ -332,6 +341,8 @@ impl Run<'_> {
     }
 
     fn submit(&mut self, id: usize, place: Place, what: (u32, u32, u64)) {
+        let (place, takes) =
+            if self.scenario.changes_roles() { Roles::dispatch(&self.world, place) } else { (place, true) };
         let live = self.world.process(place);
         let pool_tokens = live.map_or(0, |p| p.instance.pool_tokens());
         let mut asked = Asked::new(&self.scenario.pool, (id, place), what, pool_tokens);
@@ -340,7 +351,13 @@ impl Run<'_> {
             asked.end = Some(End::Lost);
         }
         self.asked.insert(id, asked);
-        self.world.handle(place, Event::Submit { seq: SeqId(id as u64 + 1), request });
+        let seq = SeqId(id as u64 + 1);
+        self.world.handle(place, Event::Submit { seq, request });
+        let refused = |e: &Emission| (e.place, e.seq) == (place, seq) && matches!(e.event, TokenEvent::Failed(_));
+        if !takes && let Some(at) = self.world.emitted.iter().position(refused) {
+            self.world.emitted.remove(at);
+            self.asked.entry(id).and_modify(|asked| asked.end = Some(End::Refused));
+        }
     }
 
     fn cancel(&mut self, id: usize) {
@@ -355,12 +372,14 @@ impl Run<'_> {
         let now = self.world.now_us();
         self.world.call_at(now + down_us, RESTART + place as u64);
         if place == GMANAGER {
+            self.roles.gmanager_died(&self.world);
             self.world.kill_gmanager();
             return;
         }
         let Some(process) = self.world.kill(place) else { return };
         self.summary.add_life(&process.instance.status(), self.scenario.pool.push);
         self.checkers.died(&process);
+        self.roles.died(place);
         let hit = |a: &&mut Asked| a.place == place && a.end.is_none();
         self.asked.values_mut().filter(hit).for_each(|a| a.end = Some(End::Lost));
     }
@@ -429,6 +448,7 @@ impl Run<'_> {
             cancelled: count(|e| *e == End::Cancelled),
             lost: count(|e| *e == End::Lost),
             tokens: self.asked.values().map(|a| u64::from(a.tokens)).sum(),
+            switches: self.roles.switches,
             partials_frames: self.world.traffic(Class::Partials).0,
             bulk_frames: self.world.traffic(Class::Bulk).0,
             ..of

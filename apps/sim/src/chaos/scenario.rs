@@ -58,6 +58,7 @@ impl Scenario {
         let drawn = roles.once_in(4);
         if limits.roles.unwrap_or(drawn) {
             draw_roles(&mut roles, &mut pool);
+            draw_stages(&mut Rng::new(seed ^ 0x7374_6167_6564), &mut pool);
         }
         let span_us = match limits.seconds {
             0 => 1_000_000 * rng.pick(&[2, 4, 8, 20]),
@@ -65,12 +66,24 @@ impl Scenario {
         };
         let mut ops = draw_requests(&mut rng.split(), &pool, span_us, limits.requests);
         // One in four is undisturbed: nothing but its own errors can explain what goes wrong.
-        if limits.faults && !rng.once_in(4) {
+        let disturbed = limits.faults && !rng.once_in(4);
+        if disturbed {
             let faults = rng.pick(&[1, 2, 4, 8, 16]);
             draw_faults(&mut rng.split(), &pool, span_us, faults, &mut ops);
         }
+        // Every other pool with roles changes them.
+        if pool.has_roles() && roles.once_in(2) {
+            ops.extend(super::roles::draw(&mut roles, &mut pool, span_us, WARM_US, disturbed));
+        }
         ops.sort_by_key(|op| op.at_us);
         Self { seed, pool, ops, steps_max: limits.steps }
+    }
+}
+
+impl Scenario {
+    /// Whether roles may change in it.
+    pub(super) fn changes_roles(&self) -> bool {
+        self.pool.balancer.is_some() || self.ops.iter().any(|op| matches!(op.what, What::Role { .. }))
     }
 }
 
@@ -133,6 +146,19 @@ fn draw_roles(rng: &mut Rng, pool: &mut PoolSpec) {
         node.transfers = node.role != Role::Instance || !rng.once_in(6);
     }
     pool.push = rng.once_in(2);
+}
+
+/// In one pool of three some devices have their memory to themselves, and less or more beside it than a prompt needs.
+fn draw_stages(rng: &mut Rng, pool: &mut PoolSpec) {
+    if !rng.once_in(3) {
+        return;
+    }
+    for node in pool.nodes.iter_mut().filter(|node| node.transfers) {
+        let (blocks, staged) = (u64::from(node.blocks), rng.once_in(2));
+        let few = rng.once_in(3);
+        let beside = small(if few { rng.within(1..=blocks) } else { rng.within(blocks..=3 * blocks) });
+        node.stage_blocks = if staged { beside } else { 0 };
+    }
 }
 
 fn small(n: u64) -> u32 {

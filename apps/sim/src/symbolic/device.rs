@@ -5,7 +5,7 @@ use super::guest::{self, Guest};
 use super::model::{KEY_BYTES, Key, LAYERS};
 use super::pass::{Pass, Progress};
 use crate::runner::SimRunner;
-use lagoon_runner::{Command, PassError, Report};
+use lagoon_runner::{Command, PassError, Report, StageWork};
 use lagoon_transfer::{HeapRegion, Region, region};
 use lagoon_types::{Lane, StepId};
 use std::collections::VecDeque;
@@ -22,10 +22,25 @@ pub struct Speed {
     pub key_ns: u64,
 }
 
+/// One token's keys, by layer.
+type Slot = [Key; LAYERS as usize];
+
+/// A copy between the store and the memory beside it: a piece of a layer at a time, those that are left.
+#[derive(Debug)]
+struct Staging {
+    work: StageWork,
+    left: VecDeque<(u32, (u32, u32, u32))>,
+}
+
 /// See the module's documentation.
 #[derive(Debug)]
 pub struct Symbolic {
-    pub(super) store: Vec<[Key; LAYERS as usize]>,
+    pub(super) store: Vec<Slot>,
+    /// What transports read and fill instead of the store, if they cannot use that.
+    beside: Vec<Slot>,
+    stages: VecDeque<Staging>,
+    /// Copies and passes take turns.
+    staged_last: bool,
     pub(super) window: Option<u32>,
     speed: Speed,
     pub(super) guests: VecDeque<Guest>,
@@ -37,11 +52,15 @@ pub struct Symbolic {
 }
 
 impl Symbolic {
-    /// A device with room for `slots` tokens.
+    /// A device with room for `slots` tokens, and for `beside` in memory that transports use instead of its store; 0 if they
+    /// use that.
     #[must_use]
-    pub fn new(slots: u32, window: Option<u32>, speed: Speed) -> Self {
+    pub fn new(slots: u32, beside: u32, window: Option<u32>, speed: Speed) -> Self {
         Self {
-            store: vec![[Key::default(); LAYERS as usize]; slots as usize],
+            store: vec![Slot::default(); slots as usize],
+            beside: vec![Slot::default(); beside as usize],
+            stages: VecDeque::new(),
+            staged_last: false,
             window,
             speed,
             guests: VecDeque::new(),
@@ -54,6 +73,28 @@ impl Symbolic {
     fn time_us(&self, rows: u64, keys: u64) -> u64 {
         let Speed { layer_ns, row_ns, key_ns } = self.speed;
         (layer_ns + rows * row_ns + keys * key_ns).div_ceil(1000).max(1)
+    }
+
+    /// Copies a piece, or says that all of them are copied.
+    fn stage(&mut self, reports: &mut Vec<Report>) -> Option<u64> {
+        let staging = self.stages.front_mut()?;
+        let Some((layer, (slot, beside, tokens))) = staging.left.pop_front() else {
+            let stage = staging.work.stage;
+            self.stages.pop_front();
+            reports.push(Report::Staged { stage, error: None });
+            return Some(1);
+        };
+        for n in 0..tokens as usize {
+            let stored = &mut self.store[slot as usize + n][layer as usize];
+            let staged = &mut self.beside[beside as usize + n][layer as usize];
+            if staging.work.inward { *stored = *staged } else { *staged = *stored }
+        }
+        Some(self.time_us(0, u64::from(tokens)))
+    }
+
+    /// What transports see: the store, or the memory beside it.
+    fn shared(&self) -> &[Slot] {
+        if self.beside.is_empty() { &self.store } else { &self.beside }
     }
 
     fn pass_of(&mut self, step: StepId) -> Option<&mut Pass> {
@@ -118,9 +159,15 @@ impl SimRunner for Symbolic {
             Command::GuestQuery(query) => self.guests.push_back(Guest::Query(query)),
             Command::GuestWrite(write) => self.guests.push_back(Guest::Write(write)),
             Command::GuestRead(read) => self.guests.push_back(Guest::Read(read)),
+            Command::Stage(work) => {
+                assert!(!self.beside.is_empty(), "there is memory beside the store");
+                let pieces = &work.pieces;
+                let left =
+                    work.layers.clone().flat_map(|layer| pieces.iter().map(move |piece| (layer, *piece))).collect();
+                self.stages.push_back(Staging { work, left });
+            }
             // Slots are memory here: what is shared has one.
             Command::Share { .. } => unreachable!("no memory is mapped here"),
-            Command::Stage(_) => unreachable!("stores are read and filled as they are here"),
             Command::Release { .. } => {}
         }
     }
@@ -130,16 +177,28 @@ impl SimRunner for Symbolic {
             let (rows, keys) = guest::serve(self, work, reports);
             return Some(self.time_us(rows, keys));
         }
+        self.staged_last = !self.staged_last;
+        if self.staged_last
+            && let Some(us) = self.stage(reports)
+        {
+            return Some(us);
+        }
         let other = match self.last {
             Lane::Local => Lane::Remote,
             Lane::Remote => Lane::Local,
         };
-        [other, self.last].into_iter().find_map(|lane| self.advance(lane, reports))
+        let advanced = [other, self.last].into_iter().find_map(|lane| self.advance(lane, reports));
+        advanced.or_else(|| self.stage(reports))
     }
+
+    fn is_staged(&self) -> bool {
+        !self.beside.is_empty()
+    }
+
     fn regions(&self) -> Vec<Arc<dyn Region>> {
         let copy = |layer: usize| {
-            let mut bytes = Vec::with_capacity(self.store.len() * KEY_BYTES);
-            self.store.iter().for_each(|slot| slot[layer].to_bytes(&mut bytes));
+            let mut bytes = Vec::with_capacity(self.shared().len() * KEY_BYTES);
+            self.shared().iter().for_each(|slot| slot[layer].to_bytes(&mut bytes));
             let region = HeapRegion::new(bytes.len(), bytes.len().max(1));
             region::write(&region, 0, &bytes).expect("a region holds what it was made for");
             Arc::new(region) as Arc<dyn Region>
@@ -149,8 +208,9 @@ impl SimRunner for Symbolic {
 
     fn take_regions(&mut self, regions: &[Arc<dyn Region>]) {
         for (layer, region) in regions.iter().enumerate() {
-            let bytes = region.window(0, self.store.len() * KEY_BYTES).expect("it is as large as the store");
-            for (slot, key) in self.store.iter_mut().zip(bytes.chunks_exact(KEY_BYTES)) {
+            let shared = if self.beside.is_empty() { &mut self.store } else { &mut self.beside };
+            let bytes = region.window(0, shared.len() * KEY_BYTES).expect("it is as large as what transports see");
+            for (slot, key) in shared.iter_mut().zip(bytes.chunks_exact(KEY_BYTES)) {
                 slot[layer] = Key::from_bytes(key);
             }
         }

@@ -3,6 +3,7 @@
 use super::member::Member;
 use super::shape::{check_shape, model_shape, same_shape};
 use super::{GManager, reject};
+use crate::mutants::{self, Mutant};
 use crate::planner::InstanceView;
 use lagoon_protocol::{MemoryTier, Register, Registered, Rejected, Role, VERSION_MAX, VERSION_MIN};
 use lagoon_types::{InstanceId, limits};
@@ -78,6 +79,9 @@ impl GManager {
         };
         let mut member = Member::new(m.clone(), slot, self.now_ms);
         member.round = self.rounds.joined();
+        if mutants::is(Mutant::RoleForgotten) {
+            member.ordered = Role::try_from(m.role).ok();
+        }
         if let Some(old) = old {
             (member.drain, member.ordered) = (old.drain, old.ordered);
             if old.life == super::member::Life::Fenced {

@@ -7,6 +7,7 @@
 use super::GManager;
 use super::admin::{Refused, SEE_STATUS, refused};
 use super::member::{Life, Member};
+use crate::mutants::{self, Mutant};
 use crate::roles::{Balancer, BalancerConfig, RoleView};
 use lagoon_protocol::{AdminRole, ControlBody, Heartbeat, Role, RoleOrder, RoleState};
 use lagoon_types::{InstanceId, limits};
@@ -66,6 +67,13 @@ impl Member {
     /// Whether clients' requests are for it, and will be.
     fn serves(&self) -> bool {
         self.role().serves() && self.becomes().serves()
+    }
+
+    /// Whether it does and will do what another one stops doing. What it registered with is not enough: with that alone it may be
+    /// changing its role since another gManager's time, or have KV that nobody can read.
+    fn replaces(&self, prefills: bool) -> bool {
+        let Some(heartbeat) = &self.heartbeat else { return false };
+        if prefills { self.prefills() && heartbeat.role.is_some() } else { self.serves() }
     }
 
     /// What to tell it again.
@@ -149,17 +157,19 @@ impl GManager {
 
     /// Whether somebody else does what an instance would not do any more.
     fn check_left(&self, id: InstanceId, role: Role) -> Result<(), Refused> {
+        if mutants::is(Mutant::LastLeaves) {
+            return Ok(());
+        }
         let member = &self.members[&id];
         let counts = |m: &Member| m.is_live(self.now_ms) && !m.is_draining();
-        let others =
-            |does: &dyn Fn(&Member) -> bool| self.members.iter().any(|(o, m)| *o != id && counts(m) && does(m));
-        if member.role().serves() && !role.serves() && !others(&Member::serves) {
+        let others = |prefills| self.members.iter().any(|(o, m)| *o != id && counts(m) && m.replaces(prefills));
+        if member.role().serves() && !role.serves() && !others(false) {
             return refused(
                 format!("instance {} is the last one that takes requests", id.0),
                 "give another instance role decode or both first",
             );
         }
-        if member.role().prefills() && !role.prefills() && !others(&Member::prefills) {
+        if member.role().prefills() && !role.prefills() && !others(true) {
             return refused(
                 format!("instance {} is the last one that computes prompts for others", id.0),
                 "give another instance role prefill or both first",
@@ -208,7 +218,7 @@ impl GManager {
 
     /// Repeats what instances have not taken up.
     pub(super) fn repeat_roles(&mut self) {
-        if self.now_ms < self.role_orders.repeat_at_ms {
+        if self.now_ms < self.role_orders.repeat_at_ms || mutants::is(Mutant::RoleUnrepeated) {
             return;
         }
         self.role_orders.repeat_at_ms = self.now_ms + limits::ROLE_REPEAT_MS;

@@ -232,7 +232,8 @@ proptest! {
                     prop_assert!(view.role == from && view.changes && from != to);
                     (view.becoming, left, quiet_ms) = (Some(to), drain_looks, now_ms);
                     for side in Side::BOTH {
-                        let stays = |view: &RoleView| side.has(view.role) && view.becoming.is_none_or(|role| side.has(role));
+                        let does = |view: &RoleView| side.has(view.role) && (view.changes || (side, from) != (Side::Prefill, Prefill));
+                        let stays = |view: &RoleView| does(view) && view.becoming.is_none_or(|role| side.has(role));
                         prop_assert!(views.iter().any(stays), "{side:?} has nobody");
                     }
                 }

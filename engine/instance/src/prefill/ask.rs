@@ -117,6 +117,8 @@ pub(crate) struct Away {
     tries: u32,
     /// Until then it waits for a worker.
     wait_by_ms: u64,
+    /// Since when workers refuse it whenever they are asked.
+    refused_ms: Option<u64>,
     /// Workers that refused it, and until when they are not asked again.
     resting: BTreeMap<InstanceId, u64>,
 }
@@ -130,6 +132,7 @@ impl Away {
             asked_ms: now_ms,
             tries: 0,
             wait_by_ms,
+            refused_ms: None,
             resting: BTreeMap::new(),
         }
     }
@@ -389,9 +392,14 @@ impl Instance {
         away.resting.insert(from, rest_ms);
         // Nothing was spent on it.
         away.tries = away.tries.saturating_sub(1);
+        let refused_ms = *away.refused_ms.get_or_insert(self.now_ms);
         if let Stage::Asked { landing, offer, .. } = std::mem::replace(&mut away.stage, Stage::Waiting) {
             landing.into_iter().for_each(|landing| self.give_up_landing(seq, landing));
             self.decline(offer.as_ref());
+        }
+        // Pushed, it waits for memory between two attempts, which is no wait for a worker and has no such end.
+        if self.now_ms >= refused_ms + PREFILL_WAIT_MS {
+            self.compute_here(seq);
         }
     }
 
@@ -427,6 +435,7 @@ impl Instance {
         };
         let Some(away) = self.prefills.away.get_mut(&seq) else { return };
         let mut known = None;
+        away.refused_ms = None;
         away.stage = match std::mem::replace(&mut away.stage, Stage::Waiting) {
             Stage::Asked { landing: Some(landing), .. } => Stage::Pulling { handed, landing, since_ms: self.now_ms },
             Stage::Asked { offer, .. } => {

@@ -169,6 +169,14 @@ impl Settling {
     pub(super) fn blocks(&self) -> usize {
         self.blocks.len()
     }
+
+    pub(super) fn seq(&self) -> SeqId {
+        self.seq
+    }
+
+    pub(super) fn staged(&self) -> &[u32] {
+        &self.staged
+    }
 }
 
 impl Instance {
@@ -186,7 +194,8 @@ impl Instance {
             let prefills = &mut self.prefills;
             let landing = prefills.away.get_mut(&id).and_then(|away| away.stage.landing_mut());
             let Some((landing, reader)) = landing.zip(prefills.reader.as_mut()) else { return };
-            let Some((offer, skip, local)) = landing.next() else { return };
+            // If all of it stays where it is, nothing arrives that would say that it is whole.
+            let Some((offer, skip, local)) = landing.next() else { return self.land(id) };
             let checks = reader.offered_checks(offer.conn, offer.export);
             let left: Vec<Check> = checks.iter().take(skip as usize).copied().collect();
             if local.is_empty() {

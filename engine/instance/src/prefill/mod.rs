@@ -24,6 +24,7 @@ mod status;
 mod tests;
 
 pub(crate) use ask::Away;
+pub use staging::StageUser;
 pub use status::{LastTimes, PrefillStatus, PrefillTimes};
 
 use crate::config::InstanceConfig;

@@ -14,6 +14,7 @@
 use super::Key;
 use crate::event::{Effect, TransferEffect};
 use crate::instance::Instance;
+use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_runner::StageId;
 use lagoon_transfer::Span;
 use lagoon_types::limits::PUSH_PARTS;
@@ -204,6 +205,10 @@ impl Instance {
                     self.publish(id);
                 }
                 if self.prefills.published.get(&id).is_some_and(Publication::is_whole) {
+                    if mutants::is(Mutant::StageReused) {
+                        let staged = self.prefills.published.get_mut(&id).map(|p| std::mem::take(&mut p.staged));
+                        self.unstage(staged.unwrap_or_default());
+                    }
                     self.tell_ready(id, Ok(export));
                 }
             }

@@ -14,11 +14,19 @@ use super::landing::Landing;
 use crate::event::{Effect, TransferEffect};
 use crate::instance::Instance;
 use lagoon_backend::DeviceError;
+use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_runner::{Command, StageId, StageWork};
 use lagoon_transfer::Span;
 use lagoon_types::{PhysBlock, SeqId};
 use std::collections::BTreeSet;
 use std::ops::Range;
+
+/// What blocks beside the store are used for, and of which sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StageUser {
+    Exported(SeqId),
+    Read(SeqId),
+}
 
 /// The blocks of that memory.
 #[derive(Debug, Default)]
@@ -76,6 +84,16 @@ fn pieces(store: &[u32], beside: &[u32], tokens: u32, block_tokens: u32) -> Vec<
 }
 
 impl Instance {
+    /// Who uses which blocks beside the store, to look at: what is exported from them, and what is read into them.
+    pub fn stages(&self) -> impl Iterator<Item = (StageUser, &[u32])> {
+        let prefills = &self.prefills;
+        let out = prefills.published.iter().map(|(seq, of)| (StageUser::Exported(*seq), of.staged.as_slice()));
+        let landings = prefills.away.iter().filter_map(|(seq, away)| Some((*seq, away.stage.landing()?)));
+        let landings = landings.map(|(seq, of)| (StageUser::Read(seq), of.staged.as_slice()));
+        let settling = prefills.settling.iter().map(|of| (StageUser::Read(of.seq()), of.staged()));
+        out.chain(landings).chain(settling).filter(|(_, blocks)| !blocks.is_empty())
+    }
+
     /// Blocks beside the store in all; 0 where transports read and fill the store itself.
     pub(super) fn stage_blocks(&self) -> u32 {
         self.config.transfer.as_ref().map_or(0, |transfer| transfer.stage_blocks)
@@ -137,7 +155,11 @@ impl Instance {
             pieces(&publication.blocks[blocks.clone()], &publication.staged[blocks], part.tokens, block_tokens);
         let stage = self.prefills.staging.issue();
         let layers = part.layers.clone().unwrap_or(all);
-        publication.stage = Some((stage, part));
+        publication.stage = Some((stage, part.clone()));
+        if mutants::is(Mutant::StageUnawaited) {
+            publication.stage = None;
+            self.export(id, part);
+        }
         self.effects.push(Effect::Runner(Command::Stage(StageWork { stage, inward: false, layers, pieces })));
     }
 
@@ -166,6 +188,12 @@ impl Instance {
         let pieces = pieces(&store, &landing.staged, landing.tokens_here(), block_tokens);
         self.release_freed();
         self.effects.push(Effect::Runner(Command::Stage(StageWork { stage, inward: true, layers, pieces })));
+        if mutants::is(Mutant::LandedUnstored) {
+            let landing = self.prefills.away.get_mut(&id).and_then(|away| away.stage.landing_mut());
+            let staged = landing.map(Landing::stored).unwrap_or_default();
+            self.unstage(staged);
+            return false;
+        }
         true
     }
 

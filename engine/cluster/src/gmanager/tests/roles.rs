@@ -122,6 +122,18 @@ fn another_gmanager_learns_what_each_becomes() {
     assert_eq!(shown(&gm, 1), (Prefill, Some(Decode)));
 }
 
+/// It may be leaving its role since another gManager's time.
+#[test]
+fn one_that_has_only_registered_replaces_nobody() {
+    let mut gm = roles(&[Prefill, Decode]);
+    gm.on_register(&Register { role: Decode.into(), ..register(3) }, 0).unwrap();
+    refuses(&mut gm, 2, Prefill, "the last one that takes requests");
+    gm.on_heartbeat(&beat(3, 1, Decode, Some(Prefill)), 0);
+    refuses(&mut gm, 2, Prefill, "the last one that takes requests");
+    gm.on_heartbeat(&beat(3, 2, Decode, None), 0);
+    assert_eq!(order(&mut gm, 2, Prefill, 0).error, "");
+}
+
 fn refuses(gm: &mut GManager, instance: u32, role: Role, words: &str) {
     let reply = order(gm, instance, role, 0);
     assert!(reply.error.contains(words) && !reply.hint.is_empty(), "{reply:?} should say {words:?}");
@@ -135,6 +147,8 @@ fn what_cannot_be_is_refused_with_the_reason() {
     refuses(&mut gm, 1, Kv, "no instance becomes a kv node");
     refuses(&mut gm, 3, Decode, "instance 3 is a kv node");
     refuses(&mut gm, 4, Decode, "instance 4 cannot change its role: its KV (cpu) is not in memory that others read");
+    // It does both, but nobody could read what it computed.
+    refuses(&mut gm, 1, Decode, "the last one that computes prompts for others");
     gm.on_deregister(InstanceId(4));
     refuses(&mut gm, 1, Decode, "the last one that computes prompts for others");
     refuses(&mut gm, 2, Prefill, "the last one that takes requests");

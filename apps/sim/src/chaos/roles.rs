@@ -1,0 +1,178 @@
+//! Roles that change while a pool works: who is told what, what each role may not do, and where it ends.
+
+use super::check::{Pool, failure};
+use super::ops::{Op, What};
+use super::requests::Asked;
+use super::run::Failure;
+use crate::fabric::{GMANAGER, Place};
+use crate::pool::PoolSpec;
+use crate::process::Process;
+use crate::rng::Rng;
+use crate::symbolic::Symbolic;
+use lagoon_cluster::BalancerConfig;
+use lagoon_protocol::{AdminBody, AdminRole, Role};
+use lagoon_wire::Class;
+use std::collections::BTreeMap;
+
+/// Orders and, in some pools, a balancer that is in a hurry. Half of the faults that are drawn here meet a switch.
+pub(super) fn draw(rng: &mut Rng, pool: &mut PoolSpec, span_us: u64, first_us: u64, faults: bool) -> Vec<Op> {
+    if rng.once_in(3) {
+        let (sustain_ms, dwell_ms) = (rng.pick(&[500, 2_000]), rng.pick(&[500, 4_000]));
+        let spare_load = if rng.once_in(2) { 0.5 } else { 1.0 };
+        pool.balancer = Some(BalancerConfig { sustain_ms, dwell_ms, window_ms: 1_000, spare_load });
+    }
+    let change = |place: &Place| pool.nodes[place - 1].role.runs();
+    let may: Vec<Place> = (1..=pool.nodes.len()).filter(change).collect();
+    let (orders, aimed, mut ops) = (rng.pick(&[1, 2, 4, 8]), faults && rng.once_in(2), Vec::new());
+    for _ in 0..orders {
+        let (at_us, place) = (first_us + rng.below(span_us + 2_000_000), rng.pick(&may));
+        let role = rng.pick(&[Role::Prefill, Role::Decode, Role::Instance]);
+        ops.push(Op { at_us, what: What::Role { place, role } });
+        if aimed && rng.once_in(2) {
+            let us = rng.pick(&[300_000, 1_500_000, 4_000_000, 12_000_000]);
+            let at_us = at_us + rng.below(rng.clone().pick(&[20_000, 3_000_000]));
+            ops.push(Op { at_us, what: fault(rng, &may, place, us) });
+        }
+    }
+    ops
+}
+
+/// Something that goes wrong while the instance at `place` changes its role.
+fn fault(rng: &mut Rng, may: &[Place], place: Place, us: u64) -> What {
+    let us = us / 2 + rng.below(us);
+    let other = rng.pick(may);
+    match rng.below(9) {
+        0 => What::Crash { place, down_us: us },
+        1 | 2 => What::Crash { place: GMANAGER, down_us: us },
+        3 => What::Crash { place: other, down_us: us },
+        4 => What::Cut { a: place, b: GMANAGER },
+        5 => What::Partition { a: place, b: GMANAGER, us },
+        6 => What::Pause { place, us },
+        7 => What::Full { place, class: Class::Control },
+        _ => What::CutKv { a: place, b: if other == place { GMANAGER } else { other } },
+    }
+}
+
+/// What operators were told, and what must follow from it.
+#[derive(Debug, Default)]
+pub(super) struct Roles {
+    /// The last word to the process at a place, which it has heard or will hear.
+    said: BTreeMap<Place, Role>,
+    /// A process died, and came back as it was started at first.
+    died: bool,
+    /// Switches that processes have ended.
+    pub(super) switches: u64,
+    /// The roles of processes when they were last looked at.
+    seen: BTreeMap<Place, (u64, Role)>,
+}
+
+fn target(process: &Process<Symbolic>) -> Role {
+    let (now, becoming) = process.instance.role();
+    becoming.unwrap_or(now)
+}
+
+/// Whether clients' requests are for a process, for good.
+fn serves(process: &Process<Symbolic>) -> bool {
+    process.instance.role().0.serves() && target(process).serves()
+}
+
+impl Roles {
+    /// An operator wants an instance to have a role.
+    pub(super) fn order(&mut self, world: &mut Pool, place: Place, role: Role) {
+        let Some(id) = world.process(place).and_then(Process::id) else { return };
+        if world.admin(AdminBody::Role(AdminRole { instance: id.0, role: role.into() })) {
+            self.said.insert(place, role);
+        }
+    }
+
+    /// A process dies: what it was told died with it.
+    pub(super) fn died(&mut self, place: Place) {
+        self.died = true;
+        self.said.remove(&place);
+    }
+
+    /// The gManager dies: what it said and nobody heard yet may never be heard.
+    pub(super) fn gmanager_died(&mut self, world: &Pool) {
+        self.said.retain(|place, role| world.process(*place).is_some_and(|process| target(process) == *role));
+    }
+
+    /// Where a request goes that was meant for `place`, and whether it must be taken there: whoever sends requests knows what the
+    /// gManager knows.
+    pub(super) fn dispatch(world: &Pool, place: Place) -> (Place, bool) {
+        let takes = |place: &Place| world.process(*place).is_some_and(serves);
+        let mut chosen = place;
+        if let Some(coordinator) = &world.coordinator {
+            let rows = coordinator.gmanager.status(coordinator.clock.now_ms(world.now_us()));
+            let listed = |place: &Place| {
+                let id = world.process(*place).filter(|p| p.paused_until_us.is_none()).and_then(Process::id);
+                let row = rows.iter().find(|row| Some(row.instance) == id.map(|id| id.0));
+                row.is_some_and(|row| {
+                    let becoming = row.heartbeat.as_ref().and_then(|h| h.role.as_deref()?.becoming);
+                    let becoming = becoming.and_then(|role| Role::try_from(role).ok());
+                    row.alive && row.role().serves() && becoming.is_none_or(Role::serves)
+                })
+            };
+            if !listed(&place) {
+                chosen = (1..world.processes.len()).find(listed).unwrap_or(place);
+            }
+        }
+        (chosen, takes(&chosen))
+    }
+
+    /// After an event of the process at `place`: what is only done in another role than its own, it has finished.
+    pub(super) fn after(&mut self, world: &Pool, place: Place, asked: &BTreeMap<usize, Asked>) -> Result<(), Failure> {
+        let Some(process) = world.process(place) else { return Ok(()) };
+        let (now, _) = process.instance.role();
+        let before = self.seen.insert(place, (process.life, now));
+        if before == Some((process.life, now)) {
+            return Ok(());
+        }
+        self.switches += u64::from(before.is_some_and(|(life, _)| life == process.life));
+        if let Some(open) = asked.values().find(|a| a.place == place && a.end.is_none() && !now.serves()) {
+            return failure("role", format!("node {place} is {now:?}, and request {} is not over", open.id));
+        }
+        let status = process.instance.status().prefill;
+        if !now.prefills() && status.jobs > 0 {
+            return failure(
+                "role",
+                format!("node {place} is {now:?}, and computes {} prompts for others", status.jobs),
+            );
+        }
+        let reads = (status.away, status.pulling, status.blocks_settling);
+        if now != Role::Decode && reads != (0, 0, 0) {
+            return failure("role", format!("node {place} is {now:?}, and has {reads:?} of prompts elsewhere"));
+        }
+        Ok(())
+    }
+
+    /// Nobody wants anything any more: every switch has come to its end, everybody knows what everybody is, and each kind of
+    /// work has somebody.
+    pub(super) fn at_rest(&self, world: &Pool, pool: &PoolSpec) -> Result<(), Failure> {
+        let rows = world.coordinator.as_ref().map(|c| c.gmanager.status(c.clock.now_ms(world.now_us())));
+        for (place, process) in world.live() {
+            let (now, becoming) = process.instance.role();
+            if let Some(becoming) = becoming {
+                return failure("role", format!("node {place} is {now:?} and still to become {becoming:?}"));
+            }
+            let row = rows.iter().flatten().find(|row| process.id().is_some_and(|id| id.0 == row.instance));
+            let known = row.map(|r| (r.role(), r.heartbeat.as_ref().and_then(|h| h.role.as_deref()?.becoming)));
+            if known.is_some_and(|known| known != (now, None)) {
+                return failure("role", format!("node {place} is {now:?}, and {known:?} to the gManager"));
+            }
+            let said = self.said.get(&place).filter(|_| process.instance.status().fences == 0);
+            if pool.balancer.is_none() && said.is_some_and(|said| *said != now) {
+                return failure("role", format!("node {place} is {now:?}, and was told to be {said:?}"));
+            }
+        }
+        let readable = |place: Place| pool.nodes[place - 1].transfers;
+        let prefills = |place: Place, role: Role| role.prefills() && readable(place);
+        let computed = pool.nodes.iter().any(|node| node.transfers && node.role.prefills());
+        if !self.died && !world.live().any(|(_, process)| serves(process)) {
+            return failure("role", "nobody takes requests any more".to_owned());
+        }
+        if !self.died && computed && !world.live().any(|(place, process)| prefills(place, target(process))) {
+            return failure("role", "nobody computes prompts for others any more".to_owned());
+        }
+        Ok(())
+    }
+}
