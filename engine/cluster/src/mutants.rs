@@ -35,4 +35,6 @@ lagoon_types::mutants! {
     StageReused,
     /// A decode worker goes on with a prompt before the device has copied what arrived into its store.
     LandedUnstored,
+    /// A decode worker has a prompt read into blocks while the device has peers' writes to do for whoever had them before.
+    WritesUnawaited,
 }

@@ -64,6 +64,8 @@ pub(crate) struct Guests {
     next_tag: u64,
     /// Bytes of peers' KV that wait for the device.
     write_bytes: usize,
+    /// Bytes that have left the queue.
+    written_bytes: u64,
 }
 
 type Refusal = (RefuseCode, String);
@@ -104,6 +106,16 @@ impl Guests {
     /// KV goes to the device.
     pub(crate) fn queue_write(&mut self, bytes: usize) {
         self.write_bytes += bytes;
+    }
+
+    /// The writes that are queued now, as [`Guests::has_written`] takes it.
+    pub(crate) fn queued_writes(&self) -> u64 {
+        self.written_bytes + self.write_bytes as u64
+    }
+
+    /// Whether all writes that were queued at a moment have left the queue.
+    pub(crate) fn has_written(&self, queued: u64) -> bool {
+        self.written_bytes >= queued
     }
 
     /// Whether a peer's step goes on with queries that are not here yet.
@@ -391,6 +403,7 @@ impl Instance {
     /// The device took a peer's KV.
     pub(crate) fn on_guest_written(&mut self, bytes: usize) {
         self.guests.write_bytes -= bytes;
+        self.guests.written_bytes += bytes as u64;
     }
 
     /// The device answered a guest's query.

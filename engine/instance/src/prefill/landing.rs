@@ -6,6 +6,7 @@
 use super::ask::Stage;
 use crate::instance::Instance;
 use crate::sequence::LayerChecks;
+use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_runner::StageId;
 use lagoon_transfer::{Check, Offer, PullId, reader::PullRefused};
 use lagoon_types::{PhysBlock, SeqId};
@@ -19,6 +20,9 @@ pub(super) struct Landing {
     /// Where it arrives, if transports cannot fill the store: it is copied from there when all of it has, as this.
     pub(super) staged: Vec<u32>,
     pub(super) stage: Option<StageId>,
+    /// Peers' writes that were queued when the blocks were taken: some may be for whoever had these before, and transports wait
+    /// for no device.
+    pub(super) after_writes: u64,
     /// The prompt's oldest blocks: they stay where they are computed.
     pub(super) left: u32,
     /// Tokens of the prompt.
@@ -48,6 +52,7 @@ impl Landing {
             blocks,
             staged,
             stage,
+            after_writes: 0,
             left,
             tokens,
             block_tokens,
@@ -182,7 +187,10 @@ impl Settling {
 impl Instance {
     /// Reads what was announced.
     pub(super) fn read_landings(&mut self) {
-        let waits = |stage: &Stage| stage.landing().is_some_and(|landing| !landing.offers.is_empty());
+        let guests = &self.guests;
+        let written =
+            |landing: &Landing| guests.has_written(landing.after_writes) || mutants::is(Mutant::WritesUnawaited);
+        let waits = |stage: &Stage| stage.landing().is_some_and(|of| !of.offers.is_empty() && written(of));
         let waiting = self.prefills.away.iter().filter(|(_, away)| waits(&away.stage));
         let ids: Vec<SeqId> = waiting.map(|(seq, _)| *seq).collect();
         ids.into_iter().for_each(|id| self.read_landing(id));

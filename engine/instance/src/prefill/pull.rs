@@ -257,6 +257,8 @@ impl Instance {
             return None;
         };
         let mut landing = Landing::new(blocks, left, (known, layers), block_tokens);
+        // What is staged is copied by the device, in order.
+        landing.after_writes = if staged.is_empty() { self.guests.queued_writes() } else { 0 };
         landing.staged = staged;
         Some(landing)
     }
