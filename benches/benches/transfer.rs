@@ -65,6 +65,9 @@ mod run {
         /// Threads that copy over shared memory.
         #[arg(long, value_delimiter = ',', default_values_t = [1, 2])]
         threads: Vec<usize>,
+        /// Shared memory only: no TCP, no QUIC, no share of latency.
+        #[arg(long)]
+        host: bool,
         /// Three rounds of 1,024 blocks of 4, 64 and 512 KiB: two minutes.
         #[arg(long)]
         quick: bool,
@@ -117,6 +120,9 @@ mod run {
                 let name = format!("host, {threads} threads{}", marks(marked));
                 out.push(Party::new(name, &limit, What::Transfer(Way::Host(*threads), scheme(marked))));
             }
+        }
+        if args.host {
+            return out;
         }
         out.push(Party::new("tcp".to_owned(), "tcp", What::Tcp));
         out.push(Party::new("quinn".to_owned(), "quinn", What::Quinn));
@@ -225,12 +231,15 @@ mod run {
                 sizes.push(size);
             }
         }
-        let share = share::of(share::Overheads::measure(args.rounds)?, &sizes);
+        let share = match args.host {
+            true => Value::Null,
+            false => share::of(share::Overheads::measure(args.rounds)?, &sizes),
+        };
         if args.json {
             let object = json!({ "bench": "transfer", "device": device(), "commit": commit(), "rounds": args.rounds,
                 "hardware_threads": hardware_threads(), "sizes": sizes, "share_of_latency": share });
             println!("{object:#}");
-        } else {
+        } else if !args.host {
             share::print(&share);
         }
         Ok(())

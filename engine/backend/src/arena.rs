@@ -362,7 +362,7 @@ impl ArenaView {
         self.bytes
     }
 
-    /// Copies bytes out. `hash` gets them too, as they are in `target`.
+    /// Copies bytes out. `hash` gets them too, as they are in `target`; others may look at that after [`Xxh3::settle`].
     ///
     /// # Errors
     /// When the range is outside.

@@ -5,6 +5,9 @@
 //! pass the caches by, so that the target is not read before it is written. What is hashed is what was stored, even if
 //! the source changes meanwhile.
 //!
+//! What was stored past the caches is in place for everybody only after [`Xxh3::settle`], which waits for memory: as long as
+//! it takes to copy some KiB, so that it is for whoever hands the copies on to do, once for many, and not for each copy.
+//!
 //! The algorithm is that of the xxHash specification, version 0.8. Inputs of up to 240 bytes, which it treats apart, are
 //! left to the twox-hash crate, with which the tests compare all others.
 
@@ -72,6 +75,8 @@ pub struct Xxh3 {
     rest_len: usize,
     /// All bytes, while there are at most [`SHORT`].
     short: [u8; SHORT],
+    /// Something was stored past the caches that has not been waited for.
+    unsettled: bool,
 }
 
 impl Default for Xxh3 {
@@ -110,10 +115,10 @@ impl Xxh3 {
 
     fn of(isa: Isa) -> Self {
         let (last, rest, short) = ([0; STRIPE], [0; STRIPE], [0; SHORT]);
-        Self { isa, bytes: 0, sums: START, stripes: 0, last, rest, rest_len: 0, short }
+        Self { isa, bytes: 0, sums: START, stripes: 0, last, rest, rest_len: 0, short, unsettled: false }
     }
 
-    /// Begins anew.
+    /// Begins anew; what was copied is as settled as it was.
     pub fn reset(&mut self) {
         (self.bytes, self.sums, self.stripes, self.rest_len) = (0, START, 0, 0);
     }
@@ -124,7 +129,19 @@ impl Xxh3 {
         unsafe { self.advance(bytes.as_ptr(), std::ptr::null_mut(), bytes.len()) };
     }
 
-    /// The next bytes, which are copied to `target`.
+    /// Waits until all that was copied is in place for other threads and processes. Call it before they are told; it is
+    /// called when this goes.
+    pub fn settle(&mut self) {
+        if std::mem::take(&mut self.unsettled) {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: every processor of this architecture has it; it touches no memory.
+            unsafe {
+                std::arch::x86_64::_mm_sfence();
+            }
+        }
+    }
+
+    /// The next bytes, which are copied to `target`. Others may look at it after [`Self::settle`].
     ///
     /// # Panics
     /// If the lengths differ.
@@ -210,7 +227,10 @@ impl Xxh3 {
     unsafe fn add(&mut self, from: *const u8, to: *mut u8, count: usize) {
         let place = match to {
             _ if to.is_null() => Place::Nowhere,
-            _ if count * STRIPE >= STREAM_BYTES_MIN && to.align_offset(STRIPE) == 0 => Place::PastCaches,
+            _ if count * STRIPE >= STREAM_BYTES_MIN && to.align_offset(STRIPE) == 0 => {
+                self.unsettled = true;
+                Place::PastCaches
+            }
             _ => Place::Caches,
         };
         let mut at = self.stripes;
@@ -252,6 +272,12 @@ impl Xxh3 {
         let low = merge(&sums, LOW_AT, self.bytes.wrapping_mul(PRIME64_1));
         let high = merge(&sums, HIGH_AT, !self.bytes.wrapping_mul(PRIME64_2));
         u128::from(high) << 64 | u128::from(low)
+    }
+}
+
+impl Drop for Xxh3 {
+    fn drop(&mut self) {
+        self.settle();
     }
 }
 
@@ -381,10 +407,6 @@ mod x86 {
                 }
             }
             _mm512_storeu_si512(sums.as_mut_ptr().cast(), sum);
-            if PLACE == 2 {
-                // What was stored past the caches is seen by whoever is told of it afterwards.
-                _mm_sfence();
-            }
         }
     }
 
@@ -432,10 +454,6 @@ mod x86 {
             }
             for (half, sum) in sum.into_iter().enumerate() {
                 _mm256_storeu_si256(sums.as_mut_ptr().cast::<__m256i>().add(half), sum);
-            }
-            if PLACE == 2 {
-                // As above.
-                _mm_sfence();
             }
         }
     }

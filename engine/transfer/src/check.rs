@@ -36,9 +36,7 @@ impl Check {
     /// Of a block, from those of its layers, in order.
     #[must_use]
     pub fn combine(layers: impl IntoIterator<Item = Self>) -> Self {
-        let mut checker = Checker::default();
-        layers.into_iter().for_each(|layer| checker.update(&layer.0));
-        checker.finish()
+        Checker::default().combine(layers)
     }
 }
 
@@ -61,6 +59,13 @@ pub struct Checker(pub Xxh3);
 impl Checker {
     pub fn update(&mut self, bytes: &[u8]) {
         self.0.update(bytes);
+    }
+
+    /// [`Check::combine`] with this checker, which begins anew: making one takes longer than a check of few layers.
+    pub(crate) fn combine(&mut self, layers: impl IntoIterator<Item = Check>) -> Check {
+        self.0.reset();
+        layers.into_iter().for_each(|layer| self.update(&layer.0));
+        self.finish()
     }
 
     #[must_use]

@@ -14,6 +14,32 @@ use std::{
     sync::Arc,
 };
 
+/// Ranges of the writer's memory: mostly one, and then not on the heap.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Ranges {
+    One(Remote),
+    Many(Vec<Remote>),
+}
+
+impl std::ops::Deref for Ranges {
+    type Target = [Remote];
+
+    fn deref(&self) -> &[Remote] {
+        match self {
+            Self::One(range) => std::slice::from_ref(range),
+            Self::Many(ranges) => ranges,
+        }
+    }
+}
+
+/// Longest reads of one piece; longer ones are cut.
+#[derive(Clone, Copy, Debug)]
+pub struct ReadSizes {
+    pub bytes: u64,
+    /// Of pieces that are plain ([`Read::plain`]).
+    pub plain: u64,
+}
+
 /// A read of one piece, or of a part of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Read {
@@ -21,7 +47,7 @@ pub struct Read {
     pub export: u64,
     pub piece: usize,
     /// One range, or (staged) all of a piece's.
-    pub remote: Vec<Remote>,
+    pub remote: Ranges,
     /// `None`: to a buffer.
     pub local: Option<Local>,
     /// All of the piece, in canonical order: it is checked while it is copied.
@@ -74,7 +100,7 @@ impl Transaction {
     fn push(&mut self, read: &Read) {
         let bytes = read.bytes();
         self.parts.push(Part { request: read.request, piece: read.piece, at: self.bytes, bytes, plain: read.plain });
-        for range in &read.remote {
+        for range in &*read.remote {
             match self.segments.last_mut() {
                 Some(last) if last.export == read.export && follows(&last.remote, range) => {
                     last.remote.bytes += range.bytes;
@@ -104,7 +130,7 @@ impl Transaction {
             }
             let local = self.local.map(|local| Local { region: local.region, offset: local.offset + part.at });
             let (export, remote) = self.cut(part.at, part.bytes);
-            let (request, piece, plain) = (part.request, part.piece, part.plain);
+            let (request, piece, plain, remote) = (part.request, part.piece, part.plain, Ranges::Many(remote));
             let read = Read { request, export, piece, remote, local, plain };
             match out.last_mut() {
                 Some(last) if open => last.push(&read),
@@ -309,8 +335,8 @@ impl Queue {
         self.groups.clear();
     }
 
-    /// Takes reads in order up to the next COMPLETE, or about `bytes` of them. Reads over `read_bytes` are cut.
-    pub fn pop(&mut self, bytes: u64, read_bytes: u64) -> Batch {
+    /// Takes reads in order up to the next COMPLETE, or about `bytes` of them.
+    pub fn pop(&mut self, bytes: u64, sizes: ReadSizes) -> Batch {
         let mut batch = Batch::default();
         let mut taken = 0;
         while taken < bytes {
@@ -320,7 +346,7 @@ impl Queue {
                 continue;
             };
             if let Some(piece) = cursor.next_piece() {
-                taken += read_piece(&cursor, piece, read_bytes, &mut batch.reads);
+                taken += read_piece(&cursor, piece, sizes, &mut batch.reads);
             }
             if cursor.is_empty() {
                 batch.complete = Some(cursor.request);
@@ -336,22 +362,27 @@ impl Queue {
 }
 
 /// Appends the reads of a piece; gives their bytes.
-fn read_piece(cursor: &Cursor, piece: usize, read_bytes: u64, reads: &mut Vec<Read>) -> u64 {
-    let plain = cursor.pull.is_plain(piece);
+fn read_piece(cursor: &Cursor, piece: usize, sizes: ReadSizes, reads: &mut Vec<Read>) -> u64 {
     let Cursor { request, export, .. } = *cursor;
+    if let Some((remote, local)) = cursor.pull.plain_read(piece).filter(|(remote, _)| remote.bytes <= sizes.plain) {
+        reads.push(Read { request, export, piece, remote: Ranges::One(remote), local: Some(local), plain: true });
+        return remote.bytes;
+    }
+    let plain = cursor.pull.is_plain(piece);
     let mut bytes = 0;
     let mut staged: Vec<Remote> = Vec::new();
     cursor.pull.reads(piece, &mut |remote, local| {
         bytes += remote.bytes;
         let Some(place) = local else { return staged.push(remote) };
+        let most = if plain && remote.bytes <= sizes.plain { remote.bytes } else { sizes.bytes };
         let mut at = 0;
         while at < remote.bytes {
-            let len = read_bytes.min(remote.bytes - at);
+            let len = most.min(remote.bytes - at);
             reads.push(Read {
                 request,
                 export,
                 piece,
-                remote: vec![Remote { offset: remote.offset + at, bytes: len, ..remote }],
+                remote: Ranges::One(Remote { offset: remote.offset + at, bytes: len, ..remote }),
                 local: Some(Local { offset: place.offset + at, ..place }),
                 plain: plain && len == remote.bytes,
             });
@@ -359,7 +390,8 @@ fn read_piece(cursor: &Cursor, piece: usize, read_bytes: u64, reads: &mut Vec<Re
         }
     });
     if !staged.is_empty() {
-        reads.push(Read { request, export, piece, remote: staged, local: None, plain: false });
+        let remote = Ranges::Many(staged);
+        reads.push(Read { request, export, piece, remote, local: None, plain: false });
     }
     bytes
 }

@@ -18,7 +18,8 @@ pub struct Landed {
     pub overflows: BTreeMap<u64, u64>,
 }
 
-/// Puts the next bytes into a slice. Where there is a hash it gets them too, in order: [`Xxh3::copy`] does both at once.
+/// Puts the next bytes into a slice. Where there is a hash it gets them too, in order: [`Xxh3::copy`] does both at once. The
+/// caller settles it.
 pub type Fill<'a> = &'a mut dyn FnMut(&mut [u8], Option<&mut Xxh3>) -> Result<(), RegionError>;
 
 /// The pulls of the requests that are in transfer.
@@ -212,6 +213,8 @@ impl<'a> Lander<'a> {
         regions[local.region as usize].fill(local.offset + self.at, bytes, &mut |target| {
             if result.is_ok() {
                 result = self.fill_parts(target, fill);
+                // Before the region lets others read.
+                self.checker.0.settle();
             }
         })?;
         result

@@ -298,7 +298,8 @@ impl Pull {
         self.remote.len()
     }
 
-    fn layers(&self) -> usize {
+    /// Layers that both sides share.
+    pub(crate) fn layers(&self) -> usize {
         (self.conversion.view.layers.end - self.conversion.view.layers.start) as usize
     }
 
@@ -374,7 +375,7 @@ impl Pull {
     }
 
     /// The one read of a piece of a plain layer, unless it lies in two of the reader's blocks.
-    fn plain_read(&self, n: usize) -> Option<(Remote, Local)> {
+    pub(crate) fn plain_read(&self, n: usize) -> Option<(Remote, Local)> {
         let (block, layer) = self.piece(n);
         let plain = self.plain[layer].as_ref()?;
         let tokens = self.block_tokens(block);

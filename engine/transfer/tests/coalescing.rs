@@ -5,7 +5,7 @@
 #[path = "sim/memory.rs"]
 mod memory;
 
-use lagoon_transfer::coalesce::{Bounds, Post, Queue, Read, coalesce};
+use lagoon_transfer::coalesce::{Bounds, Post, Queue, Read, ReadSizes, coalesce};
 use lagoon_transfer::{
     Axis, Dim, HeapRegion, Lander, Layout, LayoutError, LayoutParts, Mismatch, Part, Plane, Pull, PullError, Pulls,
     Region, Transaction, Way, plan,
@@ -73,11 +73,15 @@ fn case(seed: u64, dtype: DType) -> Case {
     case
 }
 
+fn same(bytes: u64) -> ReadSizes {
+    ReadSizes { bytes, plain: bytes }
+}
+
 /// The batches of a queue, and which requests' COMPLETEs ended them.
-fn batches(queue: &mut Queue, read_bytes: u64) -> (Vec<Vec<Read>>, Vec<u64>) {
+fn batches(queue: &mut Queue, sizes: ReadSizes) -> (Vec<Vec<Read>>, Vec<u64>) {
     let (mut out, mut completes) = (Vec::new(), Vec::new());
     while !queue.is_empty() {
-        let batch = queue.pop(u64::MAX, read_bytes);
+        let batch = queue.pop(u64::MAX, sizes);
         completes.extend(batch.complete);
         out.push(batch.reads);
     }
@@ -116,12 +120,22 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn merging_keeps_bytes_order_and_bounds(seed: u64, read_bytes in 8u64..600, segments in 1usize..20) {
+    fn merging_keeps_bytes_order_and_bounds(
+        seed: u64,
+        read_bytes in 8u64..600,
+        plain in 8u64..1200,
+        segments in 1usize..20,
+    ) {
         let mut case = case(seed, DType::BF16);
-        let (batches, completes) = batches(&mut case.queue, read_bytes);
+        let (batches, completes) = batches(&mut case.queue, ReadSizes { bytes: read_bytes, plain });
         prop_assert_eq!(completes.len(), case.pulls.len(), "one COMPLETE for each request");
         let mut all = Vec::new();
         for (n, reads) in batches.iter().enumerate() {
+            for read in reads {
+                let pull = &case.pulls[&read.request];
+                let whole = pull.is_plain(read.piece) && pull.piece_bytes(read.piece) <= plain.max(read_bytes);
+                prop_assert_eq!(read.plain, whole, "what comes at once is checked while it lands");
+            }
             let last = completes.get(n);
             let merged = coalesce(reads, Bounds { bytes: read_bytes, segments });
             prop_assert!(merged.len() <= reads.len());
@@ -152,7 +166,7 @@ proptest! {
     #[test]
     fn every_layout_is_converted_exactly(seed: u64, dtype in prop_oneof![Just(DType::F16), Just(DType::F32)]) {
         let mut case = case(seed, dtype);
-        let (batches, _) = batches(&mut case.queue, 256);
+        let (batches, _) = batches(&mut case.queue, same(256));
         for reads in &batches {
             run(&case, &coalesce(reads, Bounds { bytes: 256, segments: 64 }));
         }
@@ -162,7 +176,7 @@ proptest! {
     #[test]
     fn a_transaction_without_a_request_has_the_others(seed: u64) {
         let mut case = case(seed, DType::BF16);
-        let (batches, _) = batches(&mut case.queue, 64);
+        let (batches, _) = batches(&mut case.queue, same(64));
         let reads = batches.concat();
         let merged = coalesce(&reads, Bounds { bytes: 1 << 20, segments: 1 << 10 });
         let without: Vec<Transaction> = merged.iter().flat_map(|transaction| transaction.without(2)).collect();
@@ -188,7 +202,7 @@ fn reads_of_two_requests_merge() {
     let mut queue = Queue::default();
     let post = |request, pull| Post { request, export: 10 + request, pull, only: None };
     queue.post(vec![post(1, pull(0, 5)), post(2, pull(1, 6))]);
-    let batch = queue.pop(u64::MAX, 1 << 20);
+    let batch = queue.pop(u64::MAX, same(1 << 20));
     assert_eq!((batch.reads.len(), batch.complete), (2 * LAYERS as usize - 1, Some(1)));
     let merged = coalesce(&batch.reads, Bounds { bytes: 1 << 20, segments: 16 });
     assert_eq!(merged.len(), LAYERS as usize, "one for each layer");

@@ -241,8 +241,10 @@ pub const TRANSFER_BLOCKS_MAX: u32 = 1 << 26;
 pub const TRANSFER_PLANES_MAX: usize = 4096;
 /// rBlocks of one export: larger requests are several exports.
 pub const EXPORT_BLOCKS_MAX: usize = 16 << 10;
-/// Bytes of one read transaction (or one rBlock's layer, where that is more).
+/// Bytes of one read transaction.
 pub const TRANSFER_READ_BYTES: u64 = 512 << 10;
+/// The same where it is one layer of one rBlock, which is checked while it lands if it comes at once.
+pub const TRANSFER_PIECE_BYTES: u64 = 4 << 20;
 /// The same at most, also of a peer's.
 pub const TRANSFER_READ_BYTES_MAX: u64 = 32 << 20;
 /// Pieces that one read transaction may be gathered from.
@@ -267,7 +269,8 @@ pub const EXPORT_MS_MAX: u64 = 600_000;
 pub const TRANSFER_DAMAGE_RETRIES: u32 = 1;
 
 const _: () = assert!(EXPORT_BLOCKS_MAX * (16 + 14) < CONTROL_FRAME_BYTES_MAX);
-const _: () = assert!(TRANSFER_READ_BYTES <= TRANSFER_CONN_BYTES && TRANSFER_CONN_BYTES <= TRANSFER_BYTES);
+const _: () = assert!(TRANSFER_READ_BYTES <= TRANSFER_PIECE_BYTES && TRANSFER_PIECE_BYTES <= TRANSFER_CONN_BYTES);
+const _: () = assert!(TRANSFER_CONN_BYTES <= TRANSFER_BYTES && TRANSFER_PIECE_BYTES <= TRANSFER_READ_BYTES_MAX);
 const _: () = assert!(TRANSFER_READ_BYTES_MAX * 2 <= DATA_FRAME_BYTES_MAX as u64);
 const _: () = assert!(TRANSFER_READ_MS < LEASE_TTL_MS && LEASE_TTL_MS < TRANSFER_REQUEST_MS);
 const _: () = assert!(TRANSFER_REQUEST_MS <= EXPORT_MS_MAX);

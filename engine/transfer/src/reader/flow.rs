@@ -2,8 +2,8 @@
 
 use super::{ConnId, Failure, PullId, ReadFailure, Reader, ReaderOutput, conn::InFlight, conn::State};
 use crate::{
-    check::Check,
-    coalesce::{Batch, Bounds, Post, Transaction, coalesce},
+    check::{Check, Checker},
+    coalesce::{Batch, Bounds, Post, ReadSizes, Transaction, coalesce},
     land::Landed,
     mutants::{self, Mutant},
 };
@@ -13,6 +13,8 @@ use std::sync::Arc;
 
 /// Full reads in a portion, at least.
 const READS_PLANNED: u64 = 4;
+/// The same while nothing moves: one is copied while the next portion is planned, which the other's end asks for.
+const READS_PLANNED_FIRST: u64 = 2;
 
 impl Reader {
     /// Starts reads as long as there are credits, one connection after the other. Of each connection one portion of what
@@ -51,9 +53,11 @@ impl Reader {
         let credit = self.config.conn_bytes.min(conn.peer.as_ref()?.credit_bytes);
         if conn.ready.is_empty() && std::mem::take(may_plan) {
             // What takes turns can only be merged with what is in the same portion.
-            let reads = READS_PLANNED.max(2 * conn.queue.turns() as u64);
+            let least = if conn.in_flight.is_empty() { READS_PLANNED_FIRST } else { READS_PLANNED };
+            let reads = least.max(2 * conn.queue.turns() as u64);
             let portion = self.config.read_bytes.saturating_mul(reads).min(credit);
-            let batch = conn.queue.pop(portion, self.config.read_bytes);
+            let sizes = ReadSizes { bytes: self.config.read_bytes, plain: self.config.piece_bytes };
+            let batch = conn.queue.pop(portion, sizes);
             self.fill_ready(id, &batch);
         }
         let conn = self.conns.get_mut(&id)?;
@@ -160,6 +164,7 @@ impl Reader {
             let Some(pulling) = self.pulls.get_mut(&PullId(of[0].0)) else { continue };
             of.iter().for_each(|(_, piece, check)| pulling.checks[*piece] = Some(*check));
         }
+        let mut checker = Checker::default();
         for of in transaction.parts.chunk_by(|a, b| a.request == b.request) {
             let id = PullId(of[0].request);
             for part in of {
@@ -174,7 +179,7 @@ impl Reader {
                         pulling.checking += 1;
                         self.out.push_back(ReaderOutput::Check { pull: id, piece: part.piece });
                     }
-                    _ => self.piece_done(id, part.piece),
+                    _ => self.piece_done(id, part.piece, &mut checker),
                 }
             }
         }
@@ -189,7 +194,7 @@ impl Reader {
             Ok(check) => {
                 pulling.checks[piece] = Some(check);
                 if pulling.failed.is_none() {
-                    self.piece_done(pull, piece);
+                    self.piece_done(pull, piece, &mut Checker::default());
                 }
             }
             Err(error) => self.fail(pull, Failure::Memory(error)),
@@ -197,17 +202,18 @@ impl Reader {
         self.release(pull);
     }
 
-    fn piece_done(&mut self, id: PullId, piece: usize) {
+    /// A piece is here, and checked. `checker` is any.
+    fn piece_done(&mut self, id: PullId, piece: usize, checker: &mut Checker) {
         let Some(pulling) = self.pulls.get_mut(&id) else { return };
         let (block, _) = pulling.pull.piece(piece);
         pulling.unchecked[block] -= 1;
         if pulling.unchecked[block] > 0 {
             return;
         }
-        let layers = pulling.pull.pieces() / pulling.pull.blocks();
         if self.config.verify {
-            let checks = (0..layers).map(|layer| pulling.checks[pulling.pull.piece_at(block, layer)]);
-            let (got, expected) = (Check::combine(checks.map(Option::unwrap_or_default)), pulling.expected[block]);
+            let checks = (0..pulling.pull.layers()).map(|layer| pulling.checks[pulling.pull.piece_at(block, layer)]);
+            let got = checker.combine(checks.map(Option::unwrap_or_default));
+            let expected = pulling.expected[block];
             if got != expected && !mutants::is(Mutant::CheckIgnored) {
                 return self.damaged(id, block, got, expected);
             }
@@ -227,7 +233,7 @@ impl Reader {
             return self.fail(id, Failure::Damaged { block, got, expected });
         }
         pulling.retries += 1;
-        let layers = pulling.pull.pieces() / pulling.pull.blocks();
+        let layers = pulling.pull.layers();
         let pieces: Vec<usize> = (0..layers).map(|layer| pulling.pull.piece_at(block, layer)).collect();
         for piece in &pieces {
             pulling.missing[*piece] = pulling.pull.piece_bytes(*piece);

@@ -52,6 +52,8 @@ pub struct ReaderConfig {
     pub bytes: u64,
     /// Bytes of one read transaction.
     pub read_bytes: u64,
+    /// The same where it is one piece that is checked while it lands.
+    pub piece_bytes: u64,
     /// Pulls and unacknowledged COMPLETEs of one connection.
     pub conn_requests_max: usize,
     /// A read that takes longer costs its path.
@@ -80,6 +82,7 @@ impl Default for ReaderConfig {
             conn_bytes: limits::TRANSFER_CONN_BYTES,
             bytes: limits::TRANSFER_BYTES,
             read_bytes: limits::TRANSFER_READ_BYTES,
+            piece_bytes: limits::TRANSFER_PIECE_BYTES,
             conn_requests_max: limits::TRANSFER_CONN_REQUESTS_MAX,
             read_ms: limits::TRANSFER_READ_MS,
             request_ms: limits::TRANSFER_REQUEST_MS,

@@ -140,11 +140,14 @@ pub(crate) struct World {
 }
 
 fn reader_sm(memory: &Memory, incarnation: u64, loss_allowed: bool, rng: &mut ChaCha8Rng) -> Reader {
+    let (conn_bytes, bytes) = (rng.random_range(200..3000), rng.random_range(300..4000));
+    let read_bytes = rng.random_range(16..400);
     let config = ReaderConfig {
         incarnation,
-        conn_bytes: rng.random_range(200..3000),
-        bytes: rng.random_range(300..4000),
-        read_bytes: rng.random_range(16..400),
+        conn_bytes,
+        bytes,
+        read_bytes,
+        piece_bytes: read_bytes * (1 + read_bytes % 2),
         read_ms: 500,
         request_ms: rng.random_range(1_500..8_000),
         repeat_ms: 100,

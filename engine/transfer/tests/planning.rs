@@ -1,0 +1,255 @@
+//! A reader plans what it reads in portions: each call does a bounded part of the work, and what is read is what would have
+//! been read if all had been planned at once.
+#![allow(clippy::unwrap_used, reason = "tests")]
+
+use lagoon_transfer::coalesce::{Bounds, Post, Queue, ReadSizes, coalesce};
+use lagoon_transfer::{
+    Axis, Check, ConnId, Dim, HeapRegion, Lander, Layout, LayoutParts, Part, Plane, Pull, PullId, Pulls, Reader,
+    ReaderConfig, ReaderOutput, Region, Transaction, Writer, WriterConfig, WriterOutput, check_block, plan,
+};
+use lagoon_types::{DType, InstanceId, ModelHash};
+use rand::{SeedableRng, seq::SliceRandom};
+use rand_chacha::ChaCha8Rng;
+use std::sync::Arc;
+
+const READER: InstanceId = InstanceId(1);
+const WRITER: InstanceId = InstanceId(2);
+const TOKENS: u32 = 4;
+const BLOCK_BYTES: u64 = 64;
+const BLOCKS: u32 = 1024;
+/// Blocks of the requests.
+const REQUEST: usize = 300;
+/// Blocks of one read.
+const READ_BLOCKS: u64 = 8;
+/// Full reads that one call plans at most.
+const PORTION_READS: u64 = 4;
+
+/// One layer of `[slot][k | v][heads][dim]`.
+fn layout() -> Layout {
+    let axes = vec![
+        Axis { dim: Dim::Block, size: BLOCKS, stride: BLOCK_BYTES / 2 },
+        Axis { dim: Dim::Token, size: TOKENS, stride: 8 },
+        Axis { dim: Dim::Kv, size: 2, stride: 4 },
+        Axis { dim: Dim::Head, size: 2, stride: 2 },
+        Axis { dim: Dim::Elem, size: 2, stride: 1 },
+    ];
+    let plane = Plane { region: 0, base: 0, axes, dtype: DType::BF16, first_layer: 0, part: Part::Both };
+    Layout::new(LayoutParts {
+        model: ModelHash([7; 32]),
+        block_tokens: TOKENS,
+        blocks: BLOCKS,
+        layers: 0..1,
+        heads: 0..2,
+        head_dim: 2,
+        region_bytes: vec![u64::from(BLOCKS) * BLOCK_BYTES],
+        planes: vec![plane],
+    })
+    .unwrap()
+}
+
+fn config() -> ReaderConfig {
+    let conn_bytes = u64::from(BLOCKS) * BLOCK_BYTES;
+    let read_bytes = READ_BLOCKS * BLOCK_BYTES;
+    ReaderConfig { conn_bytes, bytes: conn_bytes, read_bytes, piece_bytes: read_bytes, ..ReaderConfig::default() }
+}
+
+/// A writer, a reader that is connected to it, and what the reader read, in order.
+struct World {
+    writer: Writer,
+    reader: Reader,
+    conn: ConnId,
+    memory: [Arc<dyn Region>; 1],
+    own: [Arc<dyn Region>; 1],
+    /// Where the blocks of each request go.
+    targets: Vec<Vec<u32>>,
+    reads: Vec<(u64, Arc<Transaction>)>,
+    /// Most blocks that one call planned.
+    planned_max: u64,
+    done: usize,
+}
+
+fn region() -> Arc<dyn Region> {
+    Arc::new(HeapRegion::new(usize::try_from(u64::from(BLOCKS) * BLOCK_BYTES).unwrap(), 256))
+}
+
+impl World {
+    /// `requests`: the writer's blocks, and where they go.
+    fn new(requests: &[(Vec<u32>, Vec<u32>)]) -> Self {
+        let (memory, own) = ([region()], [region()]);
+        let mut n = 0u8;
+        let mut fill =
+            |bytes: &mut [u8]| bytes.iter_mut().for_each(|b| (*b, n) = (n, n.wrapping_mul(5).wrapping_add(7)));
+        memory[0].fill(0, usize::try_from(memory[0].bytes()).unwrap(), &mut fill).unwrap();
+        let credit_bytes = memory[0].bytes();
+        let writer = Writer::new(layout(), WriterConfig { credit_bytes, ..WriterConfig::default() });
+        let mut reader = Reader::new(layout(), config());
+        let conn = reader.connect(WRITER, 0).unwrap();
+        let targets = requests.iter().map(|(_, to)| to.clone()).collect();
+        let (reads, planned_max, done) = (Vec::new(), 0, 0);
+        let mut world = Self { writer, reader, conn, memory, own, targets, reads, planned_max, done };
+        world.settle();
+        let view = lagoon_transfer::View { layers: 0..1, heads: 0..2 };
+        for (request, (from, _)) in (0..).zip(requests) {
+            let check = |block: &u32| check_block(&layout(), &view, *block, TOKENS, &world.memory).unwrap();
+            let checks: Vec<Check> = from.iter().map(check).collect();
+            let tokens = u32::try_from(from.len()).unwrap() * TOKENS;
+            world.writer.export(READER, request, (0, tokens), from.clone(), checks, 0).unwrap();
+        }
+        world.settle();
+        world
+    }
+
+    /// Carries messages, and starts pulls, without planning anything of what is read.
+    fn settle(&mut self) {
+        loop {
+            let (theirs, ours) = (self.writer.poll(), self.reader.poll());
+            match theirs {
+                Some(WriterOutput::Send { body, .. }) => self.reader.on_control(WRITER, &body, 0),
+                None if ours.is_none() => return,
+                _ => {}
+            }
+            match ours {
+                Some(ReaderOutput::Send { body, .. }) => self.writer.on_control(READER, &body, 0),
+                Some(ReaderOutput::Offered(offer)) => {
+                    let to = self.targets[usize::try_from(offer.request).unwrap()].clone();
+                    self.reader.pull(self.conn, offer.export, to, 0, 0).unwrap();
+                }
+                Some(ReaderOutput::Read { read, transaction, .. }) => self.reads.push((read, transaction)),
+                Some(ReaderOutput::Done { .. }) => self.done += 1,
+                Some(ReaderOutput::Open { .. }) | None => {}
+                Some(other) => panic!("{other:?}"),
+            }
+        }
+    }
+
+    /// A call that may plan; what it planned is bounded.
+    fn call(&mut self, act: impl FnOnce(&mut Reader)) {
+        let before = self.reader.stats().reads;
+        act(&mut self.reader);
+        let planned = self.reader.stats().reads - before;
+        self.planned_max = self.planned_max.max(planned);
+        self.settle();
+    }
+
+    /// Reads everything, one read at a time.
+    fn run(&mut self) {
+        self.call(Reader::pump);
+        let first = self.reader.stats().reads;
+        let most = 2 * self.targets.len() as u64 * READ_BLOCKS;
+        assert!(first > 0 && first <= most, "{first} blocks are planned before the first bytes move, {most} at most");
+        let mut next = 0;
+        while let Some((read, transaction)) = self.reads.get(next).cloned() {
+            let mut pulls = Pulls::new();
+            for part in &transaction.parts {
+                pulls.insert(part.request, Arc::clone(self.reader.pull_of(PullId(part.request)).unwrap()));
+            }
+            let mut lander = Lander::new(&transaction, &pulls, &self.own, true);
+            for segment in &transaction.segments {
+                let bytes = usize::try_from(segment.remote.bytes).unwrap();
+                lander.push(&self.memory[0].window(segment.remote.offset, bytes).unwrap()).unwrap();
+            }
+            let landed = lander.finish().unwrap();
+            let conn = self.conn;
+            self.call(|reader| reader.on_read(conn, read, Ok(landed), 0));
+            next += 1;
+        }
+        assert_eq!(self.done, self.targets.len());
+        assert_eq!(self.reader.pulling(), 0);
+    }
+
+    /// The same, planned at once.
+    fn at_once(requests: &[(Vec<u32>, Vec<u32>)]) -> Vec<Transaction> {
+        let layouts = (Arc::new(layout()), Arc::new(layout()));
+        let conversion = Arc::new(plan(&layouts.0, &layouts.1, false).unwrap());
+        let mut queue = Queue::default();
+        let post = |(request, (from, to)): (u64, &(Vec<u32>, Vec<u32>))| {
+            let tokens = u32::try_from(from.len()).unwrap() * TOKENS;
+            let pull = Pull::new(layouts.clone(), Arc::clone(&conversion), tokens, from.clone(), to.clone(), 0);
+            Post { request, export: request, pull: Arc::new(pull.unwrap()), only: None }
+        };
+        queue.post((0..).zip(requests).map(post).collect());
+        let (sizes, mut out) = (ReadSizes { bytes: READ_BLOCKS * BLOCK_BYTES, plain: BLOCK_BYTES }, Vec::new());
+        while !queue.is_empty() {
+            out.extend(coalesce(&queue.pop(u64::MAX, sizes).reads, Bounds { bytes: sizes.bytes, segments: 1024 }));
+        }
+        out
+    }
+}
+
+/// What is read, block by block: the request's number in the order of the requests, the piece, both places.
+fn blocks<'a>(transactions: impl Iterator<Item = &'a Transaction>) -> Vec<(u64, usize, u64, u64)> {
+    let mut out = Vec::new();
+    for transaction in transactions {
+        let mut remote = transaction.segments.iter().flat_map(|segment| {
+            (0..segment.remote.bytes / BLOCK_BYTES).map(|n| segment.remote.offset + n * BLOCK_BYTES)
+        });
+        for part in &transaction.parts {
+            let local = transaction.local.unwrap().offset + part.at;
+            out.push((part.request, part.piece, remote.next().unwrap(), local));
+        }
+    }
+    let first = out.iter().map(|(request, ..)| *request).min().unwrap();
+    out.iter_mut().for_each(|(request, ..)| *request -= first);
+    out
+}
+
+/// Blocks that lie together in runs of four, out of order.
+fn scattered(seed: u64, from: u32) -> (Vec<u32>, Vec<u32>) {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let mut runs = || {
+        let mut starts: Vec<u32> = (0..u32::try_from(REQUEST).unwrap() / 4).map(|run| from + run * 4).collect();
+        starts.shuffle(&mut rng);
+        starts.into_iter().flat_map(|start| start..start + 4).collect::<Vec<u32>>()
+    };
+    (runs(), runs())
+}
+
+fn together(from: u32) -> (Vec<u32>, Vec<u32>) {
+    let all: Vec<u32> = (from..from + u32::try_from(REQUEST).unwrap()).collect();
+    (all.clone(), all)
+}
+
+fn compare(requests: &[(Vec<u32>, Vec<u32>)]) -> (usize, usize) {
+    let mut world = World::new(requests);
+    world.run();
+    // Of requests that take turns a portion has two reads of each.
+    let bound = PORTION_READS.max(2 * requests.len() as u64) * READ_BLOCKS;
+    assert!(world.planned_max <= bound, "{} blocks planned by one call, {bound} at most", world.planned_max);
+    let total: usize = requests.iter().map(|(from, _)| from.len()).sum();
+    let (transactions, at_once) = (world.reads.len(), World::at_once(requests));
+    let (read, expected) = (blocks(world.reads.iter().map(|(_, transaction)| &**transaction)), blocks(at_once.iter()));
+    let of = |blocks: &[(u64, usize, u64, u64)], request: u64| -> Vec<_> {
+        blocks.iter().filter(|block| block.0 == request).copied().collect()
+    };
+    for (request, (from, to)) in (0..).zip(requests) {
+        let (ours, theirs) = (of(&read, request), of(&expected, request));
+        assert_eq!(ours, theirs, "the order of a request's blocks");
+        let places = from.iter().zip(to).map(|(from, to)| (u64::from(*from), u64::from(*to)));
+        assert!(ours.iter().map(|block| (block.2 / BLOCK_BYTES, block.3 / BLOCK_BYTES)).eq(places));
+    }
+    let stats = world.reader.stats();
+    assert_eq!((stats.reads, stats.transactions), (total as u64, transactions as u64));
+    assert!(transactions <= total && transactions >= at_once.len(), "{transactions} for {total} blocks");
+    (transactions, at_once.len())
+}
+
+#[test]
+fn blocks_that_lie_together_are_read_as_if_planned_at_once() {
+    let (portions, at_once) = compare(&[together(0)]);
+    assert_eq!((portions, at_once), (REQUEST.div_ceil(8), REQUEST.div_ceil(8)));
+}
+
+#[test]
+fn scattered_blocks_are_read_in_their_order() {
+    for seed in 0..20 {
+        let (portions, at_once) = compare(&[scattered(seed, 0)]);
+        assert!(at_once >= REQUEST / 8 && portions <= REQUEST / 4 + REQUEST / 16, "{portions}, {at_once}");
+    }
+}
+
+#[test]
+fn requests_that_take_turns_are_planned_in_portions() {
+    let requests = [together(0), scattered(7, 320), together(640)];
+    let (portions, at_once) = compare(&requests);
+    assert!(portions < requests.len() * REQUEST / 3 && at_once <= portions, "{portions}, {at_once}");
+}
