@@ -169,6 +169,36 @@ fn what_several_begin_with_is_in_memory_once() {
     assert_shares("flat", &flat);
 }
 
+/// Requests that come at once and begin alike: one of them computes that, the others go on where it is, or share what they computed
+/// beside it.
+#[test]
+fn what_comes_at_once_is_in_memory_once() {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    let flat = Spec { rows: false, running: 8, ..Spec::cpu(80) };
+    let shared = Spec { share: true, ..flat.clone() };
+    for (kind, of) in [("rows", Spec { rows: true, ..flat.clone() }), ("flat", flat), ("shared", shared)] {
+        for step_rows in [16, 64] {
+            let what = format!("{kind}, {step_rows} rows a step");
+            let mut world = World::single(spec.clone(), Spec { step_rows, ..of.clone() });
+            // They come while a step runs, so that the next one is as full as can be.
+            world.submit(0, greedy(prompt(7, 9, 128), 12));
+            world.run_until(|w| !w.requests[0].tokens.is_empty());
+            let beginning = prompt(1, 40, 128);
+            (2..6).for_each(|n| _ = world.submit(0, greedy(joined(&[&beginning, &prompt(n, 2, 128)]), 10)));
+            let mut saved = 0;
+            while !world.requests.iter().all(|r| r.is_over()) {
+                world.step();
+                saved = saved.max(world.nodes[0].live().status().prefix.saved_blocks);
+            }
+            // What is mapped and was computed in the same step stays.
+            let expected = if kind == "rows" { 24..=30 } else { 30..=30 };
+            assert!(expected.contains(&saved), "{what}: {saved} blocks were saved");
+            assert_equals_single(&what, &world, &spec);
+            world.check_empty();
+        }
+    }
+}
+
 #[test]
 fn what_several_begin_with_is_in_memory_once_on_wgpu() {
     if let Err(why) = lagoon_tests::wgpu() {

@@ -8,9 +8,10 @@ use crate::api_client::ApiClient;
 use crate::args::{
     BackendArg, CalibrateArg, EngineArgs, KvTransferArg, PrecisionArg, RemoteArg, StageMemoryArg, TransferPathArg,
 };
+use crate::bundled::{self, Question};
 use crate::local::{EphemeralCa, LocalPool, start_pool, start_single};
 use crate::serve::lend_reserve_blocks;
-use crate::{bundled, device, up};
+use crate::{device, up};
 use anyhow::{Context, ensure};
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use lagoon_text::Tokenizer;
@@ -45,6 +46,9 @@ pub(crate) struct DemoArgs {
     /// KV capacity of each instance, in tokens; the prompt has about 20,000.
     #[arg(long, value_name = "N", default_value_t = 8192)]
     kv_tokens: u32,
+    /// Ask about a part of the document that has the answer: a prompt of about so many tokens [default: all of it].
+    #[arg(long, value_name = "N")]
+    prompt_tokens: Option<usize>,
     /// Which of the bundled questions to ask, from 1.
     #[arg(long, value_name = "N", default_value_t = 1)]
     question: usize,
@@ -112,7 +116,7 @@ pub(crate) async fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
     let ca = EphemeralCa::new()?;
     let dir = ca.dir().join(bundled::NAME);
     bundled::extract(&dir)?;
-    let prompt = Tokenizer::open(&dir)?.encode(&format!("{}{}", bundled::DOCUMENT, question.prompt_suffix), true)?;
+    let prompt = prompt(&Tokenizer::open(&dir)?, question, args.prompt_tokens)?;
     check_sizes(&args, prompt.len())?;
 
     let engine = engine_args(&args, chosen.name());
@@ -169,6 +173,26 @@ pub(crate) async fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
     let outcome = Outcome { ok: outcome.ok && (outcome.remote_rblocks > 0 || fits(&args, prompt.len())), ..outcome };
     show.outcome(&outcome)?;
     Ok(if outcome.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// The question behind the document, or behind as many lines around the answer as make at most so many tokens.
+fn prompt(tokenizer: &Tokenizer, question: &Question, tokens_max: Option<usize>) -> anyhow::Result<Vec<u32>> {
+    let lines: Vec<&str> = bundled::DOCUMENT.split_inclusive('\n').collect();
+    let encode = |lines: &[&str]| Ok(tokenizer.encode(&format!("{}{}", lines.concat(), question.prompt_suffix), true)?);
+    let Some(tokens_max) = tokens_max else { return encode(&lines) };
+    let answer =
+        lines.iter().position(|line| line.contains(&question.answer)).context("the document has the answer")?;
+    let around = |n: usize| &lines[answer.saturating_sub(n)..(answer + n + 1).min(lines.len())];
+    // Of as many lines before as behind it, the most that are not too many.
+    let (mut few, mut many) = (0, lines.len());
+    while few < many {
+        let n = (few + many).div_ceil(2);
+        let fits = encode(around(n))?.len() <= tokens_max;
+        (few, many) = if fits { (n, many) } else { (few, n - 1) };
+    }
+    let prompt = encode(around(few))?;
+    ensure!(prompt.len() <= tokens_max, "the question and the line with its answer have {} tokens", prompt.len());
+    Ok(prompt)
 }
 
 /// Whether one instance alone could hold the request: then nothing needs to be borrowed.
@@ -343,7 +367,7 @@ fn logits(choice: &Value) -> anyhow::Result<Vec<Vec<f32>>> {
 }
 
 /// Compares what was generated, up to the first token that differs.
-fn compare(pooled: &Answer, reference: &Answer, prompt_tokens: usize, question: &bundled::Question) -> Outcome {
+fn compare(pooled: &Answer, reference: &Answer, prompt_tokens: usize, question: &Question) -> Outcome {
     let tokens_equal = !pooled.tokens.is_empty() && pooled.tokens == reference.tokens;
     let same = pooled.tokens.iter().zip(&reference.tokens).take_while(|(a, b)| a == b).count();
     let compared = (same + 1).min(pooled.logits.len()).min(reference.logits.len());

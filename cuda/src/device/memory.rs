@@ -267,7 +267,8 @@ impl CudaKv {
     /// See [`lagoon_backend::Device::kv_hold`]. Returns whether some of the memory was there already.
     pub(super) fn hold(&mut self, slots: &[Range<u32>]) -> Result<bool, DeviceError> {
         let left = self.let_go();
-        let Some(held) = &mut self.rows else { return Ok(false) };
+        // A flat store has had the memory all along.
+        let Some(held) = &mut self.rows else { return Ok(true) };
         if slots.iter().any(|slots| held.leaving.range(held.blocks_of(slots)).next().is_some()) {
             left?;
         }

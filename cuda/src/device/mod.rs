@@ -378,11 +378,16 @@ impl Device for CudaDevice {
         Ok(())
     }
 
-    fn kv_release(&mut self, kv: &mut CudaKv, slots: Range<u32>) -> Result<(), DeviceError> {
-        // What a step that was given up listed must not happen to memory that is somebody else's by then.
+    fn gave_up(&mut self) -> Result<(), DeviceError> {
+        // What the step had listed must not happen to memory that is somebody else's by then.
         self.lanes.iter_mut().try_for_each(Lane::settle)?;
         self.released.0.record(&self.lanes[0].stream)?;
         self.released.1 = true;
+        Ok(())
+    }
+
+    fn kv_release(&mut self, kv: &mut CudaKv, slots: Range<u32>) -> Result<(), DeviceError> {
+        self.gave_up()?;
         kv.release(slots)
     }
 

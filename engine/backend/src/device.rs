@@ -268,6 +268,15 @@ pub trait Device: Send + 'static {
         Ok(())
     }
 
+    /// A step was given up in the middle: memory that it was to write may be somebody else's from now on, and is written by
+    /// them after what it had queued.
+    ///
+    /// # Errors
+    /// If the device failed.
+    fn gave_up(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
     /// Nobody uses the rBlocks of these slots any more (whole ones): their memory may lie behind others.
     fn kv_release(&mut self, _kv: &mut Self::Kv, _slots: Range<u32>) -> Result<(), DeviceError> {
         Ok(())

@@ -264,6 +264,10 @@ impl<D: Device> Device for Paced<D> {
         self.inner.kv_hold(&mut kv.inner, slots)
     }
 
+    fn gave_up(&mut self) -> Result<(), DeviceError> {
+        self.inner.gave_up()
+    }
+
     fn kv_release(&mut self, kv: &mut Self::Kv, slots: Range<u32>) -> Result<(), DeviceError> {
         self.inner.kv_release(&mut kv.inner, slots)
     }

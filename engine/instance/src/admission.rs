@@ -336,6 +336,7 @@ impl Instance {
             let idle: Vec<(SeqId, u32)> = self.sched.idle(lane).collect();
             for (id, tokens) in idle {
                 self.free_behind_window(id);
+                self.catch_up(id);
                 if self.sched.is_running(id) {
                     self.grow_one(id, tokens);
                 }

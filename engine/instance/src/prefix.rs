@@ -5,7 +5,8 @@
 //! written. What becomes of a named block that is given back, whoever had it last (a request of this instance, a lease
 //! of a decode worker), is the pool's matter (`lagoon_kv::BlockPool`). A sequence that gets all of its memory here looks
 //! its prefix up; at least one of its tokens is computed, for the logits. What nobody has becomes its own; what somebody
-//! has it shares, in the same block, or at an address of its own where the device maps memory.
+//! has it shares, in the same block, or at an address of its own where the device maps memory. Sequences that begin alike
+//! and run at one time share what one of them has computed when another one comes to it.
 //!
 //! Invariants:
 //! * only blocks that are sealed and whole have names, and a block with a name is never written;
@@ -15,7 +16,7 @@
 use crate::config::InstanceConfig;
 use crate::event::Effect;
 use crate::instance::Instance;
-use crate::sequence::Sequence;
+use crate::sequence::{Hold, Sequence};
 use lagoon_backend::DeviceError;
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_kv::{Adopted, BlockIdentity, IdentityRoot, Placement};
@@ -94,11 +95,59 @@ impl Instance {
             return;
         }
         self.name_tokens(id, whole);
+        let joins = self.joins(id);
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         for block in std::mem::replace(&mut seq.named, whole)..whole {
-            if let Placement::Local(at) = seq.blocks.placements()[block as usize] {
-                self.rm.name(at, seq.names[block as usize], block);
+            let (Placement::Local(at), name) = (seq.blocks.placements()[block as usize], &seq.names[block as usize])
+            else {
+                continue;
+            };
+            // Somebody else computed it at the same time. What is mapped behind addresses stays: it is in use.
+            let joins = joins && !self.rm.pool().is_shared(at);
+            match joins.then(|| self.rm.join(id, at, name, false)).flatten() {
+                Some(joined) => {
+                    seq.blocks.relocate(block, Placement::Local(joined.block));
+                    self.prefixes.shared_blocks += 1;
+                }
+                None => self.rm.name(at, *name, block),
             }
+        }
+    }
+
+    /// Whether blocks of a sequence may be exchanged for others: nobody reads or moves them by their numbers.
+    fn joins(&self, id: SeqId) -> bool {
+        !self.prefills.is_pushed(id) && !self.moves.is_moving(id) && !self.sched.in_step(id)
+    }
+
+    /// A sequence that is to compute (the rest of) a block that somebody has computed since it began shares that one.
+    pub(crate) fn catch_up(&mut self, id: SeqId) {
+        let (tokens, map) = (self.config.block_tokens, self.may_map(id));
+        let Some(seq) = self.seqs.get(&id).filter(|_| self.prefixes.root.is_some() && self.joins(id)) else { return };
+        let (next, whole) = (seq.blocks.next_position(), (seq.len() - 1) / tokens);
+        let (free, first) = (matches!(seq.hold, Hold::None | Hold::RetryAt(_)), next / tokens);
+        let known = seq.blocks.lost().is_empty() && seq.blocks.holes() == 0 && seq.named == first;
+        if !free || !known || seq.sharing.is_some() || first >= whole.min(seq.blocks.blocks()) {
+            return;
+        }
+        self.name_tokens(id, whole);
+        let Some(seq) = self.seqs.get_mut(&id) else { return };
+        let mut mapped = Vec::new();
+        for block in first..whole.min(seq.blocks.blocks()) {
+            let Placement::Local(at) = seq.blocks.placements()[block as usize] else { break };
+            let Some(joined) = self.rm.join(id, at, &seq.names[block as usize], map) else { break };
+            let known = (block + 1) * tokens - seq.blocks.next_position();
+            let advance = seq.blocks.join(block, joined.block);
+            self.rm.mark_written(&advance);
+            self.sched.skip(id, known);
+            self.prefixes.hit_tokens += u64::from(known);
+            self.prefixes.shared_blocks += 1;
+            match joined.mapped {
+                Some(from) => mapped.push((from, joined.block)),
+                None => seq.named = block + 1,
+            }
+        }
+        if !mapped.is_empty() {
+            self.map_blocks(id, &mapped, &[]);
         }
     }
 

@@ -98,13 +98,14 @@ struct World {
     next: u64,
     hits: usize,
     shared: u32,
+    joined: u32,
 }
 
 impl World {
     fn new(space: KvSpace) -> Self {
         let (pool, memory, behind) = (BlockPool::over(space), BTreeMap::new(), BTreeMap::new());
         let (seqs, leases) = (BTreeMap::new(), BTreeMap::new());
-        Self { pool, space, memory, behind, mapped: 0, seqs, leases, next: 0, hits: 0, shared: 0 }
+        Self { pool, space, memory, behind, mapped: 0, seqs, leases, next: 0, hits: 0, shared: 0, joined: 0 }
     }
 
     /// What the device is told to release is spoiled, and before anything is written anew.
@@ -239,6 +240,10 @@ impl World {
         }
         let end = (entry.written + 1) * BLOCK as usize;
         entry.tokens.resize(end.max(entry.tokens.len()), token);
+        if seq % 2 == 0 && self.joins(seq, end) {
+            return;
+        }
+        let entry = self.seqs.get_mut(&seq).unwrap();
         if let Some(block) = entry.blocks[entry.written] {
             assert!(!self.pool.is_shared(block), "{block} is written, and somebody else's, too");
             let tokens = &entry.tokens[..end];
@@ -248,6 +253,25 @@ impl World {
             self.pool.name(block, name, entry.written as u32);
         }
         entry.written += 1;
+    }
+
+    /// What a sequence is to write next somebody may have: then it has that.
+    fn joins(&mut self, seq: u64, end: usize) -> bool {
+        let entry = &self.seqs[&seq];
+        let (at, name) = (entry.written, *BlockIdentity::chain(&ROOT, &entry.tokens[..end]).last().unwrap());
+        let Some(block) = entry.blocks[at] else { return false };
+        let Some(joined) = self.pool.join(Owner::Own(SeqId(seq)), block, &name, true) else { return false };
+        self.spoil();
+        if let Some(from) = joined.mapped {
+            self.map(&Adopted { mapped: vec![(from, block)], ..Adopted::default() });
+            self.pool.name(block, name, at as u32);
+        }
+        let entry = self.seqs.get_mut(&seq).unwrap();
+        entry.blocks[at] = Some(joined.block);
+        entry.written += 1;
+        assert_eq!(self.memory.get(&joined.block), Some(&Content::Prefix(entry.tokens[..end].to_vec())));
+        self.joined += 1;
+        true
     }
 
     fn check(&self) {
@@ -357,6 +381,24 @@ fn what_several_begin_with_is_one_memory_until_the_last_gives_it_back() {
         world.apply(&Op::End { seq: 2 });
         assert_eq!((world.pool.counts().free, world.pool.kept()), (TOTAL, 8));
         assert_eq!((begin(&mut world, 1, &tokens), world.shared), (8, 16), "it is kept when nobody has it");
+        world.end();
+    }
+}
+
+#[test]
+fn what_two_compute_at_one_time_is_one_memory() {
+    for space in [KvSpace::flat(TOTAL, BLOCK), KvSpace::flat(TOTAL, BLOCK).with_rows(4, 8)] {
+        let mut world = World::new(space);
+        let tokens: Vec<u32> = vec![0; 9];
+        for seq in [0, 2] {
+            world.apply(&Op::Begin { seq, tokens: tokens.clone() });
+        }
+        assert_eq!((world.pool.counts().free, world.shared), (2, 0), "nothing is computed yet");
+        for n in 0..4 {
+            [0, 2].into_iter().for_each(|seq| world.apply(&Op::Write { seq, token: 0 }));
+            world.check();
+            assert_eq!((world.pool.counts().free, world.joined), (3 + n, 1 + n));
+        }
         world.end();
     }
 }

@@ -30,6 +30,6 @@ pub mod vmm;
 pub use account::KvAccount;
 pub use hash::{BlockHasher, LeaseHasher};
 pub use identity::{BlockIdentity, IdentityRoot};
-pub use pool::{Adopted, BlockPool, BlockState, Owner, PoolCounts};
+pub use pool::{Adopted, BlockPool, BlockState, Joined, Owner, PoolCounts};
 pub use ranges::RangeSet;
 pub use seq::{Advance, Freed, Placement, RemoteBlock, RemoteEntries, RemoteGrant, Segment, SeqBlocks, SlotRef};

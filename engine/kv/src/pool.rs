@@ -25,7 +25,7 @@
 mod adopt;
 mod sharing;
 
-pub use adopt::Adopted;
+pub use adopt::{Adopted, Joined};
 
 use crate::BlockIdentity;
 use crate::cache::Cache;

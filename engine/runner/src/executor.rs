@@ -302,6 +302,8 @@ impl<D: Device> Executor<D> {
                 for pass in &mut self.passes {
                     if pass.as_ref().is_some_and(|p| p.step() == step) {
                         *pass = None;
+                        let gave_up = self.device.gave_up();
+                        self.guest_fault = self.guest_fault.take().or(gave_up.err());
                     }
                 }
             }
@@ -414,6 +416,8 @@ impl<D: Device> Executor<D> {
             Err(error) => {
                 let step = pass.step();
                 *slot = None;
+                let gave_up = self.device.gave_up();
+                self.guest_fault = self.guest_fault.take().or(gave_up.err());
                 reports(Report::Failed { step, lane, error });
             }
         }

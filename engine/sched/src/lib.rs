@@ -223,6 +223,16 @@ impl Scheduler {
         entry.tokens += u32::from(sampled);
     }
 
+    /// The KV of the next `tokens` tokens of a sequence was found.
+    ///
+    /// # Panics
+    /// If it is in a step, something of it was lost, or nothing is left to compute.
+    pub fn skip(&mut self, seq: SeqId, tokens: u32) {
+        let entry = self.entry_mut(seq);
+        entry.computed += tokens;
+        assert!(!entry.in_step && entry.lost.is_empty() && entry.computed < entry.tokens, "{seq} skips {tokens}");
+    }
+
     /// A planned chunk was not computed: the sequence leaves its step as it was.
     pub fn abandon(&mut self, seq: SeqId) {
         self.entry_mut(seq).in_step = false;

@@ -30,7 +30,7 @@ pub use report::PlacementReport;
 use creditor::Creditor;
 use debtor::Debtor;
 use lagoon_kv::hash::ContentHash;
-use lagoon_kv::{Adopted, Advance, BlockIdentity, BlockPool, LeaseHasher, Owner, PoolCounts, RemoteEntries};
+use lagoon_kv::{Adopted, Advance, BlockIdentity, BlockPool, Joined, LeaseHasher, Owner, PoolCounts, RemoteEntries};
 use lagoon_protocol::{
     BorrowAdvice, ControlBody, Heartbeat, LeaseGrant, LeasePurpose, LeaseRefuse, LeaseRequest, Link, PlacementEntry,
     Recall, RefuseCode, TierWish,
@@ -204,6 +204,11 @@ impl RManager {
     /// [`BlockPool::adopt`].
     pub fn adopt(&mut self, seq: SeqId, names: &[BlockIdentity], map: bool) -> Adopted {
         self.pool.adopt(seq, names, map)
+    }
+
+    /// Has a sequence give up a block of its own for one that somebody has under this name: see [`BlockPool::join`].
+    pub fn join(&mut self, seq: SeqId, block: PhysBlock, name: &BlockIdentity, map: bool) -> Option<Joined> {
+        self.pool.join(Owner::Own(seq), block, name, map)
     }
 
     /// Names what an own sealed block holds: see [`BlockPool::name`].

@@ -3,6 +3,8 @@
 //! What somebody has is shared: the sequence has it, too, and it costs no memory. What nobody has and is kept becomes the
 //! sequence's own. Where memory is mapped behind addresses, each sequence has it at the address of its own row: what is kept
 //! there stays there, everything else is to be mapped there, and a place that kept it and has no owner gives it up.
+//!
+//! What becomes known only when a sequence runs, as several are computed at one time, it joins ([`BlockPool::join`]).
 
 use super::{BlockPool, BlockState, Owner};
 use crate::BlockIdentity;
@@ -21,6 +23,14 @@ pub struct Adopted {
     pub mapped: Vec<(PhysBlock, PhysBlock)>,
     /// What of those has no owner, and loses that memory then.
     pub left: Vec<PhysBlock>,
+}
+
+/// What an owner has instead of a block of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Joined {
+    pub block: PhysBlock,
+    /// Where memory is mapped behind addresses: whose memory is to be mapped there, when what was there is released.
+    pub mapped: Option<PhysBlock>,
 }
 
 /// Where a block is found.
@@ -47,6 +57,37 @@ impl BlockPool {
         self.counts.shared += adopted.shared;
         self.assert_sum();
         adopted
+    }
+
+    /// Has an owner give up `block`, which it alone has and nothing needs the content of, for one that somebody has under this
+    /// name, if there is one: says which. In rows it is the same address, and `map` says whether memory may be mapped there.
+    ///
+    /// # Panics
+    /// If it is not the owner's alone.
+    pub fn join(&mut self, owner: Owner, block: PhysBlock, name: &BlockIdentity, map: bool) -> Option<Joined> {
+        assert!(self.owner(block) == owner && !self.is_shared(block), "{block} is not {owner:?}'s alone");
+        let from = self.cache.held(name).filter(|from| *from != block)?;
+        let rows = self.space.rows > 0;
+        if rows && (!map || !self.is_in_row(block)) {
+            return None;
+        }
+        let at = block.0 as usize;
+        *self.state_count(self.states[at]) -= 1;
+        self.cache.forget(block);
+        if rows {
+            self.states[at] = BlockState::Sealed;
+            self.sharing.map(from, block);
+            self.freed.push(block);
+        } else {
+            (self.states[at], self.owners[at]) = (BlockState::Reserved, Owner::Free);
+            self.extents.give(block.0);
+            self.sharing.join(from, owner);
+        }
+        self.counts.sealed += 1;
+        self.counts.shared += 1;
+        self.counts.free += 1;
+        self.assert_sum();
+        Some(Joined { block: if rows { block } else { from }, mapped: rows.then_some(from) })
     }
 
     /// How many of the blocks that [`BlockPool::adopt`] would give cost no memory, as somebody has them.

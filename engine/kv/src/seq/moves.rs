@@ -2,7 +2,8 @@
 //!
 //! The switch replaces one entry of the table at once, so each position is listed exactly once before and after it.
 
-use super::{Placement, SeqBlocks, index};
+use super::{Advance, Placement, SeqBlocks, index};
+use lagoon_types::PhysBlock;
 use std::ops::Range;
 
 impl SeqBlocks {
@@ -20,6 +21,19 @@ impl SeqBlocks {
         let (start, end) = (block * self.block_tokens(), (block + 1) * self.block_tokens());
         let lost = self.lost.iter().any(|l| l.start < end && start < l.end);
         block >= self.gone && end <= self.written() && !lost
+    }
+
+    /// The block that is written next, or is being written, is one that holds its KV from now on. What was there is the
+    /// caller's to free.
+    ///
+    /// # Panics
+    /// If another block is written next, something is lost, or the block does not lie here.
+    pub fn join(&mut self, block: u32, to: PhysBlock) -> Advance {
+        let next = self.next_position();
+        assert_eq!(next / self.block_tokens(), block, "block {block} is not the next one");
+        assert!(matches!(self.blocks[index(block)], Placement::Local(_)), "block {block} does not lie here");
+        self.blocks[index(block)] = Placement::Local(to);
+        self.advance((block + 1) * self.block_tokens() - next)
     }
 
     /// Puts a whole block to another place and returns the old one, which is the caller's to free.
