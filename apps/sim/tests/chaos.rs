@@ -69,6 +69,10 @@ fn seeds_that_failed_once() {
     // The only worker refused prompts that wait for memory between two attempts: none was ever computed here instead.
     assert_eq!(run(&Scenario::draw(773, Limits { roles: Some(true), ..Limits::default() })).err(), None);
     assert_eq!(run(&Scenario::draw(5669, Limits { roles: Some(true), ..Limits::default() })).err(), None);
+    // An instance that was declared dead did not greet those again that had not said yet who they were: they refused it.
+    assert_eq!(run(&Scenario::draw(18_208, Limits { roles: Some(true), ..Limits::default() })).err(), None);
+    // Peers' writes were still to be done where a prompt was read into.
+    assert_eq!(run(&Scenario::draw(27_584, Limits { roles: Some(true), ..Limits::default() })).err(), None);
     // What an instance had accepted was refused, because its queue was full when no worker took it again.
     assert_eq!(run(&Scenario::draw(4469, Limits { roles: Some(true), ..Limits::default() })).err(), None);
 }

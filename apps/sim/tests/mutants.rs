@@ -167,6 +167,12 @@ fn a_prompt_that_goes_on_before_its_copy_is_found() {
 }
 
 #[test]
+fn a_read_before_late_writes_is_found() {
+    let (_, failure) = hunt_handed(Mutant::WritesUnawaited, 13_450);
+    assert_eq!(failure.checker, "coverage");
+}
+
+#[test]
 fn a_completion_before_its_reads_is_found() {
     let (_, failure) = hunt_read(transfer::Mutant::CompleteBeforeLast);
     assert_eq!(failure.checker, "transfer");

@@ -46,6 +46,8 @@ pub(crate) struct Peers {
     meters: BTreeMap<InstanceId, Meter>,
     /// Peers to which a Hello is owed: they connected before this instance had a number, or one may have been dropped.
     ungreeted: BTreeSet<PeerKey>,
+    /// Peers that heard one, whether or not they have said who they are.
+    greeted: BTreeSet<PeerKey>,
 }
 
 impl Peers {
@@ -123,6 +125,7 @@ impl Instance {
 
     pub(crate) fn on_peer_up(&mut self, peer: PeerKey) {
         if let Some(body) = self.hello() {
+            self.peers.greeted.insert(peer);
             self.effects.push(Effect::Control { peer, body });
         } else {
             self.peers.ungreeted.insert(peer);
@@ -141,7 +144,7 @@ impl Instance {
 
     /// This instance begins another life: every peer is to hear of it, once it has a number again.
     pub(crate) fn greet_again(&mut self) {
-        self.peers.ungreeted.extend(self.peers.known.keys());
+        self.peers.ungreeted.extend(&self.peers.greeted);
     }
 
     pub(crate) fn on_hello(&mut self, peer: PeerKey, hello: &Hello) {
@@ -199,6 +202,7 @@ impl Instance {
 
     pub(crate) fn on_peer_down(&mut self, peer: PeerKey) {
         self.peers.ungreeted.remove(&peer);
+        self.peers.greeted.remove(&peer);
         self.forget_peer(peer);
     }
 

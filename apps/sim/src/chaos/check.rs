@@ -29,8 +29,10 @@ pub(super) struct Checkers {
     dead: BTreeSet<LeaseId>,
     /// What a process's blocks looked like when they were last checked.
     seen: Vec<[u64; 6]>,
-    /// Leases that their debtor has held, and the incarnation of their creditor.
-    held: BTreeMap<LeaseId, u64>,
+    /// Leases that their debtor has held.
+    held: BTreeSet<LeaseId>,
+    /// Leases, and the incarnation of their creditor.
+    lent: BTreeMap<LeaseId, u64>,
     /// Leases that are lent and not held, and since when.
     orphans: BTreeMap<(Place, LeaseId), u64>,
     untold: tables::Untold,
@@ -66,6 +68,8 @@ impl Checkers {
         if std::mem::replace(&mut self.seen[place], now) == now {
             return Ok(());
         }
+        let incarnation = rm.config().incarnation;
+        self.lent.extend(rm.lent().map(|lent| (lent.1, incarnation)));
         tables::own(place, process)?;
         self.blocks(place, process)?;
         handed::exports(world, place, process)?;
@@ -164,8 +168,10 @@ impl Checkers {
     fn is_excused(&mut self, home: &Process<Symbolic>, lease: LeaseId, entries: &Range<u32>) -> bool {
         let rm = home.instance.rmanager();
         let incarnation = rm.config().incarnation;
-        // One that was fenced has forgotten what it lent; its debtors hear of it in their time.
-        if *self.held.entry(lease).or_insert(incarnation) != incarnation || self.dead.contains(&lease) {
+        self.held.insert(lease);
+        // One that was fenced has forgotten what it lent; its debtors hear of it in their time, also of what they hear of since.
+        let former = self.lent.get(&lease).is_some_and(|lent| *lent != incarnation);
+        if former || self.dead.contains(&lease) {
             return true;
         }
         // What was taken back after a recall, the debtor has not heard of yet.
@@ -183,10 +189,11 @@ impl Checkers {
             for (debtor, lease, ..) in process.instance.rmanager().lent() {
                 let Some((_, debtor)) = world.by_id(debtor) else { continue };
                 let rm = debtor.instance.rmanager();
-                if rm.borrowing() > 0 || rm.held().any(|held| held.1 == lease) {
+                let untold = process.instance.is_untold(lease);
+                if untold || rm.borrowing() > 0 || rm.held().any(|held| held.1 == lease) {
                     continue;
                 }
-                let released = self.held.contains_key(&lease) && calm_us[0] > RELEASED_US && calm_us[1] > FORGOTTEN_US;
+                let released = self.held.contains(&lease) && calm_us[0] > RELEASED_US && calm_us[1] > FORGOTTEN_US;
                 let calm = released || calm_us[0] > FORGOTTEN_US;
                 let since = self.orphans.get(&(place, lease)).copied().unwrap_or(now);
                 if calm && now - since > ORPHAN_US {

@@ -61,6 +61,13 @@ impl Instance {
         self.prefills.jobs.values().filter(|job| !matches!(job.stage, Stage::Ready { .. })).count()
     }
 
+    /// Whether a lease is of a prompt whose asker is told when all of it is exported: that may wait for memory beside the store.
+    #[must_use]
+    pub fn is_untold(&self, lease: LeaseId) -> bool {
+        let exporting = |job: &Job| matches!(job.stage, Stage::Exporting { lease: of, .. } if of == lease);
+        self.prefills.jobs.values().any(exporting)
+    }
+
     fn tell(&mut self, to: InstanceId, body: ControlBody) {
         if let Some(peer) = self.peers.key(to) {
             self.effects.push(Effect::Control { peer, body });
