@@ -71,6 +71,8 @@ fn seeds_that_failed_once() {
     assert_eq!(run(&Scenario::draw(5669, Limits { roles: Some(true), ..Limits::default() })).err(), None);
     // An instance that was declared dead did not greet those again that had not said yet who they were: they refused it.
     assert_eq!(run(&Scenario::draw(18_208, Limits { roles: Some(true), ..Limits::default() })).err(), None);
+    // A prompt was read whole while the connection to the worker with its oldest blocks was down: its first step asked nobody.
+    assert_eq!(run(&Scenario::draw(2596, Limits { roles: Some(true), ..Limits::default() })).err(), None);
     // Peers' writes were still to be done where a prompt was read into.
     assert_eq!(run(&Scenario::draw(27_584, Limits { roles: Some(true), ..Limits::default() })).err(), None);
     // What an instance had accepted was refused, because its queue was full when no worker took it again.

@@ -20,8 +20,10 @@ use std::fmt;
 
 /// From the end of the last request to the last check: debts may be frozen for ten seconds.
 const REST_US: u64 = 18_000_000;
-/// From the last fault, or the last request, to when every request must be over.
+/// From the last fault, or the last request, to when every request must be over. Nothing in a scenario takes as long as a request
+/// may wait for memory: one that only that deadline would end is one that nobody serves, and a finding.
 const OVER_US: u64 = 300_000_000;
+const _: () = assert!(OVER_US < lagoon_types::limits::ADMISSION_DEADLINE_MS * 1000);
 /// Events in a second of simulated time, on average: more is a livelock.
 const EVENTS_PER_S_MAX: u64 = 200_000;
 /// An order arrives sooner, if it does.

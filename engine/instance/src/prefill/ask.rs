@@ -562,11 +562,14 @@ impl Instance {
 
     /// A peer said who it is. If it is a worker, it hears what it need not do any more.
     pub(crate) fn on_worker_up(&mut self, worker: InstanceId) {
-        for handed in self.prefills.away.values_mut().filter_map(Away::handed_mut) {
-            if handed.lease.creditor == worker {
+        let mut back = Vec::new();
+        for (seq, away) in &mut self.prefills.away {
+            if let Some(handed) = away.handed_mut().filter(|handed| handed.lease.creditor == worker) {
                 handed.lost_at_ms = None;
+                back.push(*seq);
             }
         }
+        back.into_iter().for_each(|seq| self.land(seq));
         let dropped = self.prefills.dropped.extract_if(.., |((of, _), _)| *of == worker);
         let requests: Vec<u64> = dropped.map(|((_, request), _)| request).collect();
         if !requests.is_empty() {

@@ -4,7 +4,7 @@
 //! to compute it (push mode). What does not fit this instance at all stays where it was computed, the oldest part of it, and
 //! is attended to there like any lease.
 
-use super::ask::{Handed, Stage};
+use super::ask::{Away, Handed, Stage};
 use super::landing::Landing;
 use super::status::PrefillTimes;
 use crate::event::{Effect, TransferEffect, TransferEvent};
@@ -305,6 +305,12 @@ impl Instance {
     pub(super) fn land(&mut self, id: SeqId) {
         let whole = |stage: &Stage| matches!(stage, Stage::Pulling { landing, .. } if landing.is_whole());
         if !self.prefills.away.get(&id).is_some_and(|away| whole(&away.stage)) || self.stage_in(id) {
+            return;
+        }
+        // What stays with a worker whose connection broke cannot be attended to: it comes back, or all is computed again.
+        let gone = |away: &Away| away.handed().is_some_and(|handed| handed.lost_at_ms.is_some());
+        let left = |away: &Away| away.stage.landing().is_some_and(|landing| landing.left > 0);
+        if self.prefills.away.get(&id).is_some_and(|away| gone(away) && left(away)) {
             return;
         }
         let Some(away) = self.prefills.away.remove(&id) else { return };
