@@ -693,6 +693,9 @@ pub struct LeaseReleased {
 pub struct LeaseRenew {
     #[prost(uint64, repeated, tag = "1")]
     pub leases: Vec<u64>,
+    /// Which renewal it is, from 1 on; its answer says the same.
+    #[prost(uint64, tag = "2")]
+    pub seq: u64,
 }
 
 /// Which of the renewed leases the creditor does not have (any more): their KV is lost.
@@ -700,4 +703,7 @@ pub struct LeaseRenew {
 pub struct LeaseRenewed {
     #[prost(uint64, repeated, tag = "1")]
     pub unknown: Vec<u64>,
+    /// The renewal that it answers.
+    #[prost(uint64, tag = "2")]
+    pub seq: u64,
 }

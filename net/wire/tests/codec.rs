@@ -91,8 +91,8 @@ fn bulk() -> impl Strategy<Value = BulkFrame> {
 }
 
 fn control() -> impl Strategy<Value = ControlBody> {
-    let renew =
-        prop::collection::vec(any::<u64>(), 0..50).prop_map(|l| ControlBody::LeaseRenew(LeaseRenew { leases: l }));
+    let renew = (prop::collection::vec(any::<u64>(), 0..50), any::<u64>())
+        .prop_map(|(leases, seq)| ControlBody::LeaseRenew(LeaseRenew { leases, seq }));
     let rejected = ".{0,300}".prop_map(|reason| ControlBody::Rejected(Rejected { reason }));
     let query = (any::<u64>(), any::<u32>(), any::<u32>(), prop::collection::vec(any::<u32>(), 0..20)).prop_map(
         |(query, debtor, blocks, exclude)| {

@@ -391,7 +391,7 @@ impl Creditor {
                 _ => unknown.push(id),
             }
         }
-        LeaseRenewed { unknown }
+        LeaseRenewed { unknown, seq: m.seq }
     }
 
     pub(super) fn expire(&mut self, now_ms: u64, pool: &mut BlockPool) -> Vec<LeaseEnded> {

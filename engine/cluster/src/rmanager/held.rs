@@ -78,11 +78,11 @@ struct Releasing {
     give_up_ms: u64,
 }
 
-/// Renewals to one creditor. Its answers come in order, so the oldest outstanding one is answered first.
+/// Renewals to one creditor that are not answered, the oldest first: their numbers, when they were sent, and what they renew.
 #[derive(Debug)]
 struct Renewals {
     sent_ms: u64,
-    outstanding: VecDeque<(u64, Vec<LeaseId>)>,
+    outstanding: VecDeque<(u64, u64, Vec<LeaseId>)>,
 }
 
 #[derive(Debug, Default)]
@@ -91,6 +91,8 @@ pub(super) struct HeldLeases {
     /// By creditor, lease and first entry.
     releasing: BTreeMap<(InstanceId, LeaseId, u32), Releasing>,
     renewals: BTreeMap<InstanceId, Renewals>,
+    /// The number of the last one.
+    renewed: u64,
     pub(super) outputs: VecDeque<Output>,
 }
 
@@ -188,10 +190,12 @@ impl HeldLeases {
         }
     }
 
-    /// Takes an answer to a renewal; returns the leases that are lost.
+    /// Takes an answer to a renewal; returns the leases that are lost. Answers come in order: those to older renewals found a full
+    /// queue.
     pub(super) fn on_renewed(&mut self, from: InstanceId, m: &LeaseRenewed) -> Vec<LeaseId> {
-        let renewed = self.renewals.get_mut(&from).and_then(|r| r.outstanding.pop_front());
-        let Some((sent_ms, leases)) = renewed else { return Vec::new() };
+        let Some(renewals) = self.renewals.get_mut(&from) else { return Vec::new() };
+        let Some(at) = renewals.outstanding.iter().position(|(seq, ..)| *seq == m.seq) else { return Vec::new() };
+        let Some((_, sent_ms, leases)) = renewals.outstanding.drain(..=at).next_back() else { return Vec::new() };
         let unknown: BTreeSet<u64> = m.unknown.iter().copied().collect();
         let mut lost = Vec::new();
         for lease in leases {
@@ -297,7 +301,7 @@ impl HeldLeases {
                 self.outputs.push_back(release_message(*key, r));
             }
         }
-        let leases = &self.leases;
+        let (leases, renewed) = (&self.leases, &mut self.renewed);
         self.renewals.retain(|creditor, r| {
             let mut of = leases.range((*creditor, LeaseId(0))..=(*creditor, LeaseId(u64::MAX))).peekable();
             let Some((_, first)) = of.peek() else { return !r.outstanding.is_empty() && !gave_up(r, now_ms) };
@@ -308,8 +312,10 @@ impl HeldLeases {
             let quic_addr = first.quic_addr.clone();
             let ids: Vec<LeaseId> = of.map(|((_, lease), _)| *lease).collect();
             for chunk in ids.chunks(RENEW_LEASES_MAX) {
-                r.outstanding.push_back((now_ms, chunk.to_vec()));
-                let body = ControlBody::LeaseRenew(LeaseRenew { leases: chunk.iter().map(|l| l.0).collect() });
+                *renewed += 1;
+                r.outstanding.push_back((*renewed, now_ms, chunk.to_vec()));
+                let leases = chunk.iter().map(|l| l.0).collect();
+                let body = ControlBody::LeaseRenew(LeaseRenew { leases, seq: *renewed });
                 self.outputs.push_back(Output::ToPeer { instance: *creditor, quic_addr: quic_addr.clone(), body });
             }
             true

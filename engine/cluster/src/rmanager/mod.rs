@@ -483,7 +483,7 @@ impl RManager {
 
     /// The debtor of a handed-over lease showed that it waits for it.
     pub fn touch(&mut self, debtor: InstanceId, lease: LeaseId, now_ms: u64) {
-        let renew = lagoon_protocol::LeaseRenew { leases: vec![lease.0] };
+        let renew = lagoon_protocol::LeaseRenew { leases: vec![lease.0], seq: 0 };
         self.creditor.on_renew(debtor, &renew, now_ms);
     }
 

@@ -273,12 +273,12 @@ fn leases_end_when_nobody_renews_them() {
     let mut rm = manager();
     let (old, _) = lend(&mut rm, 1, 2);
     let (kept, _) = lend(&mut rm, 2, 2);
-    let renew = LeaseRenew { leases: vec![kept.0, 12345] };
+    let renew = LeaseRenew { leases: vec![kept.0, 12345], seq: 3 };
     let answer = rm.on_peer_control(A, ControlBody::LeaseRenew(renew.clone()), 1000);
-    assert_eq!(answer, Some(ControlBody::LeaseRenewed(LeaseRenewed { unknown: vec![12345] })));
+    assert_eq!(answer, Some(ControlBody::LeaseRenewed(LeaseRenewed { unknown: vec![12345], seq: 3 })));
     let other = rm.on_peer_control(B, ControlBody::LeaseRenew(renew), TTL);
     let unknown = vec![kept.0, 12345];
-    assert_eq!(other, Some(ControlBody::LeaseRenewed(LeaseRenewed { unknown })), "it is not B's to renew");
+    assert_eq!(other, Some(ControlBody::LeaseRenewed(LeaseRenewed { unknown, seq: 3 })), "it is not B's to renew");
     assert_eq!(rm.next_wake_ms(), Some(TTL + 1));
     assert_eq!(rm.tick(TTL), []);
     assert_eq!(rm.tick(TTL + 1), [LeaseEnded { debtor: A, lease: old }]);

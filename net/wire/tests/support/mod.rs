@@ -136,8 +136,10 @@ fn contract() -> Vec<(&'static str, ControlBody)> {
             ControlBody::LeaseRelease(LeaseRelease { lease: 11, epoch: 12, entries: 40, ..Default::default() }),
         ),
         ("lease_released", ControlBody::LeaseReleased(LeaseReleased { lease: 11, entries: 40, ..Default::default() })),
-        ("lease_renew", ControlBody::LeaseRenew(LeaseRenew { leases: vec![11, 1 << 40] })),
-        ("lease_renewed", ControlBody::LeaseRenewed(LeaseRenewed { unknown: vec![11] })),
+        ("lease_renew", ControlBody::LeaseRenew(LeaseRenew { leases: vec![11, 1 << 40], seq: 0 })),
+        ("lease_renewed", ControlBody::LeaseRenewed(LeaseRenewed { unknown: vec![11], seq: 0 })),
+        ("lease_renew_numbered", ControlBody::LeaseRenew(LeaseRenew { leases: vec![11, 1 << 40], seq: 300 })),
+        ("lease_renewed_numbered", ControlBody::LeaseRenewed(LeaseRenewed { unknown: vec![11], seq: 300 })),
     ]
 }
 

@@ -34,7 +34,7 @@ fn a_reservation_that_is_not_written_is_freed_but_for_what_is_sealed() {
     assert!(write_entry(&mut rm, lease, 0, 1_000), "a move's debtor waits for the acknowledgement");
     rm.tick(RESERVE + 1);
     assert_eq!(rm.counts().lent, 4, "the clock starts with the last write");
-    let renew = LeaseRenew { leases: vec![lease.0.0] };
+    let renew = LeaseRenew { leases: vec![lease.0.0], seq: 1 };
     rm.on_peer_control(A, ControlBody::LeaseRenew(renew), RESERVE + 900);
     assert_eq!(rm.next_wake_ms(), Some(1_000 + RESERVE + 1));
     rm.tick(1_000 + RESERVE + 1);

@@ -329,23 +329,43 @@ fn leases_are_renewed_and_lost_when_that_fails() {
     };
     // The renewal clock starts with the grant at 3.
     assert_eq!(renew(&mut rm, limits::LEASE_RENEW_MS), []);
-    let message = Output::ToPeer {
+    let message = |seq| Output::ToPeer {
         instance: A,
         quic_addr: format!("addr-{A}"),
-        body: ControlBody::LeaseRenew(LeaseRenew { leases: vec![7] }),
+        body: ControlBody::LeaseRenew(LeaseRenew { leases: vec![7], seq }),
     };
-    assert_eq!(renew(&mut rm, limits::LEASE_RENEW_MS + 3), std::slice::from_ref(&message));
-    let yes = ControlBody::LeaseRenewed(LeaseRenewed { unknown: vec![] });
+    assert_eq!(renew(&mut rm, limits::LEASE_RENEW_MS + 3), [message(1)]);
+    let yes = ControlBody::LeaseRenewed(LeaseRenewed { unknown: vec![], seq: 1 });
     rm.on_peer_control(A, yes.clone(), 4000);
     // Lost an eighth of its time to live before the creditor may free it, counted from the sent renewal.
     let lost_ms = limits::LEASE_RENEW_MS + 3 + TTL - TTL / 8;
     for _ in 0..3 {
         rm.on_peer_control(A, yes.clone(), 4001);
     }
-    assert_eq!(renew(&mut rm, lost_ms - 1), [message]);
+    assert_eq!(renew(&mut rm, lost_ms - 1), [message(2)]);
     let lost = Output::LeaseLost { seq: SeqId(5), creditor: A, lease: LeaseId(7) };
     assert_eq!(renew(&mut rm, lost_ms), [lost, release_to(A, 7, 4)]);
     assert_eq!(rm.borrowed(), 0);
+}
+
+/// The answer to the first renewal is lost: the second one's confirms the second, and an answer to no renewal nothing.
+#[test]
+fn an_answer_confirms_the_renewal_that_it_answers() {
+    let mut rm = manager();
+    borrowed(&mut rm, 7, 4);
+    let first_ms = limits::LEASE_RENEW_MS + 3;
+    rm.tick(first_ms);
+    rm.tick(first_ms + limits::LEASE_RENEW_MS);
+    outputs(&mut rm);
+    let answer = |seq| ControlBody::LeaseRenewed(LeaseRenewed { unknown: vec![], seq });
+    for seq in [2, 1, 3] {
+        rm.on_peer_control(A, answer(seq), 7_000);
+    }
+    let lost_ms = first_ms + limits::LEASE_RENEW_MS + TTL - TTL / 8;
+    rm.tick(lost_ms - 1);
+    assert!(outputs(&mut rm).iter().all(|o| !matches!(o, Output::LeaseLost { .. })));
+    rm.tick(lost_ms);
+    assert!(matches!(outputs(&mut rm)[0], Output::LeaseLost { .. }));
 }
 
 #[test]
@@ -363,7 +383,7 @@ fn a_lease_lives_from_when_it_was_asked_for() {
 fn an_unknown_lease_is_lost_at_once() {
     let mut rm = manager();
     borrowed(&mut rm, 7, 4);
-    let no = ControlBody::LeaseRenewed(LeaseRenewed { unknown: vec![7] });
+    let no = ControlBody::LeaseRenewed(LeaseRenewed { unknown: vec![7], seq: 1 });
     rm.on_peer_control(A, no.clone(), 1);
     assert_eq!(outputs(&mut rm), [], "nobody asked");
     rm.tick(limits::LEASE_RENEW_MS + 3);
