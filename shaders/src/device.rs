@@ -6,7 +6,7 @@ use crate::kernel::{Encoding, Kernel, MatvecRows};
 use crate::memory::{WgpuKv, WgpuTensor, WgpuWeight, quads, word};
 use crate::params;
 use crate::plan::{self, Bounds, ITEMS, Plan};
-use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
+use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, KvPiece, Mode, Partials, WeightSource};
 use lagoon_types::{Alibi, AttentionGeometry, KvRun, KvShape};
 use std::ops::Range;
 
@@ -205,7 +205,11 @@ impl Device for WgpuDevice {
         tokens: u32,
         out: &mut Vec<u8>,
     ) -> Result<(), DeviceError> {
-        kv.read(&mut self.gpu, layer, slot0 as usize..slot0 as usize + tokens as usize, out)
+        kv.read(&mut self.gpu, &[KvPiece { layer: word(layer), slot0, tokens }], out)
+    }
+
+    fn kv_read_pieces(&mut self, kv: &WgpuKv, pieces: &[KvPiece], out: &mut Vec<u8>) -> Result<(), DeviceError> {
+        kv.read(&mut self.gpu, pieces, out)
     }
 
     fn sync(&mut self) -> Result<(), DeviceError> {

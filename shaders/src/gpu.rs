@@ -284,11 +284,10 @@ impl Gpu {
 
     /// Submits what is recorded.
     pub(crate) fn flush(&mut self) -> Result<(), DeviceError> {
-        self.submit(None).map(|_| ())
+        self.submit().map(|_| ())
     }
 
-    /// Submits what is recorded, and then a copy into the readback buffer.
-    fn submit(&mut self, last: Option<Command>) -> Result<wgpu::SubmissionIndex, DeviceError> {
+    fn submit(&mut self) -> Result<wgpu::SubmissionIndex, DeviceError> {
         if !self.uniform_bytes.is_empty() {
             self.queue.write_buffer(&self.uniforms, 0, &self.uniform_bytes);
         }
@@ -296,7 +295,7 @@ impl Gpu {
             self.queue.write_buffer(&self.arena.raw, 0, &self.arena_bytes);
         }
         let mut encoder = self.device.create_command_encoder(&wgpu::CommandEncoderDescriptor { label: Some("batch") });
-        encode(&mut encoder, self.commands.drain(..).chain(last));
+        encode(&mut encoder, self.commands.drain(..));
         let index = self.queue.submit([encoder.finish()]);
         self.dispatches = 0;
         self.uniform_bytes.clear();
@@ -307,7 +306,7 @@ impl Gpu {
 
     /// Submits what is recorded and waits for all of it.
     pub(crate) fn sync(&mut self) -> Result<(), DeviceError> {
-        let index = self.submit(None)?;
+        let index = self.submit()?;
         self.wait(index)
     }
 
@@ -321,34 +320,40 @@ impl Gpu {
             .map_err(|error| DeviceError::Lost(format!("no answer within {} s: {error}", timeout.as_secs())))
     }
 
-    /// Reads `bytes` (whole words, at whole words) after everything that is recorded, in pieces, in order.
-    pub(crate) fn read(
+    /// Reads parts of buffers, `(buffer, at, bytes)` in whole words, after everything that is recorded: in order, in as few
+    /// pieces as the readback buffer allows, each of which is waited for.
+    pub(crate) fn read<'a>(
         &mut self,
-        buf: &Buf,
-        at: u64,
-        bytes: u64,
+        parts: impl IntoIterator<Item = (&'a Buf, u64, u64)>,
         mut take: impl FnMut(&[u8]),
     ) -> Result<(), DeviceError> {
-        let mut done = 0;
-        while done < bytes {
-            let step = (bytes - done).min(READ_BYTES);
-            let copy = Command::Copy {
-                from: buf.raw.clone(),
-                from_at: at + done,
-                to: self.readback.clone(),
-                to_at: 0,
-                bytes: step,
-            };
-            let index = self.submit(Some(copy))?;
-            let slice = self.readback.slice(..step);
-            slice.map_async(wgpu::MapMode::Read, |_| {});
-            self.wait(index)?;
-            let view = slice.get_mapped_range().map_err(|error| DeviceError::Lost(format!("reading back: {error}")))?;
-            take(&view);
-            drop(view);
-            self.readback.unmap();
-            done += step;
+        let mut filled = 0;
+        for (buf, at, bytes) in parts {
+            let mut done = 0;
+            while done < bytes {
+                if filled == READ_BYTES {
+                    self.read_back(filled, &mut take)?;
+                    filled = 0;
+                }
+                let step = (bytes - done).min(READ_BYTES - filled);
+                let (from, to) = (buf.raw.clone(), self.readback.clone());
+                self.commands.push(Command::Copy { from, from_at: at + done, to, to_at: filled, bytes: step });
+                (done, filled) = (done + step, filled + step);
+            }
         }
+        if filled > 0 { self.read_back(filled, &mut take) } else { Ok(()) }
+    }
+
+    /// Submits what is recorded, waits, and shows the beginning of the readback buffer.
+    fn read_back(&mut self, bytes: u64, take: &mut impl FnMut(&[u8])) -> Result<(), DeviceError> {
+        let index = self.submit()?;
+        let slice = self.readback.slice(..bytes);
+        slice.map_async(wgpu::MapMode::Read, |_| {});
+        self.wait(index)?;
+        let view = slice.get_mapped_range().map_err(|error| DeviceError::Lost(format!("reading back: {error}")))?;
+        take(&view);
+        drop(view);
+        self.readback.unmap();
         Ok(())
     }
 

@@ -6,7 +6,7 @@
 
 use crate::gpu::{Buf, Gpu};
 use crate::kernel::HeadClass;
-use lagoon_backend::{DeviceError, WeightSource};
+use lagoon_backend::{DeviceError, KvPiece, WeightSource};
 use lagoon_types::{DType, KvShape};
 use std::borrow::Cow;
 use std::ops::Range;
@@ -81,7 +81,7 @@ impl WgpuTensor {
         let first = rows.start * stride + cols.start;
         let last = (rows.end - 1) * stride + cols.end;
         let mut at = first;
-        gpu.read(&self.buf, (first * 4) as u64, ((last - first) * 4) as u64, |bytes| {
+        gpu.read([(&self.buf, (first * 4) as u64, ((last - first) * 4) as u64)], |bytes| {
             for float in bytes.chunks_exact(4) {
                 if cols.contains(&(at % stride)) {
                     out.push(f32::from_le_bytes([float[0], float[1], float[2], float[3]]));
@@ -241,24 +241,21 @@ impl WgpuKv {
         Ok(())
     }
 
-    pub(crate) fn read(
-        &self,
-        gpu: &mut Gpu,
-        layer: usize,
-        slots: Range<usize>,
-        out: &mut Vec<u8>,
-    ) -> Result<(), DeviceError> {
-        assert!(slots.end <= self.slots, "tokens beyond the store");
-        let (given, stored) = self.head_bytes();
-        for (shard, slot, count) in self.parts(slots) {
-            let slot_bytes = self.slot_bytes();
-            let (at, bytes) = ((slot * slot_bytes) as u64, (count * slot_bytes) as u64);
-            let from = out.len();
-            gpu.read(&self.layers[layer][shard], at, bytes, |piece| out.extend_from_slice(piece))?;
-            if given != stored {
-                let padded = out.split_off(from);
-                out.extend(padded.chunks_exact(stored).flat_map(|head| &head[..given]));
-            }
+    pub(crate) fn read(&self, gpu: &mut Gpu, pieces: &[KvPiece], out: &mut Vec<u8>) -> Result<(), DeviceError> {
+        let (slot_bytes, (given, stored)) = (self.slot_bytes(), self.head_bytes());
+        let from = out.len();
+        let parts = pieces.iter().flat_map(|piece| {
+            let slots = piece.slot0 as usize..(piece.slot0 + piece.tokens) as usize;
+            assert!(slots.end <= self.slots, "tokens beyond the store");
+            self.parts(slots).into_iter().map(|(shard, slot, count)| {
+                let buf = &self.layers[piece.layer as usize][shard];
+                (buf, (slot * slot_bytes) as u64, (count * slot_bytes) as u64)
+            })
+        });
+        gpu.read(parts, |bytes| out.extend_from_slice(bytes))?;
+        if given != stored {
+            let padded = out.split_off(from);
+            out.extend(padded.chunks_exact(stored).flat_map(|head| &head[..given]));
         }
         Ok(())
     }

@@ -192,7 +192,8 @@ pub struct SampledRow {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct WindowId(pub u32);
 
-/// Tokens of one layer in a window, in the canonical layout `[token][k | v][kv_heads][head_dim]`.
+/// Consecutive tokens of one layer of a store, of which a window or a buffer has the canonical layout
+/// `[token][k | v][kv_heads][head_dim]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvPiece {
     pub layer: u32,
@@ -434,6 +435,11 @@ pub trait Device: Send + 'static {
         tokens: u32,
         out: &mut Vec<u8>,
     ) -> Result<(), DeviceError>;
+
+    /// [`Device::kv_read`] of several pieces, one behind the other: where the backend can, with one wait for all of them.
+    fn kv_read_pieces(&mut self, kv: &Self::Kv, pieces: &[KvPiece], out: &mut Vec<u8>) -> Result<(), DeviceError> {
+        pieces.iter().try_for_each(|p| self.kv_read(kv, p.layer as usize, p.slot0, p.tokens, out))
+    }
 
     /// Waits for all work called so far.
     fn sync(&mut self) -> Result<(), DeviceError>;

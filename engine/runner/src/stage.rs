@@ -24,7 +24,9 @@ pub(crate) struct Stages {
     beside: Beside,
     token_bytes: usize,
     queue: VecDeque<Under>,
-    /// What one turn copies.
+    /// What one turn copies: its pieces, where each is beside the store, and its bytes.
+    pieces: Vec<KvPiece>,
+    places: Vec<usize>,
     bytes: Vec<u8>,
 }
 
@@ -55,7 +57,7 @@ impl Under {
 
 impl Stages {
     pub(crate) fn new(beside: Beside, token_bytes: usize) -> Self {
-        Self { beside, token_bytes, queue: VecDeque::new(), bytes: Vec::new() }
+        Self { beside, token_bytes, queue: VecDeque::new(), pieces: Vec::new(), places: Vec::new(), bytes: Vec::new() }
     }
 
     pub(crate) fn push(&mut self, work: StageWork) {
@@ -86,10 +88,10 @@ impl Stages {
             let slots: Vec<_> = under.work.pieces.iter().map(|(slot, _, tokens)| *slot..slot + tokens).collect();
             device.kv_hold(kv, &slots)?;
         }
-        let Some((layer, slot, beside, tokens)) = under.next(tokens_max) else { return Ok(false) };
-        let (at, n) = (beside as usize * self.token_bytes, tokens as usize * self.token_bytes);
         match &self.beside {
             Beside::Window { id, layer_bytes } => {
+                let Some((layer, slot, beside, tokens)) = under.next(tokens_max) else { return Ok(false) };
+                let at = beside as usize * self.token_bytes;
                 let (piece, at) = ([KvPiece { layer, slot0: slot, tokens }], layer as usize * layer_bytes + at);
                 match under.work.inward {
                     true => device.kv_from_window(kv, &piece, *id, at)?,
@@ -97,14 +99,33 @@ impl Stages {
                 }
             }
             Beside::Arenas(arenas) => {
-                let arena = &arenas[layer as usize];
+                // Pieces may be small, and a device be waited for: as many as one turn copies.
+                self.pieces.clear();
+                self.places.clear();
+                let mut left = tokens_max;
+                while let Some((layer, slot0, beside, tokens)) = (left > 0).then(|| under.next(left)).flatten() {
+                    self.pieces.push(KvPiece { layer, slot0, tokens });
+                    self.places.push(beside as usize * self.token_bytes);
+                    left -= tokens;
+                }
+                if self.pieces.is_empty() {
+                    return Ok(false);
+                }
                 self.bytes.clear();
-                if under.work.inward {
-                    load(arena, at, n, &mut self.bytes)?;
-                    device.kv_write(kv, layer as usize, slot, &self.bytes)?;
-                } else {
-                    device.kv_read(kv, layer as usize, slot, tokens, &mut self.bytes)?;
-                    store(arena, at, &self.bytes)?;
+                if !under.work.inward {
+                    device.kv_read_pieces(kv, &self.pieces, &mut self.bytes)?;
+                }
+                let mut at = 0;
+                for (piece, place) in self.pieces.iter().zip(&self.places) {
+                    let (arena, n) = (&arenas[piece.layer as usize], piece.tokens as usize * self.token_bytes);
+                    if under.work.inward {
+                        self.bytes.clear();
+                        load(arena, *place, n, &mut self.bytes)?;
+                        device.kv_write(kv, piece.layer as usize, piece.slot0, &self.bytes)?;
+                    } else {
+                        store(arena, *place, &self.bytes[at..at + n])?;
+                        at += n;
+                    }
                 }
             }
         }

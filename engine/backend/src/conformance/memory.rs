@@ -2,7 +2,7 @@
 
 use super::Tolerance;
 use super::data::{DTYPES, Data, read};
-use crate::Device;
+use crate::{Device, KvPiece};
 use lagoon_types::KvShape;
 
 /// Tensors start zeroed; writes cover whole rows; reads append any rectangle.
@@ -65,6 +65,15 @@ pub fn kv_bytes_round_trip<D: Device>(device: &mut D, _: Tolerance) {
             device.kv_read(&kv, 1, 0, slots, &mut got).expect("kv_read");
             assert_eq!(got[0], 9, "reads append");
             assert_eq!(got[1..], want, "{shape:?}");
+            let pieces = [(1, slots - 1, 1), (0, 5, 2), (1, 9, 4), (1, 13, 4)];
+            let pieces = pieces.map(|(layer, slot0, tokens)| KvPiece { layer, slot0, tokens });
+            let mut together = vec![9];
+            device.kv_read_pieces(&kv, &pieces, &mut together).expect("kv_read_pieces");
+            got.truncate(1);
+            for KvPiece { layer, slot0, tokens } in pieces {
+                device.kv_read(&kv, layer as usize, slot0, tokens, &mut got).expect("kv_read of a piece");
+            }
+            assert!(together == got && got.len() == 1 + 11 * token, "pieces one behind the other, appended");
             for layer in [0, 2] {
                 got.clear();
                 device.kv_read(&kv, layer, 3, 20, &mut got).expect("kv_read");
