@@ -62,6 +62,7 @@ fn the_check_runs_over_the_fake_driver() {
     assert_eq!((steps.len(), &steps[0]["overlapped"], &steps[1]["overlapped"]), (2, &false.into(), &true.into()));
     assert!(steps[1]["stripes_mapped_ahead"].as_u64() > Some(0));
     assert!(section("vmm")["found"]["prefixes"][0]["mapped_us"].as_f64() > Some(0.0));
+    assert!(section("vmm")["found"]["windows"]["rows"][1]["hash_gb_per_s"].as_f64() > Some(0.0));
     let steps = section("steps")["found"]["rows"].as_array().unwrap();
     assert!(steps.iter().all(|row| (row["replayed"].as_u64() > Some(0)) == (row["graphs"] == true)), "{steps:?}");
     assert!(section("steps")["found"]["prompts"][0]["ms"].as_f64() > Some(0.0));

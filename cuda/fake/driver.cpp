@@ -106,7 +106,7 @@ struct State {
     int major = 8, minor = 0, shared_bytes = 163 << 10;
     // Devices that are seen, the name of the first one, and whether they can access each other's memory. They are all one.
     int devices = 1, uuid = 0;
-    bool peers = false;
+    bool peers = false, shareable = true, rdma = true;
     std::string fail_function;
     uint64_t fail_after = 0;
     bool fail_on = false;
@@ -243,6 +243,12 @@ void lagoon_fake_devices(int devices, int uuid, int peers) {
     state().peers = peers != 0;
 }
 
+void lagoon_fake_sharing(int shareable, int rdma) {
+    LOCK;
+    state().shareable = shareable != 0;
+    state().rdma = rdma != 0;
+}
+
 void lagoon_fake_schedule(uint64_t seed) {
     LOCK;
     state().seed = seed;
@@ -319,8 +325,8 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
     case 76: *value = state().minor; break;
     case 97: *value = state().shared_bytes; break; // of a block that opts in
     case 102: *value = 1; break;          // virtual memory management
-    case 103: *value = 1; break;          // file descriptors
-    case 110: *value = 1; break;          // remote direct access
+    case 103: *value = state().shareable; break;          // file descriptors
+    case 110: *value = state().rdma; break;          // remote direct access
     default: *value = 0;
     }
     return OK;

@@ -32,6 +32,8 @@ void lagoon_fake_device(int major, int minor, int shared_bytes);
 // programs, and whether each can access the others' memory. LAGOON_FAKE_FAIL="cuMemMap 3 2" is `lagoon_fake_fail_from`
 // for programs.
 void lagoon_fake_devices(int devices, int uuid, int peers);
+// Whether memory can be shared by descriptor, and registered for remote direct access; asking for what cannot be fails.
+void lagoon_fake_sharing(int shareable, int rdma);
 // Seeds the order in which queued work runs. 0 runs only what a wait needs, as late as can be; 1 runs everything at
 // once; any other number makes a random order, which streams and events allow.
 void lagoon_fake_schedule(uint64_t seed);

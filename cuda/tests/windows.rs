@@ -199,6 +199,31 @@ fn windows_of_other_devices_are_for_peers() {
     fake.finish();
 }
 
+/// Memory is asked for as the device can share it, and its descriptor is the driver's once, whoever asks.
+#[test]
+fn memory_is_shared_as_the_device_can() {
+    let Some(fake) = driver("memory_is_shared_as_the_device_can", 3) else { return };
+    for (shareable, rdma) in [(true, true), (true, false), (false, true), (false, false)] {
+        fake.sharing(shareable, rdma);
+        let made = fake.counts().made_for_rdma;
+        let mut device = open();
+        let window = device.window(5000).unwrap();
+        assert_eq!(window.is_some(), shareable);
+        assert_eq!(fake.counts().made_for_rdma - made, u64::from(shareable && rdma));
+        // Page groups of stores ask for neither.
+        let kv = rows(&mut device);
+        assert_eq!(fake.counts().made_for_rdma - made, u64::from(shareable && rdma));
+        if let Some((_, own)) = window {
+            fake.fail_from("cuMemExportToShareableHandle", 1, fake::UNKNOWN);
+            let descriptors = [own.descriptor().unwrap(), own.descriptor().unwrap()];
+            assert_ne!(descriptors[0].as_raw_fd(), descriptors[1].as_raw_fd());
+            fake.fail("", 0, 0);
+        }
+        drop((kv, device));
+    }
+    fake.finish();
+}
+
 #[test]
 fn what_is_no_window_is_refused_and_leaves_nothing() {
     let Some(fake) = driver("what_is_no_window_is_refused_and_leaves_nothing", 3) else { return };

@@ -3,6 +3,8 @@
 //! Expectations, and why:
 //! * memory of this process, or of another one on this host: what one thread copies of its own memory at the same moment. A path copies from the other process's
 //!   pages as from its own; far less means pages of another NUMA node, or pages that are not there.
+//! * memory of the same device that another process has: what a copy within this process's own carries. Of a peer device nothing is
+//!   expected: what links two devices is not asked for.
 //! * QUIC: the link's speed if the kernel tells it (`/sys/class/net/*/speed`), and never more than
 //!   [`QUIC_BYTES_PER_S`], what a core encrypts, sends and checks on one connection with room to spare (3 GB/s and more were measured on
 //!   loopback). Far less means lost packets, small socket buffers or no segmentation offload; `lagoon doctor` tells.
@@ -18,12 +20,16 @@ pub(crate) const QUIC_PROBE_BYTES: u64 = 16 << 20;
 /// A memory so small is copied too fast to tell.
 const TELLING_BYTES: usize = 1 << 20;
 
+/// Paths between windows of devices, as [`Probe::path`] names them.
+pub(crate) const SAME_DEVICE: &str = "same device";
+pub(crate) const PEER_DEVICE: &str = "peer device";
+
 /// A path that was measured.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct PathRow {
     /// The prefill worker's number.
     pub(crate) worker: u32,
-    /// `same process`, `same host` or `quic`.
+    /// `same device`, `peer device`, `same process`, `same host` or `quic`.
     pub(crate) path: &'static str,
     pub(crate) bytes_per_s: f64,
     /// 0 where nothing is expected.
@@ -33,10 +39,15 @@ pub(crate) struct PathRow {
 }
 
 impl PathRow {
-    /// Of memory of so many bytes, of this process or shared.
+    /// Of memory of so many bytes, of this process, shared, or of a device.
     pub(crate) fn memory(worker: u32, probe: Probe, bytes: usize) -> Self {
-        let tells = bytes >= TELLING_BYTES;
-        let expected_as = if tells { "one thread's memcpy" } else { "nothing: the memory is too small to tell" };
+        let tells = bytes >= TELLING_BYTES && probe.path != PEER_DEVICE;
+        let expected_as = match probe.path {
+            PEER_DEVICE => "nothing: what links the devices is not known",
+            _ if !tells => "nothing: the memory is too small to tell",
+            SAME_DEVICE => "a copy within the device",
+            _ => "one thread's memcpy",
+        };
         Self {
             worker,
             path: probe.path,
@@ -143,6 +154,8 @@ mod tests {
         assert!(!PathRow::memory(3, probe(4.1e9), 32 << 20).is_slow());
         assert!(PathRow::memory(3, probe(3.9e9), 32 << 20).is_slow());
         assert!(!PathRow::memory(3, probe(1e3), 1000).is_slow());
+        let on = |path| PathRow::memory(3, Probe { path, ..probe(1e9) }, 32 << 20);
+        assert_eq!((on(SAME_DEVICE).is_slow(), on(PEER_DEVICE).is_slow()), (true, false));
         let row = PathRow::memory(3, probe(3.9e9), 32 << 20);
         assert_eq!(
             row.line(),

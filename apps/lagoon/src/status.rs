@@ -119,7 +119,7 @@ fn prefill_cells(row: &Value) -> [String; 13] {
     ]
 }
 
-/// Paths to prefill workers' KV, as an instance measured them.
+/// Paths to prefill workers' KV, as an instance measured them, and what they have carried.
 fn path_lines(row: &Value) -> Vec<String> {
     let line = |path: &Value| {
         Some(format!(
@@ -129,7 +129,14 @@ fn path_lines(row: &Value) -> Vec<String> {
             path["path"].as_str()?
         ))
     };
-    row["paths"].as_array().into_iter().flatten().filter_map(line).collect()
+    let mut lines: Vec<String> = row["paths"].as_array().into_iter().flatten().filter_map(line).collect();
+    let carried = row["carried"]["bytes"].as_object().into_iter().flatten();
+    let carried = carried.filter_map(|(path, bytes)| Some(format!("{:.1} MB by {path}", bytes.as_f64()? / 1e6)));
+    let carried = carried.collect::<Vec<_>>().join(", ");
+    let refused = row["carried"]["windows_refused"].as_u64().filter(|times| *times > 0);
+    let refused = refused.map_or(String::new(), |times| format!("; {times} times device memory could not be mapped"));
+    lines.extend((!carried.is_empty()).then(|| format!("KV read: {carried}{refused}")));
+    lines
 }
 
 /// What mapping memory has come to, of an instance on a device that does.
@@ -251,5 +258,16 @@ mod tests {
         let shown = prefill_table(&status).unwrap().to_string();
         assert_eq!(shown.lines().count(), 2, "{shown}");
         assert!(shown.contains("GB/S") && shown.contains("6.00"), "{shown}");
+    }
+
+    #[test]
+    fn paths_say_what_they_carried() {
+        let path = json!({"worker": 3, "path": "same device", "bytes_per_s": 2e9});
+        let carried = json!({"bytes": {"quic": 400_000, "same device": 12_300_000}, "windows_refused": 2});
+        let lines = path_lines(&json!({"paths": [path], "carried": carried}));
+        assert_eq!(lines[0], "KV of prefill worker 3: 2.00 GB/s by same device when it was opened");
+        let said = "KV read: 0.4 MB by quic, 12.3 MB by same device; 2 times device memory could not be mapped";
+        assert_eq!(lines[1], said);
+        assert!(path_lines(&json!({"carried": {"bytes": {}}})).is_empty());
     }
 }

@@ -3,7 +3,7 @@
 //! stands still. What is read and filled is the host's memory or a window of the device.
 
 use crate::args::{EngineArgs, KvTransferArg, TransferPathArg};
-use crate::path_probe::{self, PathRow};
+use crate::path_probe::{self, PEER_DEVICE, PathRow, SAME_DEVICE};
 use crate::transfer_addr::Endpoint;
 use crate::writers_here::{self, KnownHere};
 use anyhow::Context;
@@ -529,7 +529,7 @@ impl Near {
         match self.map_window() {
             Some(Ok((regions, is_peer))) => {
                 if first {
-                    let probe = Probe::of_window(if is_peer { "peer device" } else { "same device" }, regions.window());
+                    let probe = Probe::of_window(if is_peer { PEER_DEVICE } else { SAME_DEVICE }, regions.window());
                     let bytes = usize::try_from(regions.window().bytes()).unwrap_or(usize::MAX);
                     measured(probe, bytes);
                 }

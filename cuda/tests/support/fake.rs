@@ -96,6 +96,7 @@ impl Fake {
         fake.schedule(schedule);
         fake.device(8, 0, 163 << 10);
         fake.devices(1, 0, false);
+        fake.sharing(true, true);
         fake.before = fake.counts();
         Ok(fake)
     }
@@ -135,6 +136,14 @@ impl Fake {
         // SAFETY: the function has this type.
         unsafe {
             symbol::<unsafe extern "C" fn(i32, i32, i32)>("lagoon_fake_devices")(devices, uuid, i32::from(peers));
+        }
+    }
+
+    /// Whether memory can be shared by descriptor, and registered for remote direct access.
+    pub(crate) fn sharing(&self, shareable: bool, rdma: bool) {
+        // SAFETY: the function has this type.
+        unsafe {
+            symbol::<unsafe extern "C" fn(i32, i32)>("lagoon_fake_sharing")(i32::from(shareable), i32::from(rdma));
         }
     }
 

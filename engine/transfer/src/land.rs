@@ -197,7 +197,12 @@ impl<'a> Lander<'a> {
             let start = buffer.len();
             buffer.resize(start + usize::try_from(bytes).unwrap_or(0), 0);
             let result = match self.transaction.local {
-                Some(_) => self.fill_parts(&mut buffer[start..], fill),
+                Some(_) => {
+                    let result = self.fill_parts(&mut buffer[start..], fill);
+                    // Another thread may go on.
+                    self.checker.0.settle();
+                    result
+                }
                 None => {
                     self.at += bytes;
                     fill(&mut buffer[start..], None)

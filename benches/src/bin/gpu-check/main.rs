@@ -14,6 +14,7 @@ mod sections;
 mod speed;
 mod steps;
 mod vmm;
+mod windows;
 
 use anyhow::{Context, bail};
 use clap::Parser;

@@ -27,7 +27,7 @@ pub(crate) const SECTIONS: &[Section] = sections![
     "prefill", 120, speed::prefill_all, "a prompt's attention in the kernels that there are";
     "paged", 90, speed::paged, "contiguous KV against blocks in the same kernels (vAttention, Tables 6 and 7)";
     "linear", 90, speed::linear_all, "linear layers by own kernels and by cuBLASLt";
-    "vmm", 60, vmm::run, "calls of virtual memory, allocation bandwidth, steps and prompts with and without overlap and reuse";
+    "vmm", 60, vmm::run, "calls of virtual memory, allocation bandwidth, steps and prompts with and without overlap and reuse, windows";
     "steps", 150, steps::run, "decoding of a model of Llama-3.1-8B's shape against its roofline, with graphs and without";
     "torch", 240, external::torch, "torch's scaled_dot_product_attention with every backend";
     "wgpu", 120, mixed::wgpu, "the same work through wgpu, and its ratio to CUDA";

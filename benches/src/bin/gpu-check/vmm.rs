@@ -236,6 +236,7 @@ pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
         out.push("allocation", allocation(small, pages)?)?;
     }
     out.push("prefixes", prefixes(small)?)?;
+    out.set("windows", crate::windows::run(args)?)?;
     // Without slicing small page groups are many: a page group holds 1024 tokens there, and 32 with full slicing.
     let groups: &[u32] = if small { &[32] } else { &[1, 32] };
     for group in groups {
