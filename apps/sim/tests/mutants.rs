@@ -122,7 +122,7 @@ fn an_answer_that_is_said_once_is_found() {
 
 #[test]
 fn a_life_that_takes_what_the_one_before_it_asked_for_is_found() {
-    let (_, failure) = hunt_handed(Mutant::AskedByTheDead, 2_500);
+    let (_, failure) = hunt_handed(Mutant::AskedByTheDead, 10_600);
     assert_eq!(failure.checker, "leases");
 }
 
