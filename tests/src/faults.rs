@@ -100,6 +100,7 @@ pub struct FaultPool {
     tls: [String; 3],
     gmanager: Option<Server>,
     gmanager_addr: String,
+    gmanager_flags: Vec<String>,
     members: BTreeMap<String, Server>,
 }
 
@@ -132,6 +133,7 @@ impl FaultPool {
             tls,
             gmanager: None,
             gmanager_addr: format!("{ip}:0"),
+            gmanager_flags: Vec::new(),
             members: BTreeMap::new(),
         };
         pool.start_gmanager();
@@ -144,9 +146,34 @@ impl FaultPool {
     /// If it does not start.
     pub fn start_gmanager(&mut self) {
         let [a, b, c] = certificates(&self.ca, "gm");
-        let server = Server::start(&["gmanager", &format!("--listen={}", self.gmanager_addr), &a, &b, &c]);
+        let listen = format!("--listen={}", self.gmanager_addr);
+        let flags = self.gmanager_flags.iter().map(String::as_str);
+        let flags: Vec<&str> = ["gmanager", &listen, &a, &b, &c].into_iter().chain(flags).collect();
+        let server = Server::start(&flags);
         self.gmanager_addr = server.said("quic");
         self.gmanager = Some(server);
+    }
+
+    /// The gManager with flags of its own, in the place of the one that runs.
+    ///
+    /// # Panics
+    /// If it does not start.
+    #[must_use]
+    pub fn with_gmanager_flags(mut self, flags: &[&str]) -> Self {
+        self.gmanager_flags = flags.iter().map(|flag| (*flag).to_owned()).collect();
+        self.kill_gmanager();
+        self.start_gmanager();
+        self
+    }
+
+    /// What the gManager says of itself where its metrics are.
+    ///
+    /// # Panics
+    /// If there is none, or it shows no metrics.
+    #[must_use]
+    pub fn gmanager_metrics(&self) -> String {
+        let at = self.gmanager.as_ref().unwrap().said("metrics");
+        Client::new(at.parse().unwrap()).get("/metrics").text
     }
 
     /// Kills the gManager.

@@ -293,3 +293,45 @@ fn an_operator_changes_roles_under_traffic() {
     assert_eq!(pool.status("d0")["role"], "prefill");
     pool.wait_empty();
 }
+
+/// Prompts queue at the only prefill worker, and two decode workers have time: the balancer turns one of them, says so in its
+/// metrics, and every answer is that of one instance.
+#[test]
+fn a_balancer_turns_a_worker_where_prompts_queue() {
+    let role = |name: &str| Place::default().with(&format!("--role={name}"));
+    // A prompt takes some steps of its worker, whatever the machine does beside, and an answer one.
+    let pool = FaultPool::without_members(&passkey(), 16, "127.0.0.1", Some(4 * lagoon_tests::faults::STEP));
+    let mut pool = pool.with_gmanager_flags(&["--auto-roles=1", "--metrics-port=0"]);
+    pool.start(&[("p0", 512, role("prefill")), ("d0", 2048, role("decode")), ("d1", 2048, role("decode"))]);
+    let series = "lagoon_role_switches_total{from=\"decode\",to=\"prefill\",by=\"auto\"} ";
+    let decoders = ["d0", "d1"];
+    decoders.iter().for_each(|name| drop(pool.wait(name, "connected", |s| number(s, "prefill/workers") == 1)));
+    let (undisturbed, gateway) = (pool.undisturbed(256), pool.gateway());
+    let http = gateway.said("http").parse().unwrap();
+    let stream = |seed| Watched::start(http, &prompt(seed, 1200, VOCAB), 2, &json!({}));
+    assert!(!pool.gmanager_metrics().contains(series), "{}", pool.gmanager_metrics());
+    let (mut streams, mut seed, deadline) = (Vec::new(), 100, Instant::now() + PATIENCE);
+    let is_prefill = |name: &&str| pool.status(name)["role"] == "prefill";
+    while !decoders.iter().any(is_prefill) {
+        assert!(Instant::now() < deadline, "{} {}", pool.ask(&["status"]), pool.gmanager_metrics());
+        while streams.iter().filter(|stream: &&Watched| !stream.is_over()).count() < 8 {
+            streams.push(stream(seed));
+            seed += 1;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    while !pool.gmanager_metrics().contains(series) {
+        assert!(Instant::now() < deadline, "{}", pool.gmanager_metrics());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    // All of them are compared where the switch was, and some before.
+    let first = streams.len().saturating_sub(12);
+    for (n, stream) in streams.into_iter().enumerate() {
+        if n < 4 || n >= first {
+            stream.finish("while roles changed", &undisturbed);
+        } else {
+            stream.wait_for(2);
+        }
+    }
+    pool.wait_empty();
+}

@@ -143,7 +143,7 @@ pub(crate) async fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
     let count = usize::from(args.instances);
     let bar = up::instances_bar(count);
     let roles = vec!["both"; count];
-    let pool = start_pool(&ca, &dir.to_string_lossy(), bundled::NAME, (&roles, false), flags, None, |n| {
+    let pool = start_pool(&ca, &dir.to_string_lossy(), bundled::NAME, (&roles, None), flags, None, |n| {
         bar.set_position(n as u64)
     })
     .await?;

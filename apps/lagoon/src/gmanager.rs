@@ -33,9 +33,11 @@ pub(crate) struct GManagerArgs {
     /// Serve Prometheus metrics on this TCP port of the same address.
     #[arg(long, value_name = "PORT")]
     metrics_port: Option<u16>,
-    /// Turn a prefill worker into a decode worker, or back, when one side queues and the other has time to spare for a while.
-    #[arg(long)]
-    auto_roles: bool,
+    /// Turn a prefill worker into a decode worker, or back, when one side queues and the other has time to spare for a while, at
+    /// the earliest so many seconds after the last change was done (30 if none are given).
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "30",
+          value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    auto_roles: Option<u64>,
     #[command(flatten)]
     election: ElectionArgs,
     #[command(flatten)]
@@ -124,7 +126,7 @@ struct Shell {
     node: Node,
     election: Election,
     first_instance: Option<u32>,
-    auto_roles: bool,
+    auto_roles: Option<u64>,
     /// The pool as it is known in the term that goes on.
     leading: Option<Registry>,
 }
@@ -155,7 +157,9 @@ impl Shell {
             term,
             planner: Some(PlannerConfig::default()),
             dgfm: Some(DgfmConfig::default()),
-            balancer: self.auto_roles.then(BalancerConfig::default),
+            balancer: self
+                .auto_roles
+                .map(|rest_s| BalancerConfig { dwell_ms: rest_s * 1_000, ..BalancerConfig::default() }),
             ..GManagerConfig::default()
         }));
         registry.serve_queries(&self.node, self.election.mandate(term));

@@ -177,13 +177,13 @@ pub(crate) async fn start_pool(
     ca: &EphemeralCa,
     model: &str,
     served_name: &str,
-    (roles, auto_roles): (&[&str], bool),
+    (roles, auto_roles): (&[&str], Option<u64>),
     flags: impl Fn(usize) -> Vec<String>,
     api_key: Option<&str>,
     mut progress: impl FnMut(usize),
 ) -> anyhow::Result<LocalPool> {
     let mut command = vec!["gmanager".to_owned(), "--listen=127.0.0.1:0".to_owned(), "--first-instance=1".to_owned()];
-    command.extend(auto_roles.then(|| "--auto-roles".to_owned()));
+    command.extend(auto_roles.map(|rest_s| format!("--auto-roles={rest_s}")));
     command.extend(ca.flags("gmanager")?);
     let gmanager = ChildNode::start("the gManager", command, None).await?;
     let address = gmanager.address("quic")?;

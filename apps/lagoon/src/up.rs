@@ -31,9 +31,11 @@ pub(crate) struct UpArgs {
     /// Instances whose prompts others compute.
     #[arg(long, value_name = "N", requires = "prefill", value_parser = clap::value_parser!(u16).range(1..=32))]
     decode: Option<u16>,
-    /// Change roles between --prefill and --decode when one side queues and the other has time to spare for a while.
-    #[arg(long, requires = "prefill")]
-    auto_roles: bool,
+    /// Change roles between --prefill and --decode when one side queues and the other has time to spare for a while, at
+    /// the earliest so many seconds after the last change was done (30 if none are given).
+    #[arg(long, requires = "prefill", value_name = "SECONDS", num_args = 0..=1, require_equals = true,
+          default_missing_value = "30", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    auto_roles: Option<u64>,
     /// Port of the OpenAI endpoint.
     #[arg(long, default_value_t = 8000)]
     port: u16,
