@@ -343,9 +343,9 @@ impl World {
             }
             Op::Release { at, blocks } => {
                 let end = (at + blocks).min(ADDRESSES);
-                if Self::did(self.device.kv_release(&mut self.kv, at * tokens..end * tokens)) {
-                    self.held.retain(|block, _| !(at..end).contains(block));
-                }
+                // What could not be released is by what is held, shared or released next: nobody has it.
+                Self::did(self.device.kv_release(&mut self.kv, at * tokens..end * tokens));
+                self.held.retain(|block, _| !(at..end).contains(block));
             }
             Op::Expect { at } => self.device.kv_expect(&mut self.kv, &[at * tokens], Some(at / 2 * tokens)),
             Op::Attend { at, urgent } => {
