@@ -2,6 +2,7 @@
 //! other: by order, home, and away from a worker that is drained.
 
 use crate::moves::{moved, placed, run_to_token};
+use lagoon_cluster::{DgfmConfig, GManager, GManagerConfig};
 use lagoon_protocol::{AdminBody, AdminDrain, AdminQuery, ControlBody, Role};
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
 use lagoon_tests::cluster::{PoolSpec, Spec, World, greedy};
@@ -87,6 +88,44 @@ fn a_drained_prefill_worker_is_emptied_while_requests_go_on() {
         assert_eq!(placed(&world, request).get(&0), None);
         world.run();
         assert_equals_single("drained", &world, &spec());
+        world.check_empty();
+    }
+}
+
+/// Two instances owe each other, one of them what stayed where its prompt was computed: both debts are swapped back.
+#[test]
+fn what_stays_is_swapped_around_a_circle_of_debts() {
+    for push in [false, true] {
+        let mut world = World::new(spec(), None);
+        let dgfm = Some(DgfmConfig { blocks_min: 2, period_ms: 500, ..DgfmConfig::default() });
+        let config = GManagerConfig { dgfm, ..GManagerConfig::default() };
+        world.coordinator.as_mut().unwrap().gmanager = GManager::with_config(config);
+        let slow = |spec: Spec| Spec { step_ms: 400, ..spec };
+        world.add(slow(Spec { share: true, ..Spec::cpu(37) }));
+        world.add(slow(Spec { push, ..Spec::decode(22) }));
+        world.add(slow(Spec::cpu(16)));
+        world.run_until(|w| w.nodes[1].live().status().prefill.workers == 1);
+        world.run_for(600);
+        let left = world.submit(1, greedy(prompt(1, 110, 128), 60));
+        run_to_token(&mut world, left, 2);
+        assert!(placed(&world, left)[&0] >= 4, "{}", world.describe());
+        // Some of it goes elsewhere, so that the decode worker has something to lend.
+        moved(&mut world, left, 14, 1, 2);
+        let owes = world.submit(0, greedy(prompt(2, 140, 128), 24));
+        run_to_token(&mut world, owes, 1);
+        assert!(placed(&world, owes)[&1] >= 2, "{}", world.describe());
+        world.run_until(|w| {
+            let stats = w.coordinator.as_ref().unwrap().gmanager.dgfm_stats().unwrap();
+            stats.completed > 0 || w.requests[left].is_over()
+        });
+        assert!(!world.requests[owes].is_over() && !world.requests[left].is_over(), "{}", world.describe());
+        for node in &world.nodes[..2] {
+            let moves = node.live().status().moves;
+            let home = moves.by_reason.rows().find(|row| (row.0, row.1) == ("swap", "home")).unwrap().2;
+            assert!(home >= 2 && moves.damaged == 0, "{moves:?}");
+        }
+        world.run();
+        assert_equals_single("swapped", &world, &spec());
         world.check_empty();
     }
 }

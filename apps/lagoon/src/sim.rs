@@ -184,6 +184,6 @@ fn print_summary(s: &Summary) {
         "{} prompts read from prefill workers ({} pushed), {} given to another one, {} computed by their decode workers",
         s.prefills, s.prefills_pushed, s.prefills_again, s.prefills_own
     );
-    println!("{} roles changed", s.switches);
+    println!("{} blocks stayed with prefill workers, {} roles changed", s.left, s.switches);
     println!("{} frames of partials, {} of KV", s.partials_frames, s.bulk_frames);
 }

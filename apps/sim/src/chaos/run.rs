@@ -93,6 +93,8 @@ pub struct Summary {
     pub prefills_pushed: u64,
     pub prefills_again: u64,
     pub prefills_own: u64,
+    /// Blocks that stayed with the worker that computed them.
+    pub left: u64,
     /// Roles that changed.
     pub switches: u64,
     pub partials_frames: u64,
@@ -122,6 +124,7 @@ impl Summary {
         self.prefills_pushed += other.prefills_pushed;
         self.prefills_again += other.prefills_again;
         self.prefills_own += other.prefills_own;
+        self.left += other.left;
         self.switches += other.switches;
         self.partials_frames += other.partials_frames;
         self.bulk_frames += other.bulk_frames;
@@ -139,6 +142,7 @@ impl Summary {
         self.prefills_pushed += if push { status.prefill.pulled } else { 0 };
         self.prefills_again += status.prefill.retried;
         self.prefills_own += status.prefill.own;
+        self.left += status.prefill.blocks_left;
     }
 }
 
