@@ -185,8 +185,9 @@ fn a_decode_worker_finishes_its_requests_before_it_computes_prompts() {
     assert_eq!(role_of(&world, 1), (Role::Decode, Some(Role::Prefill)));
     wait_role(&mut world, 1, Role::Prefill);
     assert!(world.requests[0].is_over());
+    // A client that has not heard yet asks another one.
     let refused = world.submit(1, greedy(prompt(3, 30, 128), 4));
-    assert!(matches!(error_of(&world.requests[refused]), RequestError::Invalid(_)));
+    assert!(matches!(error_of(&world.requests[refused]), RequestError::Unavailable(why) if why.contains("role")));
     wait_workers(&mut world, 2, 2);
     for n in 0..6 {
         world.submit(2, greedy(prompt(10 + n, 60, 128), 4));

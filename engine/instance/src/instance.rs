@@ -248,7 +248,7 @@ impl Instance {
                 "this instance computes prompts for decode workers only (--role prefill)"
             }
             _ => {
-                let why = "this instance changes its role, and takes no requests any more";
+                let why = "this instance changes or has changed its role, and takes no requests any more";
                 return Err(RequestError::Unavailable(why.to_owned()));
             }
         };

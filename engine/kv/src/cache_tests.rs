@@ -240,7 +240,7 @@ impl World {
         }
         let end = (entry.written + 1) * BLOCK as usize;
         entry.tokens.resize(end.max(entry.tokens.len()), token);
-        if seq % 2 == 0 && self.joins(seq, end) {
+        if seq.is_multiple_of(2) && self.joins(seq, end) {
             return;
         }
         let entry = self.seqs.get_mut(&seq).unwrap();
