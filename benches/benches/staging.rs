@@ -23,8 +23,9 @@ mod run {
     use clap::Parser;
     use lagoon_backend::{Device, Mode, SharedArena, WeightSource};
     use lagoon_benches::measure::{commit, device, hardware_threads, median};
+    use lagoon_benches::model::llama;
     use lagoon_cuda::{CudaDevice, CudaOptions, CudaProbe, kernels};
-    use lagoon_model::{Family, ModelConfig, RopeScaling};
+    use lagoon_model::ModelConfig;
     use lagoon_runner::{Command, Executor, ExecutorConfig, KvMemory, Report, StageId, StageWork};
     use lagoon_shaders::{AdapterChoice, WgpuDevice, list_adapters};
     use lagoon_types::{AttentionGeometry, DType, KvSpace};
@@ -64,24 +65,7 @@ mod run {
 
     /// The shape of an 8B model's KV, of fewer layers: 4 KiB a token and layer.
     fn model() -> ModelConfig {
-        ModelConfig {
-            family: Family::Llama,
-            hidden: 4096,
-            intermediate: 14_336,
-            layers: LAYERS as usize,
-            geometry: AttentionGeometry { heads: 32, kv_heads: 8, head_dim: 128 },
-            vocab: 2048,
-            norm_eps: 1e-5,
-            tie_word_embeddings: true,
-            window: None,
-            alibi: None,
-            max_positions: 1 << 18,
-            dtype: None,
-            rope_theta: 10_000.0,
-            rope_scaling: RopeScaling::None,
-            bos_id: None,
-            eos_ids: Vec::new(),
-        }
+        llama(LAYERS as usize, (4096, 14_336), AttentionGeometry { heads: 32, kv_heads: 8, head_dim: 128 })
     }
 
     /// A store with memory beside it, as a worker has it.

@@ -5,5 +5,6 @@ pub mod cluster;
 pub mod gpu;
 pub mod gpu_page;
 pub mod measure;
+pub mod model;
 pub mod quic;
 pub mod traces;

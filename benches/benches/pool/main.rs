@@ -20,9 +20,10 @@ mod timed;
 use anyhow::{Context, Result, ensure};
 use clap::{Parser, ValueEnum};
 use echo::Echo;
+use lagoon_benches::model::llama;
 use lagoon_benches::quic::Pem;
 use lagoon_instance::Event;
-use lagoon_model::{Family, ModelConfig, RopeScaling};
+use lagoon_model::ModelConfig;
 use lagoon_protocol::PartialsFrame;
 use lagoon_runner::Report;
 use lagoon_transport::{ClusterCa, Frame};
@@ -136,24 +137,8 @@ pub(crate) fn as_u32(n: usize) -> u32 {
 
 impl Scenario {
     pub(crate) fn model(&self) -> ModelConfig {
-        ModelConfig {
-            family: Family::Llama,
-            hidden: 768,
-            intermediate: 2048,
-            layers: self.layers,
-            geometry: AttentionGeometry { heads: 12, kv_heads: 4, head_dim: 64 },
-            vocab: 2048,
-            norm_eps: 1e-5,
-            tie_word_embeddings: true,
-            window: None,
-            alibi: None,
-            max_positions: 1 << 18,
-            dtype: None,
-            rope_theta: 10_000.0,
-            rope_scaling: RopeScaling::None,
-            bos_id: None,
-            eos_ids: Vec::new(),
-        }
+        let geometry = AttentionGeometry { heads: 12, kv_heads: 4, head_dim: 64 };
+        llama(self.layers, (768, 2048), geometry)
     }
 
     /// Enough for all sequences to be decoded together for as long as is measured: the first ones decode while the
