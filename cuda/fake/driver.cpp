@@ -260,6 +260,8 @@ int cuInit(unsigned) {
     // For whole programs, which cannot call `lagoon_fake_memory`.
     const char* page = getenv("LAGOON_FAKE_PAGE");
     if (page != nullptr) state().granularity = strtoull(page, nullptr, 10);
+    const char* devices = getenv("LAGOON_FAKE_DEVICES");
+    if (devices != nullptr) state().devices = atoi(devices);
     const char* uuid = getenv("LAGOON_FAKE_UUID");
     if (uuid != nullptr) state().uuid = atoi(uuid);
     // "NAME NTH CODE": as `lagoon_fake_fail_from`.

@@ -20,6 +20,8 @@ pub enum AdapterChoice {
     Software,
     /// The first adapter, real or not, whose name contains this text (letter case ignored).
     Named(String),
+    /// The one with this place in [`list_adapters`].
+    Numbered(usize),
 }
 
 /// What `lagoon doctor` says of an adapter.
@@ -109,14 +111,16 @@ pub(crate) struct Opened {
 pub(crate) fn open(choice: &AdapterChoice) -> Result<Opened, DeviceError> {
     let found = adapters();
     let all: Vec<AdapterSummary> = found.iter().map(summary).collect();
-    let wanted = |s: &AdapterSummary| match choice {
+    let wanted = |number: usize, s: &AdapterSummary| match choice {
         AdapterChoice::Gpu => !s.software,
         AdapterChoice::Software => s.software,
         AdapterChoice::Named(text) => s.name.to_lowercase().contains(&text.to_lowercase()),
+        AdapterChoice::Numbered(wanted) => number == *wanted,
     };
-    let Some((adapter, summary)) = found.into_iter().zip(all.clone()).find(|(_, s)| wanted(s)) else {
+    let Some(number) = all.iter().enumerate().position(|(number, s)| wanted(number, s)) else {
         return Err(DeviceError::Unsupported(absent(choice, &all)));
     };
+    let (adapter, summary) = (&found[number], all[number].clone());
     if let Some(why) = &summary.unusable {
         return Err(DeviceError::Unsupported(format!("the adapter {} is too small: {why}", summary.name)));
     }
@@ -138,6 +142,7 @@ fn absent(choice: &AdapterChoice, all: &[AdapterSummary]) -> String {
         AdapterChoice::Gpu => "no GPU adapter (Vulkan, Metal or DX12)".to_owned(),
         AdapterChoice::Software => "no software adapter (lavapipe, WARP)".to_owned(),
         AdapterChoice::Named(text) => format!("no adapter whose name contains {text:?}"),
+        AdapterChoice::Numbered(number) => format!("no adapter with number {number}"),
     };
     let names: Vec<String> =
         all.iter().map(|s| format!("{}{}", s.name, if s.software { " (software)" } else { "" })).collect();

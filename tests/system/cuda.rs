@@ -336,3 +336,36 @@ fn a_server_on_the_cuda_backend_answers() {
         client.wait_for_text("/metrics", text);
     }
 }
+
+/// Instances take the host's devices in turn and divide the memory of each; one that is named is taken.
+#[test]
+fn a_pool_takes_all_cuda_devices() {
+    let libraries = shim::library().and_then(|kernels| Ok((kernels, fake::build()?)));
+    let (kernels, driver) = match libraries {
+        Ok(libraries) => libraries,
+        Err(reason) => return lagoon_tests::skip("a_pool_takes_all_cuda_devices", &reason),
+    };
+    let (model, prompt) = golden_prompt();
+    let variables: [(&str, &OsStr); 4] = [
+        ("LD_LIBRARY_PATH", driver.parent().unwrap().as_os_str()),
+        ("LAGOON_FAKE_KERNELS", kernels.as_os_str()),
+        ("LAGOON_FAKE_PAGE", OsStr::new("4096")),
+        ("LAGOON_FAKE_DEVICES", OsStr::new("2")),
+    ];
+    let common = ["--backend=cuda", "--calibrate=off", "--block-tokens=128", "--step-tokens=32", "--max-running=4096"];
+    let up = [&["up", &model, "--port=0", "--instances=3"], &common[..]].concat();
+    let pool = Server::start_with(&up, &variables);
+    assert_eq!(pool.ready["devices"].as_array().map(Vec::len), Some(2), "{}", pool.ready);
+    let host = single(&model, "256");
+    let expected = token_ids(&host.client().complete(&prompt[..30], 4, &json!({})).json());
+    assert_eq!(token_ids(&pool.client().complete(&prompt[..30], 4, &json!({})).json()), expected);
+    let status = pool.client().get("/lagoon/status").json();
+    let row = |name: &str| status["instances"].as_array().unwrap().iter().find(|row| row["name"] == name).unwrap();
+    let blocks = ["instance-0", "instance-1", "instance-2"].map(|name| row(name)["blocks_total"].as_u64().unwrap());
+    // The first and the last share a device: each has half of its nine tenths, weights and buffers off.
+    assert_eq!(blocks[0], blocks[2], "{status}");
+    assert!(blocks[0] > 0 && blocks[1] > 2 * blocks[0], "{blocks:?}");
+
+    let serve = [&["serve", &model, "--http=127.0.0.1:0", "--device=fake"], &common[..]].concat();
+    assert_eq!(Server::start_with(&serve, &variables).ready["backend"], "cuda");
+}

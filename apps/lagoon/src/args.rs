@@ -1,5 +1,6 @@
 //! Flags that several commands share.
 
+use crate::placement::DeviceArg;
 use anyhow::Context;
 use lagoon_transport::Identity;
 use lagoon_types::DType;
@@ -15,20 +16,8 @@ pub(crate) enum BackendArg {
     Cpu,
     /// A GPU through wgpu (Vulkan, Metal, DX12); a software adapter if there is no other.
     Wgpu,
-    /// An NVIDIA GPU through CUDA, the first that the driver lists; only when asked for.
+    /// An NVIDIA GPU through CUDA; only when asked for.
     Cuda,
-}
-
-impl BackendArg {
-    /// As on the command line.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::Cpu => "cpu",
-            Self::Wgpu => "wgpu",
-            Self::Cuda => "cuda",
-        }
-    }
 }
 
 /// How remote KV is attended to.
@@ -125,11 +114,22 @@ impl TlsArgs {
     }
 }
 
+/// Default of `--memory-percent`.
+pub(crate) const MEMORY_PERCENT: u32 = 90;
+
 /// What decides an instance's size and numerics.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct EngineArgs {
     #[arg(long, value_enum, default_value_t)]
     pub(crate) backend: BackendArg,
+    /// Which of the backend's devices: its number in `lagoon doctor` or a part of its name; `lagoon up` takes several,
+    /// comma-separated, for its instances in turn [default: the first; `lagoon up` takes all of CUDA's].
+    #[arg(long, value_name = "N|NAME", value_delimiter = ',')]
+    pub(crate) device: Vec<DeviceArg>,
+    /// Share of a CUDA device's memory, in percent, that weights, KV and buffers take where --kv-tokens does not say how much;
+    /// instances that `lagoon up` puts on one device divide it.
+    #[arg(long, value_name = "PERCENT", default_value_t = MEMORY_PERCENT, value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub(crate) memory_percent: u32,
     /// Convert weights on loading: f32, f16 or bf16 [default: as stored].
     #[arg(long, value_parser = parse_dtype)]
     pub(crate) dtype: Option<DType>,
@@ -211,10 +211,9 @@ pub(crate) struct EngineArgs {
 }
 
 impl EngineArgs {
-    /// The flags that a child process needs to be configured the same.
+    /// The flags that a child process needs to be configured the same; its device and its share of that are told besides.
     pub(crate) fn to_flags(&self) -> Vec<String> {
         let mut flags = vec![
-            format!("--backend={}", self.backend.name()),
             format!("--block-tokens={}", self.block_tokens),
             format!("--step-tokens={}", self.step_tokens),
             format!("--max-running={}", self.max_running),

@@ -6,12 +6,14 @@
 
 use crate::api_client::ApiClient;
 use crate::args::{
-    BackendArg, CalibrateArg, EngineArgs, KvTransferArg, PrecisionArg, RemoteArg, StageMemoryArg, TransferPathArg,
+    BackendArg, CalibrateArg, EngineArgs, KvTransferArg, MEMORY_PERCENT, PrecisionArg, RemoteArg, StageMemoryArg,
+    TransferPathArg,
 };
 use crate::bundled::{self, Question};
-use crate::local::{EphemeralCa, LocalPool, start_pool, start_single};
+use crate::local::{Common, EphemeralCa, LocalPool, Wanted, start_pool, start_single};
+use crate::placement::{self, Chosen};
 use crate::serve::lend_reserve_blocks;
-use crate::{device, up};
+use crate::up;
 use anyhow::{Context, ensure};
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use lagoon_text::Tokenizer;
@@ -109,7 +111,7 @@ struct Placement {
 
 /// Runs the demo; the exit code says whether pooled and single-instance answers agree.
 pub(crate) async fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
-    let chosen = device::choose(args.backend)?;
+    let chosen = placement::choose(args.backend, &[])?;
     let questions = bundled::questions()?;
     let asked = args.question.checked_sub(1).and_then(|i| questions.get(i));
     let question = asked.with_context(|| format!("there are {} questions, numbered from 1", questions.len()))?;
@@ -119,7 +121,7 @@ pub(crate) async fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
     let prompt = prompt(&Tokenizer::open(&dir)?, question, args.prompt_tokens)?;
     check_sizes(&args, prompt.len())?;
 
-    let engine = engine_args(&args, chosen.name());
+    let engine = engine_args(&args);
     let body = json!({
         "model": bundled::NAME, "prompt": prompt, "max_tokens": ANSWER_TOKENS_MAX, "temperature": 0, "stream": true,
         "return_token_ids": true, "return_logits": true,
@@ -131,22 +133,19 @@ pub(crate) async fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
         args.kv_tokens,
         prompt.len()
     ));
-    let creditors = match args.creditor_backend {
-        Some(backend) => engine_args(&args, device::choose(backend)?.name()),
-        None => engine.clone(),
-    };
-    let flags = |index: usize| {
-        let mut flags = if index == 0 { &engine } else { &creditors }.to_flags();
-        flags.push("--expose-logits".to_owned());
-        flags
-    };
+    let creditors = args.creditor_backend.map_or(Ok(chosen), |backend| placement::choose(backend, &[]))?;
     let count = usize::from(args.instances);
     let bar = up::instances_bar(count);
-    let roles = vec!["both"; count];
-    let pool = start_pool(&ca, &dir.to_string_lossy(), bundled::NAME, (&roles, None), flags, None, |n| {
-        bar.set_position(n as u64)
-    })
-    .await?;
+    let wanted = |index: usize| {
+        let device = if index == 0 { chosen } else { creditors };
+        let flags = [engine.to_flags(), device.to_flags(), vec!["--expose-logits".to_owned()]].concat();
+        // One after another, whatever they run on.
+        Wanted { role: "both", flags, device: 0 }
+    };
+    let wanted: Vec<Wanted> = (0..count).map(wanted).collect();
+    let common =
+        Common { ca: &ca, model: &dir.to_string_lossy(), served_name: bundled::NAME, api_key: None, auto_roles: None };
+    let pool = start_pool(common, &wanted, |n| bar.set_position(n as u64)).await?;
     bar.finish_and_clear();
     wait_for_pool(&pool, &engine).await?;
     let device = pool.instances.first().map_or("", |i| i.device()).to_owned();
@@ -156,7 +155,7 @@ pub(crate) async fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
     drop(pool);
 
     show.line("\nThe same request on one instance with room for all of it:");
-    let reference = ask_single(&dir, &engine, prompt.len(), &body, &show).await?;
+    let reference = ask_single(&dir, (&engine, chosen), prompt.len(), &body, &show).await?;
     let outcome = Outcome {
         backend: chosen.name().to_owned(),
         device,
@@ -216,13 +215,11 @@ fn check_sizes(args: &DemoArgs, prompt_tokens: usize) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn engine_args(args: &DemoArgs, backend: &str) -> EngineArgs {
+fn engine_args(args: &DemoArgs) -> EngineArgs {
     EngineArgs {
-        backend: match backend {
-            "cpu" => BackendArg::Cpu,
-            "cuda" => BackendArg::Cuda,
-            _ => BackendArg::Wgpu,
-        },
+        backend: args.backend,
+        device: Vec::new(),
+        memory_percent: MEMORY_PERCENT,
         dtype: None,
         kv_dtype: None,
         kv_tokens: Some(args.kv_tokens),
@@ -317,15 +314,14 @@ async fn wire_bytes(pool: &LocalPool) -> anyhow::Result<u64> {
 
 async fn ask_single(
     dir: &Path,
-    engine: &EngineArgs,
+    (engine, device): (&EngineArgs, Chosen),
     prompt_tokens: usize,
     body: &Value,
     show: &Show,
 ) -> anyhow::Result<Answer> {
     let room = prompt_tokens + ANSWER_TOKENS_MAX as usize + 2 * engine.block_tokens as usize;
     let engine = EngineArgs { kv_tokens: u32::try_from(room).ok(), ..engine.clone() };
-    let mut flags = engine.to_flags();
-    flags.push("--expose-logits".to_owned());
+    let flags = [engine.to_flags(), device.to_flags(), vec!["--expose-logits".to_owned()]].concat();
     let single = start_single(&dir.to_string_lossy(), bundled::NAME, &flags).await?;
     ask(&ApiClient::new(&format!("http://{}", single.http()?), None)?, body, show).await
 }

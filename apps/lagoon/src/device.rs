@@ -1,18 +1,19 @@
-//! The one place that picks a backend: everything below is generic over it.
+//! Opening the device that was chosen: everything below is generic over its backend.
 
-use crate::args::{BackendArg, CalibrateArg, EngineArgs, PrecisionArg, StageMemoryArg};
+use crate::args::{CalibrateArg, EngineArgs, PrecisionArg, StageMemoryArg};
 use crate::calibrate::{Subject, calibrate};
 use crate::calibration_cache::{self as cache, Key};
 use crate::cuda_tuning;
 use crate::model::{OpenModel, bytes_bar};
-use anyhow::{Context, bail};
+use crate::placement::Chosen;
+use anyhow::Context;
 use lagoon_backend::{Device, DeviceInfo, PaceProfile, Paced, cpu::CpuDevice};
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
-use lagoon_cuda::{CudaDevice, CudaOptions, CudaProbe, kernels};
+use lagoon_cuda::{CudaDevice, CudaOptions, kernels};
 use lagoon_model::{LlamaWeights, Rope};
 use lagoon_protocol::Calibration;
 use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, KvMemory, Model, Report};
-use lagoon_shaders::{AdapterChoice, WgpuDevice, list_adapters};
+use lagoon_shaders::{AdapterChoice, WgpuDevice};
 use lagoon_types::KvSpace;
 use metrics::counter;
 use std::path::Path;
@@ -20,56 +21,6 @@ use std::time::{Duration, Instant};
 
 /// Largest piece of remote KV that is fetched at once, in tokens.
 pub(crate) const FETCH_TOKENS: u32 = 512;
-
-/// A backend that was found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Chosen {
-    Cpu,
-    WgpuGpu,
-    WgpuSoftware,
-    Cuda,
-}
-
-impl Chosen {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Cpu => "cpu",
-            Self::WgpuGpu | Self::WgpuSoftware => "wgpu",
-            Self::Cuda => "cuda",
-        }
-    }
-}
-
-/// Picks a backend: what was asked for, or the best there is. A software adapter is never taken unasked, nor is CUDA
-/// while no GPU has proved it.
-pub(crate) fn choose(backend: BackendArg) -> anyhow::Result<Chosen> {
-    match backend {
-        BackendArg::Cpu => Ok(Chosen::Cpu),
-        BackendArg::Cuda => match lagoon_cuda::probe() {
-            CudaProbe::Present { .. } => Ok(Chosen::Cuda),
-            CudaProbe::Absent { reason } => bail!("no CUDA: {reason}\nhint: use --backend auto"),
-        },
-        BackendArg::Auto => {
-            let gpu = list_adapters().iter().any(|a| !a.software && a.unusable.is_none());
-            Ok(if gpu { Chosen::WgpuGpu } else { Chosen::Cpu })
-        }
-        BackendArg::Wgpu => {
-            let adapters = list_adapters();
-            let usable = |software: bool| adapters.iter().any(|a| a.software == software && a.unusable.is_none());
-            if usable(false) {
-                Ok(Chosen::WgpuGpu)
-            } else if usable(true) {
-                tracing::warn!("wgpu has a software adapter only: correct, but slower than --backend cpu");
-                Ok(Chosen::WgpuSoftware)
-            } else {
-                bail!(
-                    "wgpu finds no adapter\nhint: install a Vulkan driver (Debian: mesa-vulkan-drivers for a software \
-                     one), or use --backend cpu; `lagoon doctor` shows what is there"
-                )
-            }
-        }
-    }
-}
 
 /// A running executor and what it runs on.
 #[derive(Debug)]
@@ -117,14 +68,14 @@ pub(crate) fn start(
     sizes: Sizes,
     report: impl FnMut(Report) + Send + 'static,
 ) -> anyhow::Result<Running> {
-    let software = match chosen {
+    match chosen {
         Chosen::Cpu => {
             let device = args.threads.map_or_else(CpuDevice::new, CpuDevice::with_threads);
-            return pace(device, args, model, sizes, report);
+            pace(device, args, model, sizes, report)
         }
-        Chosen::Cuda => {
-            let mut device =
-                CudaDevice::open(kernels::FATBIN, CudaOptions::default()).context("open the CUDA device")?;
+        Chosen::Cuda { ordinal, .. } => {
+            let options = CudaOptions { ordinal, ..CudaOptions::default() };
+            let mut device = CudaDevice::open(kernels::FATBIN, options).context("open the CUDA device")?;
             let precision = match args.cuda_precision {
                 PrecisionArg::Exact => Precision::Exact,
                 PrecisionArg::Fast => Precision::Fast,
@@ -135,12 +86,13 @@ pub(crate) fn start(
             if let Some(why) = device.why_flat(shape, &wished_space(args, model, sizes)) {
                 tracing::warn!("sequences are contiguous in memory only by chance: {why}");
             }
-            return pace(device, args, model, sizes, report);
+            pace(device, args, model, sizes, report)
         }
-        Chosen::WgpuGpu => AdapterChoice::Gpu,
-        Chosen::WgpuSoftware => AdapterChoice::Software,
-    };
-    pace(WgpuDevice::open(&software).context("open the wgpu adapter")?, args, model, sizes, report)
+        Chosen::Wgpu { adapter, .. } => {
+            let device = WgpuDevice::open(&AdapterChoice::Numbered(adapter)).context("open the wgpu adapter")?;
+            pace(device, args, model, sizes, report)
+        }
+    }
 }
 
 /// Puts `--pace` around the device.

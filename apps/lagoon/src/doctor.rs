@@ -7,7 +7,7 @@ use crate::pool_client::PoolClient;
 use crate::transfer_addr::{describe, ranked};
 use lagoon_backend::{Device, DeviceInfo, PciAddress};
 use lagoon_cuda::kernels::attention::SHARED_BYTES_MAX;
-use lagoon_cuda::{CudaDevice, CudaOptions, CudaProbe, kernels};
+use lagoon_cuda::{CudaDevice, CudaOptions, CudaProbe, ProbedDevice, kernels};
 use lagoon_protocol::{VERSION_MAX, VERSION_MIN};
 use lagoon_shaders::list_adapters;
 use lagoon_transport::{Node, TransportConfig};
@@ -45,7 +45,8 @@ fn check(name: &'static str, ok: bool, finding: impl Into<String>, hint: &str) -
 #[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
 pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<()> {
     let mut gpus = Vec::new();
-    let mut checks = vec![versions(), cpu(), cuda(&mut gpus)];
+    let mut checks = vec![versions(), cpu()];
+    checks.extend(cuda(&mut gpus));
     checks.extend(adapters(&mut gpus));
     checks.extend(network(&gpus));
     checks.push(udp_buffers());
@@ -95,16 +96,21 @@ fn cpu() -> Check {
 /// A GPU's name and where it is.
 type Gpu = (String, PciAddress);
 
-/// Whether `--backend cuda` would open, and what would multiply there.
-fn cuda(gpus: &mut Vec<Gpu>) -> Check {
-    let probe = lagoon_cuda::probe();
-    if !matches!(probe, CudaProbe::Present { .. }) {
-        return check("cuda", false, probe.to_string(), "");
+/// Whether `--backend cuda` would open each device, and what would multiply there.
+fn cuda(gpus: &mut Vec<Gpu>) -> Vec<Check> {
+    match lagoon_cuda::probe() {
+        CudaProbe::Present { devices, .. } => {
+            (0..).zip(&devices).map(|(ordinal, device)| cuda_device(ordinal, device, gpus)).collect()
+        }
+        absent @ CudaProbe::Absent { .. } => vec![check("cuda", false, absent.to_string(), "")],
     }
+}
+
+fn cuda_device(ordinal: u32, probed: &ProbedDevice, gpus: &mut Vec<Gpu>) -> Check {
     let kernels = format!("kernels: {}", kernels::FATBIN_SOURCE);
-    match CudaDevice::open(kernels::FATBIN, CudaOptions::default()) {
+    match CudaDevice::open(kernels::FATBIN, CudaOptions { ordinal, ..CudaOptions::default() }) {
         Ok(device) => {
-            let DeviceInfo { name, pci, .. } = Device::info(&device);
+            let DeviceInfo { name, pci, memory_bytes, .. } = Device::info(&device);
             gpus.extend(pci.map(|pci| (name.clone(), pci)));
             let linear = device.linear_layers();
             let shared = device.attributes().shared_bytes_per_block;
@@ -113,12 +119,16 @@ fn cuda(gpus: &mut Vec<Gpu>) -> Check {
             } else {
                 String::new()
             };
-            check("cuda", true, format!("{name}; {kernels}; linear layers: {linear}{tiles}"), "")
+            let free = memory_bytes.unwrap_or(0) >> 20;
+            let all = probed.memory_bytes >> 20;
+            let text =
+                format!("{ordinal}: {name}; {free} of {all} MiB free; {kernels}; linear layers: {linear}{tiles}");
+            check("cuda", true, text, "")
         }
         Err(error) => check(
             "cuda",
             false,
-            format!("{probe}: {error}; {kernels}"),
+            format!("{ordinal}: {}: {error}; {kernels}", probed.name),
             "`--backend wgpu` and `--backend cpu` do without",
         ),
     }
@@ -134,17 +144,17 @@ fn adapters(gpus: &mut Vec<Gpu>) -> Vec<Check> {
         let hint = "install a Vulkan driver; Debian's mesa-vulkan-drivers has a software one";
         return vec![check("wgpu", false, "no adapter", hint)];
     }
-    let row = |a: &lagoon_shaders::AdapterSummary| {
+    let row = |(number, a): (usize, &lagoon_shaders::AdapterSummary)| {
         let kind = if a.software { "software, used only when asked for" } else { "GPU" };
         let f16 = if a.f16 { "f16" } else { "no f16" };
         let mib = a.binding_bytes_max >> 20;
-        let text = format!("{} ({}, {}; {kind}; {f16}; bindings of {mib} MiB)", a.name, a.backend, a.driver);
+        let text = format!("{number}: {} ({}, {}; {kind}; {f16}; bindings of {mib} MiB)", a.name, a.backend, a.driver);
         match &a.unusable {
             Some(reason) => check("wgpu", false, format!("{text}: {reason}"), ""),
             None => check("wgpu", true, text, ""),
         }
     };
-    found.iter().map(row).collect()
+    found.iter().enumerate().map(row).collect()
 }
 
 /// By which network card each GPU's KV would go, where there are several.

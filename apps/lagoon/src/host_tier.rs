@@ -5,11 +5,12 @@
 //! its rBlocks runs on the host's processor, or the KV is fetched, as each debtor's cost model decides.
 
 use crate::args::EngineArgs;
-use crate::device::{self, Chosen, Sizes};
+use crate::device::{self, Sizes};
 use crate::engine::node_status;
 use crate::loop_thread::LoopThread;
 use crate::model::OpenModel;
 use crate::node::{About, Input, NodeLoop, NodeStatus, Pool, Shared};
+use crate::placement::Chosen;
 use anyhow::Context;
 use lagoon_instance::{Instance, InstanceConfig};
 use lagoon_protocol::{MemoryTier, Role};

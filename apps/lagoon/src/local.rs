@@ -1,12 +1,15 @@
 //! A pool on this machine: a gManager and instances as child processes on loopback, with certificates made for them.
 
 use anyhow::{Context, bail};
+use futures::future::try_join_all;
 use lagoon_transport::{ClusterCa, Identity};
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, BufReader};
@@ -171,41 +174,79 @@ impl LocalPool {
     }
 }
 
-/// Starts a gManager, which changes roles if `auto_roles` says so, and an instance of `model` for each of `roles`, the `n`th with `flags(n)` besides, that ask their clients
-/// for `api_key`. `progress` is told how many are ready.
+/// An instance to be started.
+#[derive(Clone, Debug)]
+pub(crate) struct Wanted {
+    pub(crate) role: &'static str,
+    /// Flags of `lagoon serve` besides those of every instance of the pool.
+    pub(crate) flags: Vec<String>,
+    /// Those on one device start one after another: two that load at once would take longer, and each would see the memory
+    /// that the other is about to take.
+    pub(crate) device: usize,
+}
+
+/// What instances of a pool have in common.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Common<'a> {
+    pub(crate) ca: &'a EphemeralCa,
+    pub(crate) model: &'a str,
+    pub(crate) served_name: &'a str,
+    /// Clients must show it.
+    pub(crate) api_key: Option<&'a str>,
+    /// The gManager changes roles, at the earliest so many seconds after the last change was done.
+    pub(crate) auto_roles: Option<u64>,
+}
+
+/// Starts a gManager and these instances. `progress` is told how many are ready.
 pub(crate) async fn start_pool(
-    ca: &EphemeralCa,
-    model: &str,
-    served_name: &str,
-    (roles, auto_roles): (&[&str], Option<u64>),
-    flags: impl Fn(usize) -> Vec<String>,
-    api_key: Option<&str>,
-    mut progress: impl FnMut(usize),
+    common: Common<'_>,
+    wanted: &[Wanted],
+    progress: impl Fn(usize),
 ) -> anyhow::Result<LocalPool> {
     let mut command = vec!["gmanager".to_owned(), "--listen=127.0.0.1:0".to_owned(), "--first-instance=1".to_owned()];
-    command.extend(auto_roles.map(|rest_s| format!("--auto-roles={rest_s}")));
-    command.extend(ca.flags("gmanager")?);
-    let gmanager = ChildNode::start("the gManager", command, None).await?;
-    let address = gmanager.address("quic")?;
-    let mut instances = Vec::with_capacity(roles.len());
-    for (index, role) in roles.iter().enumerate() {
-        let kind = if *role == "both" { "instance" } else { role };
-        let name = format!("{kind}-{index}");
-        let mut command = vec![
-            "serve".to_owned(),
-            model.to_owned(),
-            "--http=127.0.0.1:0".to_owned(),
-            format!("--gmanager={address}"),
-            format!("--name={name}"),
-            format!("--role={role}"),
-            format!("--served-model-name={served_name}"),
-        ];
-        command.extend(ca.flags(&name)?);
-        command.extend(flags(index));
-        instances.push(ChildNode::start(&name, command, api_key).await?);
-        progress(index + 1);
-    }
-    Ok(LocalPool { gmanager: address, instances, gmanager_node: gmanager })
+    command.extend(common.auto_roles.map(|rest_s| format!("--auto-roles={rest_s}")));
+    command.extend(common.ca.flags("gmanager")?);
+    let gmanager_node = ChildNode::start("the gManager", command, None).await?;
+    let gmanager = gmanager_node.address("quic")?;
+    let ready = AtomicUsize::new(0);
+    let devices: BTreeSet<usize> = wanted.iter().map(|w| w.device).collect();
+    let starting = devices.into_iter().map(|device| {
+        let (ready, progress) = (&ready, &progress);
+        async move {
+            let mut started = Vec::new();
+            for (index, wanted) in wanted.iter().enumerate().filter(|(_, w)| w.device == device) {
+                started.push((index, start_instance(common, gmanager, index, wanted).await?));
+                progress(ready.fetch_add(1, Ordering::Relaxed) + 1);
+            }
+            anyhow::Ok(started)
+        }
+    });
+    let mut started: Vec<(usize, ChildNode)> = try_join_all(starting).await?.into_iter().flatten().collect();
+    started.sort_by_key(|(index, _)| *index);
+    Ok(LocalPool { gmanager, instances: started.into_iter().map(|(_, node)| node).collect(), gmanager_node })
+}
+
+async fn start_instance(
+    common: Common<'_>,
+    gmanager: SocketAddr,
+    index: usize,
+    wanted: &Wanted,
+) -> anyhow::Result<ChildNode> {
+    let role = wanted.role;
+    let kind = if role == "both" { "instance" } else { role };
+    let name = format!("{kind}-{index}");
+    let mut command = vec![
+        "serve".to_owned(),
+        common.model.to_owned(),
+        "--http=127.0.0.1:0".to_owned(),
+        format!("--gmanager={gmanager}"),
+        format!("--name={name}"),
+        format!("--role={role}"),
+        format!("--served-model-name={}", common.served_name),
+    ];
+    command.extend(common.ca.flags(&name)?);
+    command.extend_from_slice(&wanted.flags);
+    ChildNode::start(&name, command, common.api_key).await
 }
 
 /// Starts one instance outside any pool.

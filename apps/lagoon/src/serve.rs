@@ -1,12 +1,14 @@
 //! `lagoon serve`: one instance (or kv node) with its OpenAI endpoint, alone or in a pool.
 
-use crate::args::{EngineArgs, RemoteArg, TlsArgs};
-use crate::device::{self, Chosen, FETCH_TOKENS, Sizes};
+use crate::args::{EngineArgs, RemoteArg, StageMemoryArg, TlsArgs};
+use crate::capacity::{Beside, default_kv_tokens};
+use crate::device::{self, FETCH_TOKENS, Sizes};
 use crate::engine::NodeEngine;
 use crate::host_tier::{HostStatus, HostTier};
 use crate::loop_thread::LoopThread;
 use crate::model::{OpenModel, defaults, resolve, short_name};
 use crate::node::{About, NodeLoop, Pool, Shared};
+use crate::placement::{self, Chosen};
 use crate::shutdown::{self, Ending};
 use crate::transfer_addr::{self, InterfaceArg, Wanted};
 use crate::transfers::{self, Transfers};
@@ -126,18 +128,6 @@ fn parse_hash(text: &str) -> Result<ModelHash, String> {
     }
 }
 
-/// Default KV capacity: a quarter of the memory there is, and no more than four of the longest sequences.
-fn default_kv_tokens(model: &OpenModel, token_bytes: usize) -> u32 {
-    const BUDGET_BYTES: u64 = 4 << 30;
-    let available = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
-        let line = text.lines().find(|l| l.starts_with("MemAvailable:"))?;
-        line.split_whitespace().nth(1)?.parse::<u64>().ok()
-    });
-    let budget = available.map_or(BUDGET_BYTES, |kib| kib * 1024 / 4);
-    let tokens = (budget / token_bytes as u64).min(4 * u64::from(model.config.max_positions));
-    u32::try_from(tokens).unwrap_or(u32::MAX)
-}
-
 fn open(args: &ServeArgs, dir: &Path) -> anyhow::Result<OpenModel> {
     let id = args.served_model_name.clone().unwrap_or_else(|| short_name(&args.model));
     match (args.role, args.model_hash) {
@@ -234,13 +224,28 @@ fn start_transfers(
 fn sizes(args: &ServeArgs, model: &OpenModel, chosen: Chosen) -> anyhow::Result<Sizes> {
     let kv_dtype = args.engine.kv_dtype.unwrap_or(model.dtype);
     let kv = model.config.kv_shape(kv_dtype);
-    let kv_tokens = args.engine.kv_tokens.unwrap_or_else(|| default_kv_tokens(model, kv.token_bytes()));
+    let shared = shares_kv(args, chosen);
+    let kv_tokens = match args.engine.kv_tokens {
+        Some(tokens) => tokens,
+        None => {
+            let weight_bytes = model.checkpoint.as_ref().map_or(0, |_| model.dtype.size() as u64);
+            let beside = Beside {
+                token_bytes: kv.token_bytes() as u64,
+                weight_bytes,
+                step_rows: u64::from(args.engine.step_tokens),
+                step_seqs: args.engine.max_running as u64,
+                stages: shared && args.engine.stage_memory == StageMemoryArg::Device,
+                stage_tokens: args.engine.stage_kv_tokens.map(u64::from),
+            };
+            default_kv_tokens(chosen, &model.config, &beside, args.engine.memory_percent)?
+        }
+    };
     let block_tokens = args.engine.block_tokens;
     anyhow::ensure!(
         block_tokens > 0 && kv_tokens >= block_tokens,
         "--kv-tokens {kv_tokens} is less than one rBlock of {block_tokens} tokens\nhint: raise --kv-tokens or lower --block-tokens"
     );
-    let (blocks_total, shared) = (kv_tokens / block_tokens, shares_kv(args, chosen));
+    let blocks_total = kv_tokens / block_tokens;
     // Room for one prompt that is read while another one arrives.
     let enough = (2 * model.config.max_positions.div_ceil(block_tokens)).min(blocks_total);
     let stage_blocks = args.engine.stage_kv_tokens.map_or(enough, |tokens| tokens.div_ceil(block_tokens)).max(1);
@@ -263,7 +268,7 @@ pub(crate) async fn run(args: ServeArgs) -> anyhow::Result<()> {
         tokio::task::spawn_blocking(move || resolve(&name)).await??
     };
     let model = open(&args, &dir)?;
-    let chosen = device::choose(args.engine.backend)?;
+    let chosen = placement::choose(args.engine.backend, &args.engine.device)?;
     let sizes = sizes(&args, &model, chosen)?;
     let (report, reports) = mpsc::unbounded_channel();
     let running = device::start(chosen, &args.engine, &model, sizes, move |r| {

@@ -3,12 +3,14 @@
 use crate::api_client::ApiClient;
 use crate::args::EngineArgs;
 use crate::gateway::Gateway;
-use crate::local::{EphemeralCa, LocalPool, start_pool};
+use crate::local::{ChildNode, Common, EphemeralCa, LocalPool, Wanted, start_pool};
+use crate::placement::{self, Chosen};
 use crate::pool_client::{PoolClient, PoolRow, PoolState};
 use crate::pool_watch::PoolWatch;
-use crate::{bundled, device, model};
+use crate::{bundled, model};
 use anyhow::Context;
 use indicatif::{ProgressBar, ProgressStyle};
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -68,6 +70,23 @@ impl UpArgs {
             _ => vec!["both"; usize::from(self.instances)],
         }
     }
+
+    /// The instances, which take `devices` in turn and divide what each has.
+    fn wanted(&self, devices: &[Chosen]) -> Vec<Wanted> {
+        let roles = self.roles();
+        let common =
+            [self.engine.to_flags(), self.expose_logits.then(|| "--expose-logits".to_owned()).into_iter().collect()];
+        let instance = |(index, role): (usize, &&'static str)| {
+            let device = index % devices.len();
+            let sharing = (roles.len() - device).div_ceil(devices.len());
+            let percent = (self.engine.memory_percent as usize / sharing).max(1);
+            let mut flags = common.concat();
+            flags.extend(devices[device].to_flags());
+            flags.push(format!("--memory-percent={percent}"));
+            Wanted { role, flags, device }
+        };
+        roles.iter().enumerate().map(instance).collect()
+    }
 }
 
 /// A bar over instances that become ready.
@@ -82,7 +101,7 @@ pub(crate) fn instances_bar(count: usize) -> ProgressBar {
 /// Runs until Ctrl-C.
 pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     let stop = crate::shutdown::token(args.exit_with_stdin);
-    device::choose(args.engine.backend)?;
+    let wanted = args.wanted(&placement::spread(args.engine.backend, &args.engine.device)?);
     let ca = EphemeralCa::new()?;
     let (dir, name) = match &args.model {
         Some(model) => {
@@ -96,30 +115,21 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
             (dir, bundled::NAME.to_owned())
         }
     };
-    let mut flags = args.engine.to_flags();
-    if args.expose_logits {
-        flags.push("--expose-logits".to_owned());
-    }
     // Taken before the instances start, so that a port in use is known at once.
     let address = SocketAddr::new(args.host, args.port);
     let listener = tokio::net::TcpListener::bind(address).await.with_context(|| {
         format!("listen on {address}\nhint: another program may use the port; --port names another")
     })?;
-    let roles = args.roles();
-    let count = roles.len();
+    let count = wanted.len();
     let bar = instances_bar(count);
-    let mut pool = start_pool(
-        &ca,
-        &dir.to_string_lossy(),
-        &name,
-        (&roles, args.auto_roles),
-        |_| flags.clone(),
-        args.api_key.as_deref(),
-        |n| {
-            bar.set_position(n as u64);
-        },
-    )
-    .await?;
+    let common = Common {
+        ca: &ca,
+        model: &dir.to_string_lossy(),
+        served_name: &name,
+        api_key: args.api_key.as_deref(),
+        auto_roles: args.auto_roles,
+    };
+    let mut pool = start_pool(common, &wanted, |n| bar.set_position(n as u64)).await?;
     bar.finish_and_clear();
 
     let mut client = PoolClient::new(&[pool.gmanager], &ca.identity()?)?;
@@ -129,7 +139,7 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     let gateway = Gateway::new(Arc::new(watch.clone()), lagoon_http::metrics::install()?, args.api_key.clone())?;
     let operator = PoolClient::new(&[pool.gmanager], &ca.identity()?)?;
     let router = watch.router(operator, args.api_key.as_ref()).fallback_service(gateway.router());
-    announce(&args, &name, listener.local_addr()?, &pool)?;
+    announce(&args, &name, listener.local_addr()?, &pool, &devices_of(&pool, &wanted))?;
     tokio::select! {
         served = lagoon_http::serve(listener, router, stop.cancelled_owned()) => served.context("serve HTTP"),
         ended = pool.watch() => ended,
@@ -137,21 +147,28 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
 }
 
 #[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
-fn announce(args: &UpArgs, model: &str, http: SocketAddr, pool: &LocalPool) -> anyhow::Result<()> {
-    let device = pool.instances.first().map_or("", |i| i.device());
+fn announce(args: &UpArgs, model: &str, http: SocketAddr, pool: &LocalPool, devices: &[String]) -> anyhow::Result<()> {
     if args.json {
-        let pids: Vec<Option<u32>> = pool.instances.iter().map(crate::local::ChildNode::pid).collect();
+        let pids: Vec<Option<u32>> = pool.instances.iter().map(ChildNode::pid).collect();
         let ready = serde_json::json!({
             "ready": true, "http": http.to_string(), "model": model, "instances": pool.instances.len(),
-            "device": device, "gmanager": pool.gmanager.to_string(), "pids": pids,
+            "device": devices.first(), "devices": devices, "gmanager": pool.gmanager.to_string(), "pids": pids,
         });
         println!("{ready}");
     } else {
-        println!("{} instances of {model} on {device}", pool.instances.len());
+        let several = if devices.len() > 1 { format!("{} devices: ", devices.len()) } else { String::new() };
+        println!("{} instances of {model} on {several}{}", pool.instances.len(), devices.join(", "));
         println!("OpenAI endpoint http://{http}/v1");
         println!("try: lagoon chat --url http://{http}    lagoon status --url http://{http}");
     }
     Ok(())
+}
+
+/// What the instances run on, each device once.
+fn devices_of(pool: &LocalPool, wanted: &[Wanted]) -> Vec<String> {
+    let each: BTreeMap<usize, &str> =
+        wanted.iter().map(|w| w.device).zip(pool.instances.iter().map(ChildNode::device)).collect();
+    each.into_values().map(str::to_owned).collect()
 }
 
 async fn wait_registered(client: &mut PoolClient, count: usize) -> anyhow::Result<PoolState> {
@@ -189,4 +206,33 @@ async fn wait_acquainted(pool: &LocalPool, rows: &[PoolRow], key: Option<&String
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Debug, clap::Parser)]
+    struct Cli {
+        #[command(flatten)]
+        up: UpArgs,
+    }
+
+    #[test]
+    fn instances_take_devices_in_turn_and_divide_their_memory() {
+        let devices = [0, 1].map(|ordinal| Chosen::Cuda { ordinal, memory_bytes: 1 << 30 });
+        let up = Cli::parse_from(["up", "--instances", "3", "--backend", "cuda"]).up;
+        let told = |wanted: &Wanted| {
+            let flag = |name: &str| wanted.flags.iter().filter_map(|f| f.strip_prefix(name)).collect::<String>();
+            (wanted.device, flag("--device="), flag("--memory-percent="))
+        };
+        let told: Vec<_> = up.wanted(&devices).iter().map(told).collect();
+        let expected = [(0, "0", "45"), (1, "1", "90"), (0, "0", "45")];
+        assert_eq!(told, expected.map(|(device, number, percent)| (device, number.to_owned(), percent.to_owned())));
+        let up = Cli::parse_from(["up", "--prefill", "1", "--decode", "1", "--memory-percent", "50"]).up;
+        let wanted = up.wanted(&[Chosen::Cpu]);
+        assert_eq!(wanted.iter().map(|w| w.role).collect::<Vec<_>>(), ["prefill", "decode"]);
+        assert!(wanted.iter().all(|w| w.flags.contains(&"--memory-percent=25".to_owned())));
+    }
 }

@@ -1,0 +1,142 @@
+//! How much KV an instance holds where nobody says.
+
+use crate::placement::Chosen;
+use anyhow::ensure;
+use lagoon_model::ModelConfig;
+
+/// What the KV cache shares memory with.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Beside {
+    /// Bytes of KV that a token takes.
+    pub(crate) token_bytes: u64,
+    /// Bytes of an element of the weights; 0 where there are none.
+    pub(crate) weight_bytes: u64,
+    /// Rows of one step, and sequences in it.
+    pub(crate) step_rows: u64,
+    pub(crate) step_seqs: u64,
+    /// Whether KV that passes between instances is staged in the same memory, as much as `stage_tokens` or as it takes.
+    pub(crate) stages: bool,
+    pub(crate) stage_tokens: Option<u64>,
+}
+
+/// Tokens of KV on this device, of whose memory the instance may have so many percent.
+///
+/// # Errors
+/// Where weights and buffers leave no room.
+pub(crate) fn default_kv_tokens(
+    chosen: Chosen,
+    config: &ModelConfig,
+    beside: &Beside,
+    memory_percent: u32,
+) -> anyhow::Result<u32> {
+    let tokens = match chosen {
+        Chosen::Cuda { memory_bytes, .. } => on_device(memory_bytes / 100 * u64::from(memory_percent), config, beside)?,
+        Chosen::Cpu | Chosen::Wgpu { .. } => in_host_memory(config, beside.token_bytes),
+    };
+    Ok(u32::try_from(tokens).unwrap_or(u32::MAX))
+}
+
+/// A quarter of the host's memory that is free, and no more than four of the longest sequences. Also for adapters: WebGPU
+/// does not tell how much memory they have.
+fn in_host_memory(config: &ModelConfig, token_bytes: u64) -> u64 {
+    const BUDGET_BYTES: u64 = 4 << 30;
+    let available = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+        let line = text.lines().find(|l| l.starts_with("MemAvailable:"))?;
+        line.split_whitespace().nth(1)?.parse::<u64>().ok()
+    });
+    let budget = available.map_or(BUDGET_BYTES, |kib| kib * 1024 / 4);
+    (budget / token_bytes).min(4 * u64::from(config.max_positions))
+}
+
+/// What `budget` bytes leave beside weights and buffers, and no more than as many of the longest sequences as run at once.
+fn on_device(budget: u64, config: &ModelConfig, beside: &Beside) -> anyhow::Result<u64> {
+    let weights = config.parameters() * beside.weight_bytes;
+    let taken = weights + buffer_bytes(config, beside);
+    let tokens = budget.saturating_sub(taken) / beside.token_bytes;
+    ensure!(
+        tokens > 0,
+        "weights of {} MiB and {} MiB of buffers leave no room for KV in {} MiB of the device's memory\n\
+         hint: raise --memory-percent, lower --step-tokens or --max-running, or choose a smaller --dtype",
+        weights >> 20,
+        (taken - weights) >> 20,
+        budget >> 20,
+    );
+    let staged = match (beside.stages, beside.stage_tokens) {
+        (false, _) => 0,
+        (true, Some(asked)) => asked,
+        // As much as is staged by default: two of the longest sequences, at most as much as there is beside.
+        (true, None) => (2 * u64::from(config.max_positions)).min(tokens / 2),
+    };
+    ensure!(
+        staged < tokens,
+        "--stage-kv-tokens {staged} leaves no room for KV: there is memory for {tokens} tokens in all\nhint: lower it"
+    );
+    Ok((tokens - staged).min(beside.step_seqs * u64::from(config.max_positions)))
+}
+
+/// Bytes of a step's buffers, roughly: activations in f32, and logits. What the driver and its libraries take for themselves
+/// comes out of the share that is nobody's.
+fn buffer_bytes(config: &ModelConfig, beside: &Beside) -> u64 {
+    let row = 6 * config.hidden as u64 + 3 * config.intermediate as u64 + 2 * config.geometry.qkv_dim() as u64;
+    4 * (beside.step_rows * row + 2 * beside.step_seqs * config.vocab as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    /// Llama-3.1-8B's shape.
+    fn config() -> ModelConfig {
+        let json = r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
+            "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+            "hidden_act": "silu", "tie_word_embeddings": false, "bos_token_id": 128000, "eos_token_id": 128001}"#;
+        ModelConfig::parse(Path::new("config.json"), json).unwrap()
+    }
+
+    fn beside() -> Beside {
+        Beside {
+            token_bytes: 128 << 10,
+            weight_bytes: 2,
+            step_rows: 512,
+            step_seqs: 64,
+            stages: false,
+            stage_tokens: None,
+        }
+    }
+
+    fn tokens(gib: u64, percent: u32, beside: &Beside) -> anyhow::Result<u32> {
+        default_kv_tokens(Chosen::Cuda { ordinal: 0, memory_bytes: gib << 30 }, &config(), beside, percent)
+    }
+
+    #[test]
+    fn a_device_is_filled_with_what_weights_and_buffers_leave() {
+        // 8.03 G parameters are 14.96 GiB; 0.9 of 80 GiB are 72; buffers are under 1 GiB: 56 to 57 GiB of 128 KiB each.
+        let kv = tokens(80, 90, &beside()).unwrap();
+        assert!((56 << 13..57 << 13).contains(&kv), "{kv}");
+        // A kv node has no weights.
+        let kv = tokens(80, 90, &Beside { weight_bytes: 0, ..beside() }).unwrap();
+        assert!((71 << 13..72 << 13).contains(&kv), "{kv}");
+        // Half of the share for each of two.
+        assert!(tokens(80, 45, &beside()).unwrap() < (21 << 13));
+    }
+
+    #[test]
+    fn staging_takes_its_part_first() {
+        let whole = tokens(80, 90, &beside()).unwrap();
+        let shared = Beside { stages: true, ..beside() };
+        assert_eq!(tokens(80, 90, &shared).unwrap(), whole - whole / 2);
+        assert_eq!(tokens(141, 90, &shared).unwrap() + 2 * 131_072, tokens(141, 90, &beside()).unwrap());
+        let asked = Beside { stage_tokens: Some(1000), ..shared };
+        assert_eq!(tokens(80, 90, &asked).unwrap(), whole - 1000);
+        let error = tokens(80, 90, &Beside { stage_tokens: Some(1 << 40), ..shared }).unwrap_err().to_string();
+        assert!(error.contains("hint: lower it"), "{error}");
+    }
+
+    #[test]
+    fn a_model_that_is_too_large_says_so() {
+        let error = tokens(16, 90, &beside()).unwrap_err().to_string();
+        assert!(error.contains("weights of 15316 MiB") && error.contains("hint: raise --memory-percent"), "{error}");
+    }
+}
