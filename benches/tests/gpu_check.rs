@@ -14,9 +14,8 @@ use serde_json::Value;
 use std::path::Path;
 use std::process::Command;
 
-/// Sections that run in seconds over the fake. Conformance has its own tests over it, and the demos a device of their own.
-const SECTIONS: &str =
-    "ceilings,goldens,tune,decode,prefill,paged,linear,vmm,steps,torch,wgpu,dist,demo,sanitizer,llama";
+/// Sections that run in seconds over the fake. Conformance has its own tests over it, the demo one below.
+const SECTIONS: &str = "ceilings,goldens,tune,decode,prefill,paged,linear,vmm,steps,torch,wgpu,dist,sanitizer,llama";
 
 fn command(environment: &[(&str, &Path)]) -> Command {
     let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/goldens");
@@ -53,7 +52,7 @@ fn the_check_runs_over_the_fake_driver() {
     let section = |name: &str| &report["sections"][name];
     for name in SECTIONS.split(',') {
         let state = section(name)["state"].as_str().unwrap();
-        let optional = ["torch", "wgpu", "dist", "demo", "sanitizer", "llama"].contains(&name);
+        let optional = ["torch", "wgpu", "dist", "sanitizer", "llama"].contains(&name);
         assert!(state == "ok" || (optional && state == "absent"), "{name}: {}", section(name));
     }
     let models = section("goldens")["found"]["models"].as_object().unwrap();
@@ -71,6 +70,25 @@ fn the_check_runs_over_the_fake_driver() {
         assert!(text.contains(finding), "{finding}");
     }
     assert_eq!(report["targets"].as_array().unwrap().len(), 14);
+}
+
+/// Three instances over the fake: a prompt that none of them holds, answered as by one.
+#[test]
+fn the_demo_runs_over_the_fake_driver() {
+    let built = fake::build().and_then(|driver| Ok((driver, shim::library()?)));
+    let (driver, kernels) = match built {
+        Ok(both) => both,
+        Err(reason) => return fake::skip("the_demo_runs_over_the_fake_driver", &reason),
+    };
+    let environment = [("LD_LIBRARY_PATH", driver.parent().unwrap()), ("LAGOON_FAKE_KERNELS", kernels.as_path())];
+    let lagoon = Path::new(env!("CARGO_BIN_EXE_gpu-check")).with_file_name("lagoon");
+    assert!(lagoon.exists(), "the whole workspace's tests build {}", lagoon.display());
+    let report = check(&environment, &["--only", "demo", "--lagoon", lagoon.to_str().unwrap()]);
+    let demo = &report["sections"]["demo"];
+    let found = &demo["found"]["report"];
+    assert_eq!((&demo["state"], &found["ok"]), (&"ok".into(), &true.into()), "{report:#}");
+    assert_eq!((&found["backend"], &found["tokens_equal"]), (&"cuda".into(), &true.into()), "{found}");
+    assert!(found["remote_rblocks"].as_u64() > Some(0), "{found}");
 }
 
 #[test]

@@ -158,10 +158,8 @@ fn run_demo(args: &Args, out: &mut Out, more: &[&str]) -> anyhow::Result<()> {
     let Some(lagoon) = &args.lagoon else {
         return out.set("absent", "no --lagoon");
     };
-    if args.smoke {
-        return out.set("absent", "tiny sizes only: the demo's prompt has 20,000 tokens");
-    }
-    let output = Command::new(lagoon).args(["demo", "--json"]).args(more).output().context("run lagoon")?;
+    let small: &[&str] = if args.smoke { &["--prompt-tokens", "250", "--kv-tokens", "128"] } else { &[] };
+    let output = Command::new(lagoon).args(["demo", "--json"]).args(more).args(small).output().context("run lagoon")?;
     let text = String::from_utf8_lossy(&output.stdout);
     let report: Value = serde_json::from_str(text.trim())
         .with_context(|| format!("no JSON object: {text}; {}", String::from_utf8_lossy(&output.stderr)))?;
