@@ -189,8 +189,8 @@ impl Attempts {
         }
         match self.gateway.unless_dead(backend.http_addr, request.send()).await {
             Some(Ok(response)) => Ok(response),
-            Some(Err(error)) if error.is_connect() => Err(Unanswered::Unreachable(format!("{error:?}"))),
-            Some(Err(error)) => Err(Unanswered::Lost(format!("{error:?}"))),
+            Some(Err(error)) if error.is_connect() => Err(Unanswered::Unreachable(reason(error))),
+            Some(Err(error)) => Err(Unanswered::Lost(reason(error))),
             None => Err(Unanswered::Lost("it is silent, and dead to the pool".to_owned())),
         }
     }
@@ -277,6 +277,11 @@ impl Gateway {
     }
 }
 
+/// What went wrong and what caused it, in a line.
+fn reason(error: reqwest::Error) -> String {
+    format!("{:#}", anyhow::Error::from(error.without_url()))
+}
+
 /// An event stream under way.
 struct Events {
     attempts: Attempts,
@@ -305,7 +310,7 @@ impl Events {
                     _ if self.journal.is_done() => return None,
                     Some(None) if !self.journal.is_whole() => return self.pending.rest().map(|rest| (rest, None)),
                     Some(None) => "its answer has no end".to_owned(),
-                    Some(Some(Err(error))) => format!("{error:?}"),
+                    Some(Some(Err(error))) => reason(error),
                     None => "it is silent, and dead to the pool".to_owned(),
                 },
             };
