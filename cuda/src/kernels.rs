@@ -35,6 +35,10 @@ pub const FATBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatb
 /// Where [`FATBIN`] is from, for people: `nvcc` and its version, or `committed`.
 pub const FATBIN_SOURCE: &str = env!("LAGOON_FATBIN_SOURCE");
 
+/// CUDA version of the compiler of the committed kernels, which an older driver may not load: 1000 times the major and 10 times
+/// the minor version.
+pub const COMMITTED_BY: u32 = 13_000;
+
 /// Dynamic shared memory that a launch may use without asking.
 pub const SHARED_BYTES_DEFAULT: u32 = 48 << 10;
 

@@ -38,8 +38,8 @@ pub(super) struct Kernels(Arc<BTreeMap<&'static str, Function>>);
 
 impl Kernels {
     pub(super) fn load(context: &Arc<Context>, image: &[u8]) -> Result<Self, CudaError> {
-        let module = Module::load(context, image)?;
         let attributes = context.attributes();
+        let module = Module::load(context, image).map_err(|error| older(error, attributes.driver_version))?;
         // Which shapes fit is the plan's matter: no launch asks for more than the device has.
         let shared = |name| kernels::dynamic_shared_bytes_max(name).min(attributes.shared_bytes_per_block);
         let function = |name: &&'static str| Ok((*name, module.function(name, shared(name))?));
@@ -50,6 +50,22 @@ impl Kernels {
 
     pub(super) fn get(&self, name: &str) -> &Function {
         self.0.get(name).expect("every kernel is in the image")
+    }
+}
+
+/// Says of kernels that do not load where the driver may be too old for the compiler that made them.
+fn older(error: CudaError, driver_version: u32) -> CudaError {
+    match error {
+        CudaError::Unsupported(why) if driver_version < kernels::COMMITTED_BY => {
+            let version = |n: u32| format!("{}.{}", n / 1000, n % 1000 / 10);
+            CudaError::Unsupported(format!(
+                "{why}; the driver supports CUDA {}, and the kernels that Lagoon comes with are made by {} (driver R580 or newer)\n\
+                 hint: update the driver, or build Lagoon with an nvcc of the driver's version in the path",
+                version(driver_version),
+                version(kernels::COMMITTED_BY),
+            ))
+        }
+        other => other,
     }
 }
 
@@ -354,5 +370,23 @@ impl Drop for Lane {
         // What was listed and never settled is forgotten. What is queued may use everything that is freed next; a lost
         // context has nothing queued.
         let _lost = self.stream.synchronize();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_old_driver_is_named_where_kernels_do_not_load() {
+        let refused = || CudaError::Unsupported("the kernels do not load".to_owned());
+        let text = older(refused(), 12_040).to_string();
+        assert!(text.contains("supports CUDA 12.4") && text.contains("R580") && text.contains("\nhint: "), "{text}");
+        assert_eq!(older(refused(), kernels::COMMITTED_BY), refused());
+        let lost = || CudaError::Library { call: "cublasLtCreate", status: 1 };
+        assert_eq!(older(lost(), 12_040), lost());
+        // The compiler that `cargo xtask kernels` installs.
+        let version = format!("=={}.{}.", kernels::COMMITTED_BY / 1000, kernels::COMMITTED_BY % 1000 / 10);
+        assert!(include_str!("../../../xtask/src/kernels.rs").contains(&version), "another compiler");
     }
 }

@@ -21,7 +21,7 @@ const FUNCTIONS: [&str; 54] = [
     "cuDriverGetVersion",
     "cuEventCreate",
     "cuEventDestroy_v2",
-    "cuEventElapsedTime_v2",
+    "cuEventElapsedTime",
     "cuEventQuery",
     "cuEventRecord",
     "cuEventSynchronize",

@@ -154,7 +154,7 @@ impl Event {
         self.context.make_current()?;
         let mut ms = 0.0;
         // SAFETY: the driver fills the live number; both events live.
-        let code = unsafe { sys::cuEventElapsedTime_v2(&raw mut ms, from.handle, self.handle) };
+        let code = unsafe { sys::cuEventElapsedTime(&raw mut ms, from.handle, self.handle) };
         check("cuEventElapsedTime", code)?;
         Ok(ms)
     }
