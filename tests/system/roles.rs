@@ -23,7 +23,19 @@ fn ask(world: &mut World, node: usize, role: Role) -> AdminReply {
 fn order(world: &mut World, node: usize, role: Role) {
     let reply = ask(world, node, role);
     assert_eq!(reply.error, "");
-    world.run_until(|w| role_of(w, node) == (role, None) || role_of(w, node).1 == Some(role));
+    world.run_until(|w| {
+        let is = role_of(w, node);
+        (is == (role, None) || is.1 == Some(role)) && known(w, node) == is
+    });
+}
+
+/// What the gManager knows of a node's role, and of what it becomes.
+fn known(world: &World, node: usize) -> (Role, Option<Role>) {
+    let id = world.nodes[node].id().unwrap().0;
+    let rows = world.coordinator.as_ref().unwrap().gmanager.status(world.now_ms);
+    let row = rows.iter().find(|row| row.instance == id).unwrap();
+    let becoming = row.heartbeat.as_ref().and_then(|h| h.role.as_deref()?.becoming);
+    (row.role(), becoming.map(|role| Role::try_from(role).unwrap()))
 }
 
 fn wait_role(world: &mut World, node: usize, role: Role) {

@@ -4,6 +4,7 @@ use crate::admin::{Operator, Order, PoolArgs};
 use crate::pool_client::{PoolRow, role_name};
 use crate::watch::Watch;
 use lagoon_protocol::Role;
+use lagoon_types::limits;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -86,14 +87,38 @@ fn left(row: &PoolRow) -> String {
     format!("{} requests run, {} wait, {jobs} prompts for others", row.requests_running, row.requests_waiting)
 }
 
+/// What is not as it was ordered any more, and why; `None` while the order stands.
+fn lost(row: &PoolRow, role: &str) -> Option<String> {
+    // After a registration, and before its own word.
+    let unknown = !row.alive || row.blocks_total == 0;
+    match &row.becoming {
+        _ if unknown || is_done(row, role) => None,
+        Some(becoming) if becoming == role => None,
+        Some(becoming) => Some(format!("it becomes {becoming} now: it was told that after this")),
+        None => Some(format!(
+            "it stays {}: this was taken back, or the gManager that was asked died before the instance had heard of it",
+            row.role
+        )),
+    }
+}
+
 /// Until it has the role.
 async fn follow(watch: &mut Watch, operator: &mut Operator, of: PoolRow, role: &str) -> anyhow::Result<PoolRow> {
     let before = if of.role == "instance" { "both" } else { &of.role };
     loop {
-        let row = operator.rows().await?.into_iter().find(|row| row.instance == of.instance && row.alive);
-        let Some(row) = row else { anyhow::bail!("{} is gone\nhint: `lagoon status` shows who is there", of.name) };
-        if is_done(&row, role) {
+        let Some(row) = operator.rows().await?.into_iter().find(|row| row.instance == of.instance) else {
+            anyhow::bail!(
+                "{} is gone: its process ended, or was not heard for {} s; what it was told went with it\nhint: `lagoon \
+                 status` shows who is there",
+                of.name,
+                limits::INSTANCE_FORGET_MS / 1000
+            )
+        };
+        if row.alive && is_done(&row, role) {
             return Ok(row);
+        }
+        if let Some(why) = lost(&row, role) {
+            anyhow::bail!("{} does not become {role}: {why}\nhint: `lagoon role` once more if it still shall", of.name);
         }
         let late = |when: &str| {
             format!(
@@ -102,6 +127,33 @@ async fn follow(watch: &mut Watch, operator: &mut Operator, of: PoolRow, role: &
                 row.name
             )
         };
-        watch.pause(left(&row), late).await?;
+        let left = if row.alive { left(&row) } else { "it is not heard; the order waits for it".to_owned() };
+        watch.pause(left, late).await?;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use lagoon_protocol::{Heartbeat, InstanceStatus, RoleState};
+
+    fn row(alive: bool, now: Role, becoming: Option<Role>) -> PoolRow {
+        let state = RoleState { now: now.into(), becoming: becoming.map(Into::into), heard: 0 };
+        let heartbeat = Heartbeat { blocks_total: 8, role: Some(Box::new(state)), ..Heartbeat::default() };
+        InstanceStatus { alive, role: now.into(), heartbeat: Some(heartbeat), ..InstanceStatus::default() }.into()
+    }
+
+    #[test]
+    fn an_order_that_is_lost_is_told_from_one_that_waits() {
+        let lost = |row| lost(&row, "decode");
+        assert_eq!(lost(row(true, Role::Prefill, Some(Role::Decode))), None);
+        assert_eq!(lost(row(true, Role::Decode, None)), None);
+        // Taken back, and given again: it may yet become what it is no more.
+        assert_eq!(lost(row(true, Role::Decode, Some(Role::Decode))), None);
+        assert!(lost(row(true, Role::Prefill, Some(Role::Instance))).is_some_and(|why| why.contains("after this")));
+        assert!(lost(row(true, Role::Prefill, None)).is_some_and(|why| why.contains("had heard")));
+        assert_eq!(lost(row(false, Role::Prefill, None)), None, "it is fenced, and is told again");
+        let registered = InstanceStatus { alive: true, role: Role::Prefill.into(), ..InstanceStatus::default() };
+        assert_eq!(lost(registered.into()), None);
     }
 }

@@ -3,7 +3,7 @@
 use crate::sim_paper::{self, SimCommand};
 use anyhow::Context as _;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use lagoon_sim::chaos::{Failure, Limits, Scenario, Shrunk, Summary, replay, shrink, sweep};
+use lagoon_sim::chaos::{Aim, Failure, Limits, Scenario, Shrunk, Summary, replay, shrink, sweep};
 use std::ops::Range;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -38,6 +38,10 @@ pub(crate) struct SimArgs {
     /// All pools have prefill and decode workers, or none has [default: drawn, one in four].
     #[arg(long, value_name = "BOOL")]
     roles: Option<bool>,
+    /// Beside everything else, in every pool: taken-back has role orders taken back that may have been heard (with `--roles
+    /// true --nodes 3`).
+    #[arg(long, value_name = "WHAT", value_parser = parse_aim)]
+    aim: Option<Aim>,
     /// Threads for many seeds [default: all cores].
     #[arg(long, value_name = "N")]
     jobs: Option<usize>,
@@ -52,6 +56,10 @@ pub(crate) struct SimArgs {
     json: bool,
 }
 
+fn parse_aim(text: &str) -> Result<Aim, String> {
+    Aim::named(text).ok_or_else(|| "expected taken-back".to_owned())
+}
+
 fn parse_seeds(text: &str) -> Result<Range<u64>, String> {
     let parsed = text.split_once("..").and_then(|(a, b)| Some(a.parse().ok()?..b.parse().ok()?));
     parsed.filter(|r| r.start < r.end).ok_or_else(|| "expected A..B, as 0..1000".to_owned())
@@ -62,8 +70,8 @@ pub(crate) fn run(args: &SimArgs) -> anyhow::Result<ExitCode> {
     if let Some(command) = &args.command {
         return sim_paper::run(command).map(|()| ExitCode::SUCCESS);
     }
-    let SimArgs { nodes, requests, seconds, steps, roles, .. } = *args;
-    let limits = Limits { nodes, requests, seconds, steps, roles, faults: !args.no_faults };
+    let SimArgs { nodes, requests, seconds, steps, roles, aim, .. } = *args;
+    let limits = Limits { nodes, requests, seconds, steps, roles, aim, faults: !args.no_faults };
     match args.seed {
         Some(seed) => one(args, seed, limits),
         None => many(args, args.seeds.clone().unwrap_or(0..1000), limits),
@@ -151,7 +159,8 @@ fn report(args: &SimArgs, scenario: &Scenario, failure: &Failure) -> anyhow::Res
         trace.iter().for_each(|line| println!("{line}"));
     }
     let roles = args.roles.map_or_else(String::new, |roles| format!(" --roles {roles}"));
-    println!("replay: lagoon sim --seed {}{roles}", scenario.seed);
+    let aim = args.aim.map_or_else(String::new, |aim| format!(" --aim {}", aim.name()));
+    println!("replay: lagoon sim --seed {}{roles}{aim}", scenario.seed);
     Ok(())
 }
 

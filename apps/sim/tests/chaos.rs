@@ -2,7 +2,7 @@
 //! `LAGOON_TRACE` the number of lines to tell of a failure.
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "tests")]
 
-use lagoon_sim::chaos::{Limits, Scenario, Summary, replay, run, shrink, sweep};
+use lagoon_sim::chaos::{Aim, Limits, Scenario, Summary, replay, run, shrink, sweep};
 use std::fmt::Write as _;
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -59,6 +59,13 @@ fn no_seed_fails_with_roles() {
     assert!(total.prefills > total.prefills_pushed && total.prefills_pushed > 0, "one mode is not used: {total:?}");
     assert!(total.prefills_again > 0 && total.prefills_own > 0, "nothing went wrong: {total:?}");
     assert!(total.switches > 0 && total.left > 0, "nobody changed its role, or left KV with a worker: {total:?}");
+}
+
+/// Role orders that are taken back, and not heard.
+#[test]
+fn no_seed_fails_that_is_aimed() {
+    let aimed = |aim| Limits { roles: Some(true), nodes: 3, aim: Some(aim), ..Limits::default() };
+    run_all(seeds(0..150), aimed(Aim::TakenBack), " --roles true --nodes 3 --aim taken-back");
 }
 
 /// Seeds that found something once and are not among those that CI runs.

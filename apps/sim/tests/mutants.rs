@@ -4,14 +4,15 @@
 
 use lagoon_cluster::mutants::{Mutant, choose};
 use lagoon_kv::mutants as kv;
-use lagoon_sim::chaos::{Failure, Limits, Scenario, run, shrink};
+use lagoon_sim::chaos::{Aim, Failure, Limits, Scenario, run, shrink};
 use lagoon_transfer::mutants as transfer;
 use std::time::Duration;
 
 /// Seeds in which a mistake must be found.
 const SEEDS: u64 = 3_000;
 /// Pools in which prompts are computed elsewhere.
-const ROLES: Limits = Limits { nodes: 0, requests: 0, seconds: 0, faults: true, roles: Some(true), steps: 0 };
+const ROLES: Limits =
+    Limits { nodes: 0, requests: 0, seconds: 0, faults: true, roles: Some(true), aim: None, steps: 0 };
 
 /// The first seed that finds a mistake, and how.
 fn hunt(mutant: Mutant) -> (u64, Failure) {
@@ -147,6 +148,20 @@ fn a_switch_that_a_new_gmanager_forgets_is_found() {
 #[test]
 fn an_order_that_is_given_once_is_found() {
     let (_, failure) = hunt_handed(Mutant::RoleUnrepeated, 0);
+    assert_eq!(failure.checker, "role");
+}
+
+#[test]
+fn an_order_that_dies_with_a_life_is_found() {
+    let (_, failure) = hunt_handed(Mutant::RoleFenced, 700);
+    assert_eq!(failure.checker, "role");
+}
+
+#[test]
+fn an_order_that_is_taken_for_heard_is_found() {
+    let aimed = Limits { nodes: 3, aim: Some(Aim::TakenBack), ..ROLES };
+    let mutant = |on: bool| choose(on.then_some(Mutant::RoleUnheard));
+    let (_, failure) = hunt_with("RoleUnheard", aimed, 0, mutant);
     assert_eq!(failure.checker, "role");
 }
 

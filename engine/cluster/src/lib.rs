@@ -17,6 +17,7 @@
 
 pub mod dgfm;
 pub mod gmanager;
+mod lives;
 pub mod mutants;
 pub mod perf;
 pub mod planner;
@@ -27,6 +28,7 @@ mod tests;
 
 pub use dgfm::{Dgfm, DgfmConfig, DgfmStats};
 pub use gmanager::{GManager, GManagerConfig, GManagerOutput, GManagerStats, LedgerRow, SwitchedBy, serve_query};
+pub use lives::next_incarnation;
 pub use planner::{
     InstanceView, Order, Plan, Planner, PlannerConfig, PoolView, RemoteBlocks, RequestView, Why, dispatch,
 };

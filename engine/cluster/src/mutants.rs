@@ -29,6 +29,10 @@ lagoon_types::mutants! {
     RoleForgotten,
     /// A gManager says once which role an instance shall have, whether or not that was heard.
     RoleUnrepeated,
+    /// A gManager forgets what it told an instance when it declares it dead.
+    RoleFenced,
+    /// A gManager counts on an instance to have heard the last word on its role.
+    RoleUnheard,
     /// A prefill worker offers what it computed before the device has copied it to where transports read.
     StageUnawaited,
     /// A prefill worker uses memory beside its store again when all of a prompt is exported, not when nobody reads it.

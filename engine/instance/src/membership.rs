@@ -8,8 +8,8 @@
 use crate::event::{Effect, TransferEffect};
 use crate::instance::Instance;
 use crate::sequence::Sequence;
-use lagoon_cluster::PlacementReport;
 use lagoon_cluster::mutants::{self, Mutant};
+use lagoon_cluster::{PlacementReport, next_incarnation};
 use lagoon_kv::{BlockPool, Placement};
 use lagoon_protocol::{
     ControlBody, Deregister, DrainOrder, Fenced, HeartbeatAck, Link, Load, PlacementEntry, Register, Registered,
@@ -81,14 +81,6 @@ impl Membership {
     pub(crate) fn elder(&self, now_ms: u64) -> Option<(InstanceId, u64)> {
         self.elder.filter(|(_, _, until_ms)| now_ms < *until_ms).map(|(debtor, since_ms, _)| (debtor, since_ms))
     }
-}
-
-/// The incarnation of the next life: SplitMix64, so that one random number seeds as many as are needed.
-fn next_incarnation(incarnation: u64) -> u64 {
-    let a = incarnation.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let a = (a ^ (a >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let b = (a ^ (a >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    b ^ (b >> 31)
 }
 
 fn as_u32(n: usize) -> u32 {

@@ -14,11 +14,13 @@ pub(crate) struct Roles {
     now: Role,
     /// The role that it changes to, and since when.
     next: Option<(Role, u64)>,
+    /// The number of the last order that it heard.
+    heard: u64,
 }
 
 impl Roles {
     pub(crate) fn new(role: Role) -> Self {
-        Self { now: role, next: None }
+        Self { now: role, next: None, heard: 0 }
     }
 
     pub(crate) fn now(self) -> Role {
@@ -27,7 +29,7 @@ impl Roles {
 
     /// For heartbeats.
     pub(crate) fn state(self) -> RoleState {
-        RoleState { now: self.now.into(), becoming: self.becoming().map(Into::into) }
+        RoleState { now: self.now.into(), becoming: self.becoming().map(Into::into), heard: self.heard }
     }
 
     pub(crate) fn becoming(self) -> Option<Role> {
@@ -73,13 +75,19 @@ impl Instance {
     /// The gManager's word on the role.
     pub(crate) fn on_role_order(&mut self, m: RoleOrder) {
         let Ok(role) = Role::try_from(m.role) else { return };
-        if !self.changes_role() || !role.runs() || role == self.roles.target() {
+        if !self.changes_role() || !role.runs() {
+            return;
+        }
+        if self.roles.heard != m.number {
+            self.roles.heard = m.number;
+            self.membership.tell_at_once();
+        }
+        if role == self.roles.target() {
             return;
         }
         let now = self.roles.now;
         self.roles.next = (role != now).then_some((role, self.now_ms));
         tracing::info!(?now, becoming = ?self.roles.becoming(), "the role changes");
-        self.membership.tell_at_once();
     }
 
     /// The new role counts when nothing is left that only the old one does.
@@ -88,7 +96,7 @@ impl Instance {
             return;
         };
         let old = self.roles.now;
-        self.roles = Roles::new(next);
+        self.roles = Roles { now: next, next: None, ..self.roles };
         tracing::info!(?old, now = ?next, took_ms = self.now_ms - since_ms, "the role has changed");
         if old == Role::Decode {
             self.leave_workers();

@@ -350,6 +350,9 @@ pub struct RoleState {
     /// The role that it changes to, while it finishes what only the old one does; absent if it does not.
     #[prost(enumeration = "Role", optional, tag = "2")]
     pub becoming: Option<i32>,
+    /// `RoleOrder::number` of the last order that it heard; 0 if none.
+    #[prost(uint64, tag = "3")]
+    pub heard: u64,
 }
 
 /// What came of prefills elsewhere and for others since an instance's process started, and what is under way.

@@ -167,9 +167,12 @@ pub struct PrefillCancel {
 }
 
 /// The role that the receiver shall have, gManager to instance: it finishes what only its old role does, and then has the
-/// new one. Repeated until its heartbeat says so; the last one counts.
+/// new one. Repeated until its heartbeat names `number`; the last one counts.
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
 pub struct RoleOrder {
     #[prost(enumeration = "Role", tag = "1")]
     pub role: i32,
+    /// Which order it is; no gManager gives it twice.
+    #[prost(uint64, tag = "2")]
+    pub number: u64,
 }

@@ -3,6 +3,7 @@
 //! A [`Scenario`] is a pure function of the seed: a pool, and a list of [`Op`]s with their times. [`run`] plays it. When
 //! a checker fails, [`shrink`] plays ever shorter lists until it finds none that fails the same way.
 
+mod aim;
 mod check;
 mod handed;
 mod ops;
@@ -15,6 +16,7 @@ mod shrink;
 mod sweep;
 mod tables;
 
+pub use aim::Aim;
 pub use ops::{Op, What};
 pub use run::{Failure, Summary, replay, run};
 pub use scenario::{Limits, Scenario};

@@ -62,8 +62,8 @@ pub(super) struct Roles {
     died: bool,
     /// Switches that processes have ended.
     pub(super) switches: u64,
-    /// The roles of processes when they were last looked at.
-    seen: BTreeMap<Place, (u64, Role)>,
+    /// The roles of processes, and what they become, when they were last looked at.
+    seen: BTreeMap<Place, (u64, Role, Option<Role>)>,
 }
 
 fn target(process: &Process<Symbolic>) -> Role {
@@ -119,15 +119,26 @@ impl Roles {
         (chosen, takes(&chosen))
     }
 
-    /// After an event of the process at `place`: what is only done in another role than its own, it has finished.
-    pub(super) fn after(&mut self, world: &Pool, place: Place, asked: &BTreeMap<usize, Asked>) -> Result<(), Failure> {
+    /// After an event of the process at `place`: what is only done in another role than its own, it has finished, and somebody
+    /// is left for each kind of work.
+    pub(super) fn after(
+        &mut self,
+        world: &Pool,
+        place: Place,
+        pool: &PoolSpec,
+        asked: &BTreeMap<usize, Asked>,
+    ) -> Result<(), Failure> {
         let Some(process) = world.process(place) else { return Ok(()) };
-        let (now, _) = process.instance.role();
-        let before = self.seen.insert(place, (process.life, now));
-        if before == Some((process.life, now)) {
+        let (now, becoming) = process.instance.role();
+        let before = self.seen.insert(place, (process.life, now, becoming));
+        if before == Some((process.life, now, becoming)) {
             return Ok(());
         }
-        self.switches += u64::from(before.is_some_and(|(life, _)| life == process.life));
+        self.somebody(world, pool)?;
+        if before.is_some_and(|(life, was, _)| (life, was) == (process.life, now)) {
+            return Ok(());
+        }
+        self.switches += u64::from(before.is_some_and(|(life, ..)| life == process.life));
         if let Some(open) = asked.values().find(|a| a.place == place && a.end.is_none() && !now.serves()) {
             return failure("role", format!("node {place} is {now:?}, and request {} is not over", open.id));
         }
@@ -159,18 +170,28 @@ impl Roles {
             if known.is_some_and(|known| known != (now, None)) {
                 return failure("role", format!("node {place} is {now:?}, and {known:?} to the gManager"));
             }
-            let said = self.said.get(&place).filter(|_| process.instance.status().fences == 0);
+            let said = self.said.get(&place);
             if pool.balancer.is_none() && said.is_some_and(|said| *said != now) {
                 return failure("role", format!("node {place} is {now:?}, and was told to be {said:?}"));
             }
         }
-        let readable = |place: Place| pool.nodes[place - 1].transfers;
-        let prefills = |place: Place, role: Role| role.prefills() && readable(place);
-        let computed = pool.nodes.iter().any(|node| node.transfers && node.role.prefills());
-        if !self.died && !world.live().any(|(_, process)| serves(process)) {
+        self.somebody(world, pool)
+    }
+
+    /// Each kind of work has an instance that does it for good, unless one died.
+    fn somebody(&self, world: &Pool, pool: &PoolSpec) -> Result<(), Failure> {
+        if self.died {
+            return Ok(());
+        }
+        if !world.live().any(|(_, process)| serves(process)) {
             return failure("role", "nobody takes requests any more".to_owned());
         }
-        if !self.died && computed && !world.live().any(|(place, process)| prefills(place, target(process))) {
+        let prefills = |place: Place, role: Role| role.prefills() && pool.nodes[place - 1].transfers;
+        let computed = pool.nodes.iter().any(|node| node.transfers && node.role.prefills());
+        let computes = |(place, process): (Place, &Process<Symbolic>)| {
+            prefills(place, process.instance.role().0) && prefills(place, target(process))
+        };
+        if computed && !world.live().any(computes) {
             return failure("role", "nobody computes prompts for others any more".to_owned());
         }
         Ok(())

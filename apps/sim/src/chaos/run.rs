@@ -260,7 +260,7 @@ impl Run<'_> {
         let touched = std::mem::take(&mut self.world.touched);
         for place in &touched {
             self.checkers.after(&self.world, *place)?;
-            self.roles.after(&self.world, *place, &self.asked)?;
+            self.roles.after(&self.world, *place, &self.scenario.pool, &self.asked)?;
         }
         self.world.touched = touched;
         if steps.is_multiple_of(ALL_EVENTS) {

@@ -1,5 +1,6 @@
 //! From a seed to a pool and what happens to it.
 
+use super::aim::Aim;
 use super::ops::{Op, What};
 use crate::fabric::{GMANAGER, LinkProfile, Place};
 use crate::pool::{NodeSpec, PoolSpec};
@@ -23,13 +24,15 @@ pub struct Limits {
     pub faults: bool,
     /// All pools have prefill and decode workers, or none has; `None`: one in four has.
     pub roles: Option<bool>,
+    /// What else happens to every pool.
+    pub aim: Option<Aim>,
     /// Things that happen before a run is ended; 0 runs to its end.
     pub steps: u64,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { nodes: 0, requests: 0, seconds: 0, faults: true, roles: None, steps: 0 }
+        Self { nodes: 0, requests: 0, seconds: 0, faults: true, roles: None, aim: None, steps: 0 }
     }
 }
 
@@ -64,6 +67,7 @@ impl Scenario {
             0 => 1_000_000 * rng.pick(&[2, 4, 8, 20]),
             seconds => seconds * 1_000_000,
         };
+        let aimed = limits.aim.map(|aim| aim.draw(&mut Rng::new(seed ^ 0x0061_696d), &mut pool, WARM_US));
         let mut ops = draw_requests(&mut rng.split(), &pool, span_us, limits.requests);
         // One in four is undisturbed: nothing but its own errors can explain what goes wrong.
         let disturbed = limits.faults && !rng.once_in(4);
@@ -75,6 +79,7 @@ impl Scenario {
         if pool.has_roles() && roles.once_in(2) {
             ops.extend(super::roles::draw(&mut roles, &mut pool, span_us, WARM_US, disturbed));
         }
+        ops.extend(aimed.into_iter().flatten());
         ops.sort_by_key(|op| op.at_us);
         Self { seed, pool, ops, steps_max: limits.steps }
     }

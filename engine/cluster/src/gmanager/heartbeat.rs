@@ -81,6 +81,7 @@ impl GManager {
         self.elders.note(id, m.load.as_ref(), self.now_ms);
         let Some(member) = self.members.get_mut(&id) else { return };
         let old = member.heartbeat.replace(without_rows(m));
+        member.hear_role();
         member.lendable = m.blocks_lendable;
         member.paused = false;
         self.sorted.set_lendable(member.slot, m.blocks_lendable);

@@ -2,8 +2,9 @@
 
 use super::GManager;
 use super::drain::Drain;
+use super::roles::Told;
 use crate::planner::InstanceView;
-use lagoon_protocol::{Heartbeat, MemoryTier, Register, Role};
+use lagoon_protocol::{Heartbeat, MemoryTier, Register};
 use lagoon_types::{InstanceId, SeqId, limits};
 use lagoon_view::{Flags, Slot};
 use std::collections::BTreeMap;
@@ -50,8 +51,8 @@ pub(super) struct Member {
     /// Distance classes of its links, as measured here and at the other end.
     pub(super) near: BTreeMap<InstanceId, [Option<u8>; 2]>,
     pub(super) drain: Option<Drain>,
-    /// The last word to it on its role.
-    pub(super) ordered: Option<Role>,
+    /// The last word to it on its role, until it has said that it heard that.
+    pub(super) told: Option<Told>,
     /// The planner's view of it while it is silent.
     pub(super) parked: Option<Box<InstanceView>>,
 }
@@ -73,7 +74,7 @@ impl Member {
             round: 0,
             near: BTreeMap::new(),
             drain: None,
-            ordered: None,
+            told: None,
             parked: None,
         }
     }

@@ -189,7 +189,7 @@ impl GManager {
             orders: Orders::new(config.term),
             fences: Fences::default(),
             workers: WorkerList::new(config.term),
-            role_orders: RoleOrders::new(config.balancer.clone()),
+            role_orders: RoleOrders::new(config.term, config.balancer.clone()),
             dgfm: config.dgfm.clone().map(|dgfm| Dgfm::new(dgfm, config.term)),
             drain_at_ms: 0,
             outputs: VecDeque::new(),

@@ -3,6 +3,7 @@
 use super::member::Member;
 use super::shape::{check_shape, model_shape, same_shape};
 use super::{GManager, reject};
+use crate::lives::next_incarnation;
 use crate::mutants::{self, Mutant};
 use crate::planner::InstanceView;
 use lagoon_protocol::{MemoryTier, Register, Registered, Rejected, Role, VERSION_MAX, VERSION_MIN};
@@ -30,10 +31,11 @@ impl GManager {
             return reject(format!("{:?} is not an ip:port that peers can reach", m.quic_addr));
         };
         // A new process at an address means that the old one is gone, and what it lent with it.
+        let mut former = None;
         if let Some(old) = self.by_addr.get(&m.quic_addr).copied()
             && self.members.get(&old).is_some_and(|i| i.registration.incarnation != m.incarnation)
         {
-            self.replace(old);
+            former = self.replace(old).filter(|old| next_incarnation(old.registration.incarnation) == m.incarnation);
         }
         let same = self.by_incarnation.get(&m.incarnation).copied();
         let others = self.members.len() > usize::from(same.is_some());
@@ -48,7 +50,7 @@ impl GManager {
             Some(number) => number,
             None => self.new_number(m)?,
         };
-        self.admit(number, m, addr)?;
+        self.admit(number, m, addr, former)?;
         let version = m.version_max.min(VERSION_MAX);
         let heartbeat_ms = limits::HEARTBEAT_MS;
         Ok(Registered { version, instance: number.0, heartbeat_ms, term: self.config.term })
@@ -70,9 +72,16 @@ impl GManager {
         Ok(number)
     }
 
-    /// Puts a process into the books. One that is there already starts anew, but a fence stays, a drain goes on, and a role that was ordered stands.
-    fn admit(&mut self, id: InstanceId, m: &Register, addr: SocketAddr) -> Result<(), Rejected> {
-        let old = self.remove_member(id);
+    /// Puts a process into the books. One that is there already starts anew, but a fence stays. What it was told stands: a drain goes
+    /// on, and an order that it has not confirmed is repeated, also to its next life after a fence (`former` is the last one).
+    fn admit(
+        &mut self,
+        id: InstanceId,
+        m: &Register,
+        addr: SocketAddr,
+        former: Option<Member>,
+    ) -> Result<(), Rejected> {
+        let old = self.remove_member(id).or(former);
         let kept = m.blocks_total - m.lend_blocks_max.map_or(m.blocks_total, |cap| cap.min(m.blocks_total));
         let Some(slot) = self.sorted.add(id.0, kept, addr) else {
             return reject(format!("the pool has {} instances, its most", self.config.instances_max));
@@ -80,13 +89,16 @@ impl GManager {
         let mut member = Member::new(m.clone(), slot, self.now_ms);
         member.round = self.rounds.joined();
         if mutants::is(Mutant::RoleForgotten) {
-            member.ordered = Role::try_from(m.role).ok();
+            member.told = Role::try_from(m.role).ok().map(|role| self.role_orders.tell(None, role));
         }
         if let Some(old) = old {
-            (member.drain, member.ordered) = (old.drain, old.ordered);
-            if old.life == super::member::Life::Fenced {
+            if old.is_fenced() && old.registration.incarnation == m.incarnation {
                 member.life = super::member::Life::Fenced;
                 self.rounds.left(member.round);
+            }
+            (member.drain, member.told) = (old.drain, old.told);
+            if mutants::is(Mutant::RoleFenced) && old.registration.incarnation != m.incarnation {
+                member.told = None;
             }
         }
         if !member.is_fenced() {
@@ -108,9 +120,10 @@ impl GManager {
     }
 
     /// A process is gone for good: everybody hears of it, so that nobody waits for its leases to end.
-    fn replace(&mut self, id: InstanceId) {
-        let Some(member) = self.remove_member(id) else { return };
+    fn replace(&mut self, id: InstanceId) -> Option<Member> {
+        let member = self.remove_member(id)?;
         self.tell_fence(id, member.registration.incarnation);
+        Some(member)
     }
 }
 

@@ -1,8 +1,9 @@
 //! Roles that change at run time (docs/adr/0017). Who gets another role is decided by operators, and by the balancer if there is one;
 //! the instance changes by itself, by finishing what only its old role does.
 //!
-//! The last word to an instance on its role is repeated until its heartbeat agrees, and stands until the next one. A
-//! gManager that starts anew learns from heartbeats what each instance is and what it is becoming, and adds nothing.
+//! The last word to an instance on its role is repeated until its heartbeat names it, over fences, until the process has left the
+//! books. Until then nobody knows which of the orders it has heard, and it replaces nobody. A gManager that starts anew
+//! learns from heartbeats what each instance is and what it is becoming, and adds nothing.
 
 use super::GManager;
 use super::admin::{Refused, SEE_STATUS, refused};
@@ -23,6 +24,8 @@ pub enum SwitchedBy {
 /// What was decided on roles, counted.
 #[derive(Debug)]
 pub(super) struct RoleOrders {
+    /// Number of the next one.
+    next: u64,
     /// By the role that an instance had, the one it is to have, and who said so.
     given: BTreeMap<(Role, Role, SwitchedBy), u64>,
     repeat_at_ms: u64,
@@ -32,9 +35,34 @@ pub(super) struct RoleOrders {
 }
 
 impl RoleOrders {
-    pub(super) fn new(config: Option<BalancerConfig>) -> Self {
+    /// Numbers of another gManager's orders are not given again: terms differ.
+    pub(super) fn new(term: u64, config: Option<BalancerConfig>) -> Self {
         let balancer = config.map(|config| Balancer::new(config, 0));
-        Self { given: BTreeMap::new(), repeat_at_ms: 0, balancer, balance_at_ms: 0 }
+        Self { next: (term << 24) + 1, given: BTreeMap::new(), repeat_at_ms: 0, balancer, balance_at_ms: 0 }
+    }
+
+    /// An order to one that was told `before` and has not confirmed it.
+    pub(super) fn tell(&mut self, before: Option<Told>, role: Role) -> Told {
+        let number = self.next;
+        self.next += 1;
+        let mut perhaps = before.as_ref().map_or_else(Vec::new, |told| told.perhaps.clone());
+        perhaps.extend(before.map(|told| told.role).filter(|role| !perhaps.contains(role)));
+        Told { role, number, perhaps }
+    }
+}
+
+/// A role that an instance was told to have, and has not said that it heard.
+#[derive(Clone, Debug)]
+pub(super) struct Told {
+    role: Role,
+    number: u64,
+    /// What it was told before, and may have heard instead.
+    perhaps: Vec<Role>,
+}
+
+impl Told {
+    fn order(&self) -> ControlBody {
+        ControlBody::RoleOrder(RoleOrder { role: self.role.into(), number: self.number })
     }
 }
 
@@ -53,10 +81,33 @@ impl Member {
         self.heartbeat.as_ref().and_then(|h| h.role.as_deref()).copied()
     }
 
+    /// The role that it will have by its own word.
+    fn says(&self) -> Role {
+        self.role_state().map_or_else(|| self.role(), |state| role_of(state.becoming.unwrap_or(state.now)))
+    }
+
     /// The role that it will have: as it was last told, else by its own word.
     pub(super) fn becomes(&self) -> Role {
-        let becoming = || self.role_state().and_then(|state| state.becoming).map(role_of);
-        self.ordered.or_else(becoming).unwrap_or_else(|| self.role())
+        self.told.as_ref().map_or_else(|| self.says(), |told| told.role)
+    }
+
+    /// Its word has come: an order that it names is carried out, or was followed by another gManager's.
+    pub(super) fn hear_role(&mut self) {
+        let heard = self.role_state().map(|state| state.heard);
+        self.told.take_if(|told| Some(told.number) == heard);
+    }
+
+    /// The roles that it may have in the end, if nobody says anything else.
+    fn may_become(&self) -> impl Iterator<Item = Role> {
+        let heard = mutants::is(Mutant::RoleUnheard);
+        let perhaps = self.told.iter().filter(move |_| !heard).flat_map(|told| told.perhaps.iter().copied());
+        let says = [if heard { self.becomes() } else { self.says() }, self.becomes()];
+        perhaps.chain(says)
+    }
+
+    /// Whether it has a role and keeps it, whatever it has heard of its orders.
+    fn is_settled(&self) -> bool {
+        self.may_become().all(|role| role == self.role())
     }
 
     /// Whether it computes prompts for others, and will.
@@ -64,44 +115,42 @@ impl Member {
         self.role().prefills() && self.becomes().prefills()
     }
 
-    /// Whether clients' requests are for it, and will be.
-    fn serves(&self) -> bool {
-        self.role().serves() && self.becomes().serves()
-    }
-
-    /// Whether it does and will do what another one stops doing. What it registered with is not enough: with that alone it may be
-    /// changing its role since another gManager's time, or have KV that nobody can read.
+    /// Whether it does and will do what another one stops doing, whatever it has heard of its orders. What it registered with is not
+    /// enough: with that alone it may be changing its role since another gManager's time, or have KV that nobody can read.
     fn replaces(&self, prefills: bool) -> bool {
         let Some(heartbeat) = &self.heartbeat else { return false };
-        if prefills { self.prefills() && heartbeat.role.is_some() } else { self.serves() }
+        if prefills {
+            heartbeat.role.is_some() && self.role().prefills() && self.may_become().all(Role::prefills)
+        } else {
+            self.role().serves() && self.may_become().all(Role::serves)
+        }
     }
 
     /// What to tell it again.
-    fn role_untold(&self) -> Option<Role> {
-        let says = self.role_state().map(|state| role_of(state.becoming.unwrap_or(state.now)));
-        self.ordered.filter(|ordered| self.life == Life::Live && says.is_some_and(|says| says != *ordered))
+    fn role_untold(&self) -> Option<&Told> {
+        self.told.as_ref().filter(|_| self.life == Life::Live && self.role_state().is_some())
     }
 
-    /// Its heartbeat as others shall see it: a role counts from when it was ordered.
+    /// Its heartbeat as others shall see it: a role counts from when it was ordered, and one that may yet become another one has
+    /// not changed back.
     pub(super) fn with_role(&self, heartbeat: Heartbeat) -> Heartbeat {
-        let (role, becomes) = (self.role(), self.becomes());
-        let shown = RoleState { now: role.into(), becoming: (becomes != role).then_some(becomes.into()) };
-        Heartbeat { role: heartbeat.role.as_ref().map(|_| Box::new(shown)), ..heartbeat }
+        let becoming = (!self.is_settled()).then_some(self.becomes().into());
+        let with = |state: &RoleState| Box::new(RoleState { now: self.role().into(), becoming, ..*state });
+        Heartbeat { role: heartbeat.role.as_deref().map(with), ..heartbeat }
     }
 }
 
 /// What the balancer needs to know of an instance; `None` before its first heartbeat.
 fn view_of(id: InstanceId, member: &Member) -> Option<RoleView> {
     let heartbeat = member.heartbeat.as_ref()?;
-    let (role, becomes) = (member.role(), member.becomes());
     let prefill = heartbeat.prefill.as_deref().copied().unwrap_or_default();
     let share = |part: u32, whole: u32| f64::from(part) / f64::from(whole.max(1));
     let batch_max = heartbeat.load.as_ref().map_or(0, |load| load.batch_max);
     let used = heartbeat.blocks_total.saturating_sub(heartbeat.blocks_free);
     Some(RoleView {
         id,
-        role,
-        becoming: (becomes != role).then_some(becomes),
+        role: member.role(),
+        becoming: (!member.is_settled()).then_some(member.becomes()),
         changes: heartbeat.role.is_some(),
         running: heartbeat.requests_running,
         jobs: prefill.jobs,
@@ -166,13 +215,13 @@ impl GManager {
         if member.role().serves() && !role.serves() && !others(false) {
             return refused(
                 format!("instance {} is the last one that takes requests", id.0),
-                "give another instance role decode or both first",
+                "give another instance role decode or both first, and wait until it has that",
             );
         }
         if member.role().prefills() && !role.prefills() && !others(true) {
             return refused(
                 format!("instance {} is the last one that computes prompts for others", id.0),
-                "give another instance role prefill or both first",
+                "give another instance role prefill or both first, and wait until it has that",
             );
         }
         Ok(())
@@ -182,13 +231,15 @@ impl GManager {
     pub(super) fn give_role(&mut self, id: InstanceId, role: Role, by: SwitchedBy) {
         let Some(member) = self.members.get_mut(&id) else { return };
         let (from, before) = (member.role(), member.becomes());
-        member.ordered = Some(role);
+        let told = self.role_orders.tell(member.told.take(), role);
+        let order = told.order();
+        member.told = Some(told);
         if before != role {
             *self.role_orders.given.entry((from, role, by)).or_default() += 1;
             tracing::warn!(instance = %id, ?from, to = ?role, ?by, "an instance changes its role");
         }
         self.settle(id);
-        self.send(id, ControlBody::RoleOrder(RoleOrder { role: role.into() }));
+        self.send(id, order);
         self.role_orders.repeat_at_ms = self.now_ms + limits::ROLE_REPEAT_MS;
     }
 
@@ -222,10 +273,8 @@ impl GManager {
             return;
         }
         self.role_orders.repeat_at_ms = self.now_ms + limits::ROLE_REPEAT_MS;
-        let untold = self.members.iter().filter_map(|(id, m)| Some((*id, m.role_untold()?)));
-        let untold: Vec<(InstanceId, Role)> = untold.collect();
-        for (id, role) in untold {
-            self.send(id, ControlBody::RoleOrder(RoleOrder { role: role.into() }));
-        }
+        let untold = self.members.iter().filter_map(|(id, m)| Some((*id, m.role_untold()?.order())));
+        let untold: Vec<(InstanceId, ControlBody)> = untold.collect();
+        untold.into_iter().for_each(|(id, order)| self.send(id, order));
     }
 }

@@ -1,0 +1,11 @@
+//! The lives of one process: each fence ends one, and the next one has the incarnation that follows.
+
+/// The incarnation of the next life: SplitMix64, so that one random number seeds as many as are needed, and whoever knows one
+/// life of a process recognizes the next.
+#[must_use]
+pub fn next_incarnation(incarnation: u64) -> u64 {
+    let a = incarnation.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let a = (a ^ (a >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let b = (a ^ (a >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    b ^ (b >> 31)
+}
