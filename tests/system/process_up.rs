@@ -176,9 +176,16 @@ fn a_killed_debtor_gives_back_what_it_borrowed() {
 #[test]
 fn a_pool_says_which_instance_died_and_ends_with_the_last() {
     let mut pool = up(&passkey(), "2", "1024", &[]);
-    (0..2).for_each(|place| kill(pid(&pool, place)));
+    // The second one first: that the first still runs keeps nobody from saying so.
+    kill(pid(&pool, 1));
+    pool.client().wait_until("/lagoon/status", "noticed", |s| {
+        s["instances"].as_array().unwrap().iter().filter(|row| row["alive"] == true).count() == 1
+    });
+    kill(pid(&pool, 0));
     let ended = pool.ended();
     assert_eq!(ended.code, Some(1), "{ended:?}");
+    let said = |words: &str| ended.stderr.find(words);
+    assert!(said("instance-1 has died") < said("instance-0 has died"), "it was said when it happened: {ended:?}");
     for words in ["instance-0 has died", "instance-1 has died", "no instance is left", "hint:"] {
         assert!(ended.stderr.contains(words), "{words}: {ended:?}");
     }
