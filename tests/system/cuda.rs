@@ -111,6 +111,19 @@ fn prompts_pass_between_cuda_and_the_host() {
     }
 }
 
+/// Two requests with one beginning decode on a CUDA decode worker with that beginning in memory once, and read once.
+#[test]
+fn a_cuda_decode_worker_holds_a_prefix_once() {
+    let pool = PoolSpec::golden("head_dim_64", BLOCK);
+    for (seed, (from, push)) in (40..).zip([(Backend::Cpu, true), (Backend::Cuda, false)]) {
+        let Some(fake) = driver("a_cuda_decode_worker_holds_a_prefix_once", seed) else { return };
+        let worker = |backend, role| Spec { role, ..spec(backend, 14, RemotePolicy::Ship) };
+        let decode = Spec { push, ..worker(Backend::Cuda, Role::Decode) };
+        crate::prefix::assert_reads_the_rest("CUDA decodes", &pool, worker(from, Role::Prefill), decode);
+        fake.finish();
+    }
+}
+
 /// Requests that come and go in little memory, preempted and resumed: what one leaves mapped the next one finds.
 #[test]
 fn sequences_come_and_go_on_mapped_memory() {

@@ -2,7 +2,7 @@
 
 use lagoon_instance::PrefixStatus;
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
-use lagoon_tests::cluster::{Backend, Fault, PoolSpec, Spec, World, greedy};
+use lagoon_tests::cluster::{Backend, Fault, PoolSpec, Rng, Spec, World, greedy};
 use lagoon_tests::golden::{Golden, MODELS, max_diff};
 
 fn prefix(world: &World, node: usize) -> PrefixStatus {
@@ -363,4 +363,84 @@ fn a_busy_or_dead_worker_is_not_preferred() {
         world.run_for(20_000);
         world.check_empty();
     }
+}
+
+/// A decode worker reads of a prompt what it does not have: what another request has here it shares, also where the device maps
+/// it at a second address, and what one has left it takes.
+pub(crate) fn assert_reads_the_rest(what: &str, spec: &PoolSpec, prefill: Spec, decode: Spec) {
+    let (block, push) = (spec.block_tokens, decode.push);
+    let mut world = World::pool(spec.clone(), None, &[prefill, decode]);
+    world.run_until(|w| w.nodes[1].live().status().prefill.workers == 1);
+    let beginning = prompt(40, (2 * block + block / 2) as usize, 128);
+    let mut before = world.nodes[1].live().status().prefill;
+    for (n, (own, answer)) in [(3, 40), (7, 24), (5, 6)].into_iter().enumerate() {
+        if n == 2 {
+            // Nobody has it any more.
+            world.run();
+        }
+        let tokens = joined(&[&beginning, &prompt(41 + n as u64, own, 128)]);
+        let len = tokens.len() as u64;
+        let request = world.submit(1, greedy(tokens, answer));
+        world.run_until(|w| w.requests[request].tokens.len() > 2);
+        let now = world.nodes[1].live().status().prefill;
+        let (found, bytes) = (now.found_tokens - before.found_tokens, now.bytes - before.bytes);
+        assert_eq!(found, if n == 0 { 0 } else { u64::from(2 * block) }, "{what}, push: {push}: {now:?}");
+        let token = if n == 0 { bytes / len } else { (now.found_bytes - before.found_bytes) / found };
+        assert_eq!(bytes, (len - found) * token, "{what}, push: {push}: {now:?}");
+        assert_eq!(prefix(&world, 1).saved_blocks, if n == 1 { 2 } else { 0 }, "{what}, push: {push}");
+        before = now;
+    }
+    assert!(!world.requests[2].is_over());
+    world.run();
+    assert_eq!((before.pulled, before.own, before.retried), (3, 0, 0), "{what}, push: {push}: {before:?}");
+    let diff = assert_equals_single(what, &world, spec);
+    println!("{what}, push: {push}: largest difference {diff:e}");
+    world.check_empty();
+    assert_eq!(world.exports(0), 0, "{what}, push: {push}");
+}
+
+#[test]
+fn a_decode_worker_reads_what_it_does_not_have() {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    for push in [false, true] {
+        let decode = Spec { push, ..Spec::decode(40) };
+        assert_reads_the_rest("in place", &spec, Spec::prefill(40), decode.clone());
+        // In rows of addresses, through memory beside the store.
+        let staged = Spec { stage_blocks: Some(16), ..decode };
+        assert_reads_the_rest("in rows", &spec, Spec::prefill(40), staged);
+    }
+}
+
+/// Prompts that begin alike come while others are read, preempted, cancelled and read again, in too little memory.
+#[test]
+fn decode_workers_share_what_they_read_at_any_time() {
+    let spec = PoolSpec::golden("llama3_old", 4);
+    let (mut found, mut preempted) = (0, 0);
+    for seed in 0..24 {
+        let stage_blocks = [None, Some(12), Some(30)][seed as usize % 3];
+        let decode = Spec { push: seed % 2 == 1, stage_blocks, step_ms: seed % 4, ..Spec::decode(24) };
+        let mut world = World::pool(spec.clone(), Some(seed), &[Spec::prefill(40), decode]);
+        world.run_until(|w| w.nodes[1].live().status().prefill.workers == 1);
+        let mut rng = Rng(seed);
+        let beginnings = [prompt(50, 22, 128), prompt(51, 9, 128)];
+        for n in 0..14 {
+            let beginning = &beginnings[usize::from(rng.below(3) == 0)];
+            let tokens = joined(&[beginning, &prompt(60 + n, 2 + rng.below(12) as usize, 128)]);
+            let request = world.submit(1, greedy(tokens, 1 + rng.below(24) as u32));
+            world.run_for(rng.below(30));
+            match rng.below(9) {
+                0 => world.cancel(request),
+                1 => world.cut(0, 1, rng.below(200)),
+                _ => {}
+            }
+        }
+        world.run();
+        let status = world.nodes[1].live().status();
+        (found, preempted) = (found + status.prefill.found_tokens, preempted + status.preemptions);
+        world.requests.retain(|request| !request.cancelled);
+        assert_equals_single(&format!("seed {seed}"), &world, &spec);
+        world.run_for(20_000);
+        world.check_empty();
+    }
+    assert!(found > 0 && preempted > 0, "{found} tokens were found, {preempted} were preempted");
 }

@@ -125,6 +125,7 @@ fn record_prefill(of: &PrefillStatus) {
     counter!("lagoon_transfer_reads_total").absolute(of.reads);
     counter!("lagoon_transfer_transactions_total").absolute(of.transactions);
     counter!("lagoon_transfer_bytes_total").absolute(of.bytes);
+    counter!("lagoon_transfer_bytes_found_total").absolute(of.found_bytes);
     counter!("lagoon_transfer_busy_microseconds_total").absolute(of.reading_us);
     counter!("lagoon_transfer_blocks_damaged_total").absolute(of.damaged_blocks);
 }
@@ -159,6 +160,10 @@ fn describe_prefill() {
     describe_counter!("lagoon_transfer_reads_total", "Reads of KV before merging.");
     describe_counter!("lagoon_transfer_transactions_total", "Reads of KV after merging (KVDirect's coalescing).");
     describe_counter!("lagoon_transfer_bytes_total", "Bytes of KV that were read.");
+    describe_counter!(
+        "lagoon_transfer_bytes_found_total",
+        "Bytes of KV of prompts that others computed which were not read, as an earlier request had left or has them here."
+    );
     describe_counter!(
         "lagoon_transfer_busy_microseconds_total",
         "Time in which any KV was being read: bytes over it are the rate of transfers."

@@ -59,6 +59,7 @@ fn no_seed_fails_with_roles() {
     assert!(total.prefills > total.prefills_pushed && total.prefills_pushed > 0, "one mode is not used: {total:?}");
     assert!(total.prefills_again > 0 && total.prefills_own > 0, "nothing went wrong: {total:?}");
     assert!(total.switches > 0 && total.left > 0, "nobody changed its role, or left KV with a worker: {total:?}");
+    assert!(total.found > 0, "all was read, though it was there already: {total:?}");
 }
 
 /// Role orders that are taken back, and not heard.

@@ -160,10 +160,10 @@ impl Instance {
         whole as usize
     }
 
-    /// Whether the device may map what others have at addresses of this sequence. Transports write into a decode worker's
-    /// blocks by themselves, in no order with that.
+    /// Whether the device may map what others have at addresses of this sequence. Where transports write into blocks by
+    /// themselves, that is in no order with mapping; what passes through memory beside the store the device copies, in order.
     fn may_map(&self, id: SeqId) -> bool {
-        !self.roles.reads() && self.seqs.get(&id).is_some_and(|seq| !seq.maps_nothing)
+        !self.reads_directly() && self.seqs.get(&id).is_some_and(|seq| !seq.maps_nothing)
     }
 
     /// How many blocks of a waiting sequence cost no memory here, as others have them.
@@ -173,31 +173,40 @@ impl Instance {
     }
 
     /// Begins a waiting sequence, which gets all of its memory here, with what is found of it. Says how many blocks of its
-    /// table that is, and the last of them. What is to be mapped is commanded at once: whoever gets the sources' addresses
-    /// later writes there later.
+    /// table that is, and the last of them.
     pub(crate) fn adopt_prefix(&mut self, id: SeqId) -> (u32, Option<PhysBlock>) {
+        let (blocks, named) = self.take_prefix(id);
+        let Some(seq) = self.seqs.get_mut(&id).filter(|_| !blocks.is_empty()) else { return (0, None) };
+        let known = u32::try_from(blocks.len()).expect("at most a sequence's blocks");
+        seq.blocks.push_local(&blocks);
+        let advance = seq.blocks.advance(known * self.config.block_tokens);
+        seq.named = named;
+        self.rm.mark_written(&advance);
+        (known, blocks.last().copied())
+    }
+
+    /// What is found of a sequence that has nothing here and gets all of its memory here: its first blocks, and how many of them
+    /// have names. What is to be mapped is commanded at once: whoever gets the sources' addresses later writes there later.
+    pub(crate) fn take_prefix(&mut self, id: SeqId) -> (Vec<PhysBlock>, u32) {
         let (tokens, map) = (self.config.block_tokens, self.may_map(id));
         let wanted = self.name_wanted(id);
-        let Some(seq) = self.seqs.get_mut(&id).filter(|seq| seq.blocks.blocks() == 0) else { return (0, None) };
-        if self.prefixes.root.is_none() {
-            return (0, None);
-        }
+        let Some(seq) = self.seqs.get(&id).filter(|seq| seq.blocks.blocks() == 0 && self.prefixes.root.is_some())
+        else {
+            return (Vec::new(), 0);
+        };
         let len = seq.len();
         let Adopted { blocks, shared, mapped, left } = self.rm.adopt(id, &seq.names[..wanted], map);
         let known = u32::try_from(blocks.len()).expect("at most a sequence's blocks");
-        seq.blocks.push_local(&blocks);
-        let advance = seq.blocks.advance(known * tokens);
         // What is to be mapped has its names when it is.
         let first = mapped.first().and_then(|(_, to)| blocks.iter().position(|block| block == to));
-        seq.named = first.map_or(known, |first| u32::try_from(first).unwrap_or(known));
-        self.rm.mark_written(&advance);
+        let named = first.map_or(known, |first| u32::try_from(first).unwrap_or(known));
         self.prefixes.looked_up_tokens += u64::from(len);
         self.prefixes.hit_tokens += u64::from(known * tokens);
         self.prefixes.shared_blocks += u64::from(shared);
         if !mapped.is_empty() {
             self.map_blocks(id, &mapped, &left);
         }
-        (known, blocks.last().copied())
+        (blocks, named)
     }
 
     /// Has the device map memory behind blocks of a sequence, and behind `left` no more.
@@ -224,7 +233,9 @@ impl Instance {
         let Some(error) = error else { return self.name_blocks(id) };
         tracing::warn!(%error, seq = %id, "blocks could not be mapped");
         seq.maps_nothing = true;
-        if self.sched.is_running(id) {
+        if self.prefills.away.contains_key(&id) {
+            self.redo(id, "blocks could not be mapped");
+        } else if self.sched.is_running(id) {
             self.preempt(id);
         } else {
             self.release_memory(id);

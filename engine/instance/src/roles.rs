@@ -120,8 +120,8 @@ impl Instance {
         let serves = now.serves() && !next.serves();
         let prefills = now.prefills() && !next.prefills();
         let sends_away = now == Role::Decode;
-        // What is being mapped may be given to a reader meanwhile, and its transports wait for no device.
-        let maps = next == Role::Decode && self.prefixes.maps();
+        // What is being mapped may be given to a reader meanwhile. Its transports wait for no device if they write there.
+        let maps = next == Role::Decode && self.stage_blocks() == 0 && self.prefixes.maps();
         let heard = self.now_ms >= since_ms + ROLE_GRACE_MS;
         !maps
             && (!serves || (heard && self.seqs.keys().all(|seq| self.prefills.is_job(*seq))))

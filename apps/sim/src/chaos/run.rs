@@ -95,6 +95,8 @@ pub struct Summary {
     pub prefills_own: u64,
     /// Blocks that stayed with the worker that computed them.
     pub left: u64,
+    /// Tokens that were not read from whoever computed them, as they were there already.
+    pub found: u64,
     /// Roles that changed.
     pub switches: u64,
     pub partials_frames: u64,
@@ -125,6 +127,7 @@ impl Summary {
         self.prefills_again += other.prefills_again;
         self.prefills_own += other.prefills_own;
         self.left += other.left;
+        self.found += other.found;
         self.switches += other.switches;
         self.partials_frames += other.partials_frames;
         self.bulk_frames += other.bulk_frames;
@@ -143,6 +146,7 @@ impl Summary {
         self.prefills_again += status.prefill.retried;
         self.prefills_own += status.prefill.own;
         self.left += status.prefill.blocks_left;
+        self.found += status.prefill.found_tokens;
     }
 }
 

@@ -498,7 +498,7 @@ impl Instance {
     }
 
     /// A prompt is to be computed by another worker, or here if that was tried too often.
-    pub(super) fn redo(&mut self, id: SeqId, why: &str) {
+    pub(crate) fn redo(&mut self, id: SeqId, why: &str) {
         let now_ms = self.now_ms;
         let Some(away) = self.prefills.away.get_mut(&id) else { return };
         let worker = worker_of(away);

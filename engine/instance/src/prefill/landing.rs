@@ -25,6 +25,9 @@ pub(super) struct Landing {
     pub(super) after_writes: u64,
     /// The prompt's oldest blocks: they stay where they are computed.
     pub(super) left: u32,
+    /// The first of `blocks`, which hold the prompt's beginning already (none if some are left), and how many of them have names.
+    pub(super) found: u32,
+    pub(super) named: u32,
     /// Tokens of the prompt.
     tokens: u32,
     block_tokens: u32,
@@ -43,9 +46,15 @@ pub(super) struct Landing {
 }
 
 impl Landing {
-    /// For the KV of `tokens` tokens in `layers` layers, but for that of the `left` oldest blocks.
-    pub(super) fn new(blocks: Vec<PhysBlock>, left: u32, (tokens, layers): (u32, u32), block_tokens: u32) -> Self {
-        let missing = u64::from(tokens.saturating_sub(left * block_tokens)) * u64::from(layers);
+    /// For the KV of `tokens` tokens in `layers` layers, but for that of the `left` oldest blocks, and of those that are `found`
+    /// behind them.
+    pub(super) fn new(
+        blocks: Vec<PhysBlock>,
+        (left, found): (u32, u32),
+        (tokens, layers): (u32, u32),
+        block_tokens: u32,
+    ) -> Self {
+        let missing = u64::from(tokens.saturating_sub((left + found) * block_tokens)) * u64::from(layers);
         let (parts, offers, pulls) = (Vec::new(), Vec::new(), BTreeMap::new());
         let (staged, stage, left_checks) = (Vec::new(), None, BTreeMap::new());
         Self {
@@ -54,6 +63,8 @@ impl Landing {
             stage,
             after_writes: 0,
             left,
+            found,
+            named: 0,
             tokens,
             block_tokens,
             early: false,
@@ -65,9 +76,19 @@ impl Landing {
         }
     }
 
+    /// The prompt's blocks before this one are not read.
+    fn first(&self) -> u32 {
+        self.left + self.found
+    }
+
     /// Tokens whose KV is read.
     pub(super) fn tokens_here(&self) -> u32 {
-        self.tokens.saturating_sub(self.left * self.block_tokens)
+        self.tokens.saturating_sub(self.first() * self.block_tokens)
+    }
+
+    /// Blocks that are read into.
+    pub(super) fn read_into(&self) -> &[PhysBlock] {
+        &self.blocks[self.found as usize..]
     }
 
     /// It was copied from where it arrived, or is not to be: nothing needs that any more.
@@ -92,15 +113,15 @@ impl Landing {
         fits
     }
 
-    /// Takes the oldest part that is not being read: how many of its blocks stay behind, and where the others go.
+    /// Takes the oldest part that is not being read: how many of its blocks are not, and where the others go.
     fn next(&mut self) -> Option<(Offer, u32, Vec<u32>)> {
         let offer = (!self.offers.is_empty()).then(|| self.offers.remove(0))?;
         let first = offer.first_token / self.block_tokens;
         let end = (offer.first_token + offer.tokens).div_ceil(self.block_tokens);
-        let skip = self.left.clamp(first, end) - first;
-        let into = (first + skip).saturating_sub(self.left) as usize..end.saturating_sub(self.left) as usize;
+        let (skip, from) = (self.first().clamp(first, end) - first, self.first());
+        let into = (first + skip).saturating_sub(from) as usize..end.saturating_sub(from) as usize;
         let local = match &self.staged[..] {
-            [] => self.blocks[into].iter().map(|block| block.0).collect(),
+            [] => self.read_into()[into].iter().map(|block| block.0).collect(),
             staged => staged[into].to_vec(),
         };
         Some((offer, skip, local))
@@ -123,7 +144,7 @@ impl Landing {
     }
 
     fn started(&mut self, pull: PullId, offer: &Offer) {
-        let from = offer.first_token.max(self.left * self.block_tokens);
+        let from = offer.first_token.max(self.first() * self.block_tokens);
         let tokens = (offer.first_token + offer.tokens).saturating_sub(from);
         let layers = offer.layers.end - offer.layers.start;
         self.pulls.insert(pull, u64::from(tokens) * u64::from(layers));
@@ -208,7 +229,7 @@ impl Instance {
             let left: Vec<Check> = checks.iter().take(skip as usize).copied().collect();
             if local.is_empty() {
                 landing.leave(&offer, &left);
-                // All of it stays where it is, as the sequence's lease.
+                // All of it stays where it is, as the sequence's lease, or is here.
                 reader.decline(offer.conn, offer.export, now_ms);
                 continue;
             }
@@ -226,16 +247,20 @@ impl Instance {
     /// Gives blocks up that were to be read into: at once, or when nothing is written to them any more.
     pub(super) fn give_up_landing(&mut self, seq: SeqId, landing: Landing) {
         let now_ms = self.now_ms;
-        let Landing { blocks, staged, stage, offers, pulls, .. } = landing;
+        let Landing { mut blocks, staged, stage, offers, pulls, found, .. } = landing;
         let pulls: BTreeSet<PullId> = pulls.into_keys().collect();
         if let Some(reader) = &mut self.prefills.reader {
             offers.iter().for_each(|offer| reader.decline(offer.conn, offer.export, now_ms));
             pulls.iter().for_each(|pull| reader.cancel(*pull, now_ms));
         }
+        self.seqs.entry(seq).and_modify(|seq| seq.sharing = None);
         if pulls.is_empty() && stage.is_none() {
             self.rm.free(seq, &blocks);
             self.unstage(staged);
         } else {
+            // What was here is read by nobody's transport.
+            let found: Vec<PhysBlock> = blocks.drain(..found as usize).collect();
+            self.rm.free(seq, &found);
             self.prefills.settling.push(Settling { seq, blocks, staged, stage, pulls });
         }
     }
@@ -274,7 +299,7 @@ mod tests {
     /// 14 tokens in 4 layers, in blocks of 4, of which the oldest `left` stay away.
     fn landing(left: u32) -> Landing {
         let blocks = (10..14 - left).map(PhysBlock).collect();
-        Landing::new(blocks, left, (14, 4), 4)
+        Landing::new(blocks, (left, 0), (14, 4), 4)
     }
 
     #[test]
@@ -303,6 +328,25 @@ mod tests {
         assert!(!of.is_whole());
         of.ended(PullId(3), true);
         assert!(of.is_whole());
+    }
+
+    #[test]
+    fn what_is_here_already_is_not_read() {
+        let mut of = Landing::new((10..14).map(PhysBlock).collect(), (0, 3), (14, 4), 4);
+        assert_eq!((of.tokens_here(), of.read_into()), (2, &[PhysBlock(13)][..]));
+        assert!(of.accept(offer(1, 0, 8, 0..4)) && of.accept(offer(2, 8, 6, 0..4)));
+        assert_eq!(of.next().map(|(_, skip, local)| (skip, local)), Some((2, vec![])));
+        let (rest, skip, local) = of.next().unwrap();
+        assert_eq!((skip, &local), (1, &vec![13]));
+        of.started(PullId(1), &rest);
+        of.ended(PullId(1), true);
+        assert!(of.is_whole());
+        // Beside the store there is room for what is read alone.
+        let mut of = Landing::new((10..14).map(PhysBlock).collect(), (0, 1), (14, 4), 4);
+        of.staged = vec![7, 8, 9];
+        assert!(of.accept(offer(1, 0, 14, 0..4)));
+        assert_eq!(of.next().map(|(_, skip, local)| (skip, local)), Some((1, vec![7, 8, 9])));
+        assert!(Landing::new((10..14).map(PhysBlock).collect(), (0, 4), (14, 4), 4).is_whole(), "nothing is missing");
     }
 
     #[test]

@@ -234,29 +234,41 @@ impl Instance {
         }
     }
 
-    /// Blocks to read into for a sequence of so many, and how many of its blocks stay where they are. `None`: wait.
-    fn pull_room(&self, needed: u32) -> Option<(u32, u32)> {
+    /// Blocks to read into for a sequence of so many, of which others have `shareable` here, and how many of its blocks stay where
+    /// they are. `None`: wait.
+    fn pull_room(&self, needed: u32, shareable: u32) -> Option<(u32, u32)> {
         let (room, total) = (self.room(), self.config.blocks_total);
         let most = Some(self.stage_blocks()).filter(|blocks| *blocks > 0).unwrap_or(u32::MAX);
         if needed + GROWTH_BLOCKS <= total && needed <= most {
-            return (needed <= room).then_some((needed, 0));
+            return (needed <= room + shareable).then_some((needed, 0));
         }
         // It never fits. Half of this instance is enough to begin with, or all that can arrive at once.
         let taken = room.saturating_sub(GROWTH_BLOCKS).min(needed).min(most);
         (taken > 0 && taken >= most.min(total / 2)).then_some((taken, needed - taken))
     }
 
-    /// Blocks for a sequence whose prompt is to be read, those of its newest tokens if not all of it ever fits. `known`:
-    /// of its tokens, those whose KV is read.
+    /// Blocks for a sequence whose prompt is to be read, those of its newest tokens if not all of it ever fits; else it begins with
+    /// what is found here. `known`: of its tokens, those whose KV is read.
     fn allocate_landing(&mut self, id: SeqId, known: u32, len: u32) -> Option<Landing> {
         let (block_tokens, layers) = (self.config.block_tokens, self.config.kv.layers);
-        let (own, left) = self.pull_room(len.div_ceil(block_tokens))?;
-        let staged = self.take_stages(known.div_ceil(block_tokens).saturating_sub(left))?;
-        let Some(blocks) = self.rm.allocate(id, left..left + own, None) else {
+        // What an earlier attempt is still read into is this sequence's, too: it has something here.
+        let fresh = self.prefills.settling.iter().all(|settling| settling.seq() != id);
+        let shareable = if fresh { self.shareable(id) } else { 0 };
+        let (own, left) = self.pull_room(len.div_ceil(block_tokens), shareable)?;
+        let mut staged = self.take_stages(known.div_ceil(block_tokens).saturating_sub(left))?;
+        let (mut blocks, named) = if fresh && left == 0 { self.take_prefix(id) } else { (Vec::new(), 0) };
+        let found = u32::try_from(blocks.len()).expect("at most a sequence's blocks");
+        let Some(rest) = self.rm.allocate(id, left + found..left + own, blocks.last().copied()) else {
+            self.rm.free(id, &blocks);
+            self.seqs.entry(id).and_modify(|seq| seq.sharing = None);
             self.unstage(staged);
             return None;
         };
-        let mut landing = Landing::new(blocks, left, (known, layers), block_tokens);
+        blocks.extend(rest);
+        let spare = staged.drain(..staged.len().min(found as usize)).collect();
+        self.unstage(spare);
+        let mut landing = Landing::new(blocks, (left, found), (known, layers), block_tokens);
+        landing.named = named;
         // What is staged is copied by the device, in order.
         landing.after_writes = if staged.is_empty() { self.guests.queued_writes() } else { 0 };
         landing.staged = staged;
@@ -316,7 +328,7 @@ impl Instance {
         let Some(away) = self.prefills.away.remove(&id) else { return };
         let Stage::Pulling { handed, mut landing, since_ms } = away.stage else { return };
         let checks = landing.take_left_checks(self.config.kv.layers);
-        let Landing { blocks, left, early, .. } = landing;
+        let Landing { blocks, left, early, found, named, .. } = landing;
         let now_ms = self.now_ms;
         // What is pushed waits for memory before its prompt is given to anybody.
         let (before_ms, after_ms) = (away.asked_ms - away.since_ms, since_ms - handed.ready_ms);
@@ -328,6 +340,10 @@ impl Instance {
             transfer_ms: now_ms - since_ms,
         });
         self.prefills.status.blocks_left += u64::from(left);
+        let kept = u64::from(found * self.config.block_tokens);
+        self.prefills.status.found_tokens += kept;
+        self.prefills.status.found_bytes +=
+            kept * (self.config.kv.layers as usize * self.config.kv.layer_token_bytes()) as u64;
         let Some(seq) = self.seqs.get_mut(&id) else { return };
         let lagoon_cluster::BorrowedLease { creditor, lease, epoch, .. } = handed.lease;
         if left > 0 {
@@ -336,7 +352,7 @@ impl Instance {
         }
         seq.blocks.push_local(&blocks);
         let advance = seq.blocks.advance(handed.tokens);
-        (seq.hold, seq.misses, seq.pulled_ms) = (crate::sequence::Hold::None, 0, Some(now_ms));
+        (seq.hold, seq.misses, seq.pulled_ms, seq.named) = (crate::sequence::Hold::None, 0, Some(now_ms), named);
         let tokens = seq.len();
         self.rm.mark_written(&advance);
         self.rm.release(&handed.entries(left), now_ms);

@@ -95,8 +95,13 @@ impl Instance {
     }
 
     /// Blocks beside the store in all; 0 where transports read and fill the store itself.
-    pub(super) fn stage_blocks(&self) -> u32 {
+    pub(crate) fn stage_blocks(&self) -> u32 {
         self.config.transfer.as_ref().map_or(0, |transfer| transfer.stage_blocks)
+    }
+
+    /// Whether transports write into the store by themselves.
+    pub(crate) fn reads_directly(&self) -> bool {
+        self.roles.reads() && self.stage_blocks() == 0
     }
 
     /// Room for `n` blocks beside the store, nothing where none is needed. `None`: wait.
@@ -184,7 +189,7 @@ impl Instance {
         }
         let stage = self.prefills.staging.issue();
         landing.stage = Some(stage);
-        let store: Vec<u32> = landing.blocks.iter().map(|block: &PhysBlock| block.0).collect();
+        let store: Vec<u32> = landing.read_into().iter().map(|block: &PhysBlock| block.0).collect();
         let pieces = pieces(&store, &landing.staged, landing.tokens_here(), block_tokens);
         self.release_freed();
         self.effects.push(Effect::Runner(Command::Stage(StageWork { stage, inward: true, layers, pieces })));

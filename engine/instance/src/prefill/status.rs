@@ -41,6 +41,9 @@ pub struct PrefillStatus {
     pub pulled: u64,
     /// Blocks of them that stayed where they were computed.
     pub blocks_left: u64,
+    /// Tokens of them whose KV was here already and was not read, and its bytes.
+    pub found_tokens: u64,
+    pub found_bytes: u64,
     /// Prompts that were given to another worker, because one refused, died or was not readable.
     pub retried: u64,
     /// Prompts that this instance computed, because no worker did.
