@@ -14,6 +14,8 @@
 // Here are its state, what tests ask of it, devices and contexts; the rest is in files by what they fake, included below.
 #include "fake.h"
 
+#include "../shim/tensor_map.h"
+
 #include <csetjmp>
 #include <csignal>
 #include <cstdio>

@@ -40,10 +40,10 @@ SMALL_PREFILL(bf16, 128, exact, 2)
 SMALL_PREFILL(bf16, 128, fast, 1)
 SMALL_PREFILL(bf16, 256, fast, 1)
 
-// Warpgroup products exist on compute capability 9.0 only: on others these kernels are not in the fatbin.
+// Warpgroup products and the copy engine exist on compute capability 9.0 only: on others these kernels are not in the fatbin.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(LAGOON_SHIM)
 #define WGMMA(TYPE, D) \
-    KERNEL(attention_wgmma_##TYPE##_##D, 256, 1, AttentionParams) { attention_wgmma<TYPE, D>(p); }
+    KERNEL(attention_wgmma_##TYPE##_##D, 384, 1, AttentionBoxesParams) { attention_wgmma<TYPE, D>(p); }
 
 WGMMA(f16, 64)
 WGMMA(f16, 128)

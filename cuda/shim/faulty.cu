@@ -1,5 +1,7 @@
 // Kernels with one mistake each, which the shim must show. They are in no fatbin.
+#include "../kernels/shared/bulk.cuh"
 #include "../kernels/shared/common.cuh"
+#include "../kernels/shared/wgmma.cuh"
 
 // Writes its thread's number to shared memory and reads its neighbour's; `cols` says which mistake is made.
 KERNEL(faulty, 64, 1, GatherParams) {
@@ -50,5 +52,59 @@ KERNEL(faulty, 64, 1, GatherParams) {
             break;
         default:
             break;
+    }
+}
+
+// One box of 8 rows comes to the beginning of shared memory, whose first 1024 bytes it fills; a barrier follows it. `x` is
+// the map, `pad` the box's row.
+DEVICE void faulty_copy(const GatherParams& p, unsigned char* shared) {
+    const SharedAddress to = shared_address(shared), barrier = to + 1024;
+    const unsigned char* map = at<const unsigned char>(p.x);
+    const uint32_t mistake = p.cols;
+    if (threadIdx.x == 0) {
+        if (mistake != 1) barrier_init(barrier, 1);
+        if (mistake == 2) barrier_init(barrier, 1);
+        if (mistake == 3) barrier_init(barrier + 12, 1);
+        if (mistake == 4) *reinterpret_cast<uint32_t*>(shared + 1024) = 0;
+        barrier_expect(barrier, mistake == 5 ? 512 : mistake == 6 ? 2048 : 1024);
+        const int32_t row = static_cast<int32_t>(p.rows);
+        copy_box(mistake == 7 ? to + 64 : mistake == 8 ? to + 128 : to, mistake == 9 ? map + 64 : map, 0, row, barrier);
+        if (mistake != 10) barrier_arrive(barrier);
+        if (mistake == 11) barrier_arrive(barrier);
+    }
+    sync_block();
+    if (mistake != 12) barrier_wait(barrier, mistake == 13 ? 1 : 0);
+    at<uint32_t>(p.out)[threadIdx.x] = reinterpret_cast<const uint32_t*>(shared)[threadIdx.x * 4];
+}
+
+KERNEL(faulty_boxes, 64, 1, GatherParams) {
+    DYNAMIC_SHARED(shared);
+    faulty_copy(p, shared);
+}
+
+// Products of 64 by 16 ones and 16 by 128 ones; `cols` says which mistake is made.
+KERNEL(faulty_products, 128, 1, GatherParams) {
+    DYNAMIC_SHARED(shared);
+    const uint32_t mistake = p.cols, thread = threadIdx.x;
+    uint32_t* words = reinterpret_cast<uint32_t*>(shared);
+    for (uint32_t i = thread; i < (64 + 128) * 32; i += 128) words[i] = 0x3c003c00;
+    if (mistake != 1) fence_shared_for_async();
+    sync_block();
+    float d[64];
+    for (float& x : d) x = 1;
+    const SharedAddress a = shared_address(shared), b = a + 64 * 128;
+    if (mistake != 2) warpgroup_fence();
+    wgmma_shared<f16, 128>(d, describe(mistake == 3 ? a + thread / 64 * 1024 : a, 16, 1024), describe(b, 16, 1024), true);
+    if (mistake != 4) warpgroup_commit();
+    if (mistake != 5) warpgroup_wait<0>();
+    at<float>(p.out)[thread] = d[thread % 64];
+    if (mistake == 5) warpgroup_wait<0>();
+    if (mistake == 6) keep_registers<256>();
+    if (mistake == 7 && thread < 64) keep_registers<64>();
+    if (mistake == 8) {
+        warpgroup_fence();
+        wgmma_shared<f16, 128>(d, describe(a + 128 * 1024, 16, 1024), describe(b, 16, 1024), true);
+        warpgroup_commit();
+        warpgroup_wait<0>();
     }
 }

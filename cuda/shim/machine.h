@@ -2,13 +2,15 @@
 // meet is a barrier of fibers. Kernels are compiled against it with LAGOON_SHIM by any C++17 compiler.
 //
 // What it shows: indices, masks, fragments' layouts, barriers that are missing or that not all reach, reads of shared memory
-// before it is written (it starts as NaN), copies that are not waited for, and with an address sanitizer every access out of
-// bounds. What it cannot: races inside a warp's instruction, the real rounding of tensor cores, and speed.
+// before it is written (it starts as NaN), copies and products that are not waited for, and with an address sanitizer every
+// access out of bounds. What it cannot: races inside a warp's instruction, the real rounding of tensor cores, and speed.
 #pragma once
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <deque>
+#include <map>
 #include <vector>
 
 #define DEVICE inline
@@ -67,10 +69,17 @@ struct Lane {
     uint32_t warp = 0, lane = 0;
     void* stack_pointer = nullptr;
     bool done = false;
+    // Turns that it lets pass.
+    uint32_t pauses = 0;
     const Barrier* waits_at = nullptr;
     uint64_t waits_for = 0;
     std::vector<std::vector<Copy>> groups;
     std::vector<Copy> open;
+    // Groups of products that were ended; whether registers were ordered since the last wait for them.
+    uint32_t commits = 0;
+    bool fenced = false;
+    // Groups that products were issued in, and that were waited for.
+    uint32_t issued = 0, waited = 0;
 };
 
 // What a lane brings to a warp's instruction, and what it takes from it.
@@ -82,27 +91,63 @@ struct Warp {
     Barrier barrier;
     // By parity of the generation: a fast lane may bring the next instruction's before a slow one has taken this one's.
     Slot slots[2][32];
+    // Fences of its lanes for the asynchronous proxy.
+    uint32_t fences = 0;
 };
 
-// What a thread of a warpgroup brings to a product.
+// What a thread of a warpgroup brings to a product, and the group that it is of.
 struct Operands {
     float* d = nullptr;
     const uint32_t* registers = nullptr;
     uint64_t a = 0, b = 0;
     bool add = false;
+    uint32_t group = 0;
+};
+
+// A product of a warpgroup, of which each warp makes its 16 rows; `done` has a bit for each that has.
+struct Product {
+    Operands operands[128];
+    uint32_t done = 0;
+    uint32_t n = 0;
+    float (*widen)(uint16_t) = nullptr;
 };
 
 struct Warpgroup {
     Barrier barrier;
-    Operands operands[128];
+    Product next;
+    std::deque<Product> products;
+    // Of each thread.
+    uint32_t registers = 0;
+};
+
+// A barrier in shared memory: its phase, and what that still waits for.
+struct SharedBarrier {
+    Barrier phase;
+    uint32_t expected = 0, pending = 0;
+    int64_t bytes = 0;
+};
+
+// A copy of the copy engine's that has not happened yet.
+struct BulkCopy {
+    uintptr_t to;
+    const void* map;
+    int32_t column, row;
+    uintptr_t barrier;
 };
 
 struct Block {
     Dim index, threads, grid;
-    unsigned char* shared = nullptr;
+    // Shared memory, and as the asynchronous proxy sees it.
+    unsigned char *shared = nullptr, *async_view = nullptr;
+    size_t shared_bytes = 0;
     Barrier barrier;
     std::vector<Warp> warps;
     std::vector<Warpgroup> warpgroups;
+    std::map<uintptr_t, SharedBarrier> barriers;
+    std::vector<BulkCopy> bulk;
+    // Registers that no warpgroup has; a new generation when some were given back.
+    uint32_t registers_free = 0;
+    Barrier registers;
     // Copies happen as they are issued, or as late as they may.
     bool eager_copies = false;
 };
@@ -114,8 +159,14 @@ struct Registration {
     Registration(const char* name, uint32_t threads, size_t params_bytes, void (*body)(const void*));
 };
 
-// Ends the launch with an error; does not return.
+// Ends the launch with an error, once the scheduler has its turn; `stop` gives it that turn. `fail` is both.
+void report(const char* what);
+[[noreturn]] void stop();
 [[noreturn]] void fail(const char* what);
+bool has_failed();
+// Gives others their turn until the barrier's generation is another; or, in the random order, for a while at times.
+void wait_at(Barrier& barrier);
+void pause();
 // Arrives at a barrier of `count` and waits there. The last to arrive runs `last` first.
 void meet_at(Barrier& barrier, uint32_t count, const char* what, void (*last)(void*), void* context);
 
@@ -156,7 +207,25 @@ inline uint16_t f32_to_bf16(float x) {
 
 void multiply(Slot* slots, float (*widen)(uint16_t));
 void load_matrices(Slot* slots, bool transposed);
-void multiply_group(Warpgroup& group, uint32_t n, float (*widen)(uint16_t));
+
+// See async.h.
+void init_barrier(uintptr_t address, uint32_t arrivals);
+void expect_bytes(uintptr_t address, uint32_t bytes);
+void arrive(uintptr_t address);
+void wait_for_phase(uintptr_t address, uint32_t parity);
+const void* map_at(const void* map);
+void start_copy(uintptr_t to, const void* map, int32_t column, int32_t row, uintptr_t barrier);
+void fence_async();
+void keep_registers(uint32_t n);
+void take_registers(uint32_t n);
+void start_product(const Operands& mine, uint32_t n, float (*widen)(uint16_t));
+// Waits until at most `but` of this thread's groups are under way.
+void finish_products(uint32_t but);
+// Whether there was such a copy under way, or a product of that warp; it happens now.
+bool finish_copy(size_t which);
+bool finish_product(uint32_t warp);
+// Reports what is under way though all threads have ended.
+void finish_block();
 
 }  // namespace shim
 
@@ -311,54 +380,4 @@ inline uint32_t min_shared(uint32_t* to, uint32_t x) {
 
 inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
-// Warpgroup products happen when the last thread arrives: that they are asynchronous is not modelled.
-inline void warpgroup_fence() {}
-inline void warpgroup_commit() {}
-template <int N>
-void warpgroup_wait() {}
-inline void fence_shared_for_products() {}
-template <int N>
-void hold(float (&)[N]) {}
-
-inline uint64_t describe(SharedAddress start, uint32_t leading, uint32_t stride) {
-    // An offset in shared memory, which starts at a multiple of 1024.
-    const uint64_t offset = start - reinterpret_cast<uintptr_t>(shim::block->shared);
-    return (offset >> 4 & 0x3fff) | static_cast<uint64_t>(leading >> 4 & 0x3fff) << 16 |
-           static_cast<uint64_t>(stride >> 4 & 0x3fff) << 32 | 1ull << 62;
-}
-
-namespace shim {
-template <typename T>
-void product(uint32_t n, const Operands& mine) {
-    Warpgroup& group = block->warpgroups[self->warp / 4];
-    group.operands[self->thread.x % 128] = mine;
-    struct Context {
-        Warpgroup& group;
-        uint32_t n;
-    } context = {group, n};
-    const auto last = [](void* pointer) {
-        Context& c = *static_cast<Context*>(pointer);
-        multiply_group(c.group, c.n, [](uint16_t x) { return widen(T{x}); });
-    };
-    meet_at(group.barrier, 128, "wgmma", last, &context);
-}
-}  // namespace shim
-
-template <typename T, int N>
-void wgmma_shared(float (&d)[N / 2], uint64_t a, uint64_t b, bool add) {
-    shim::Operands mine;
-    mine.d = d;
-    mine.a = a;
-    mine.b = b;
-    mine.add = add;
-    shim::product<T>(N, mine);
-}
-template <typename T, int N>
-void wgmma_registers(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool add) {
-    shim::Operands mine;
-    mine.d = d;
-    mine.registers = a;
-    mine.b = b;
-    mine.add = add;
-    shim::product<T>(N, mine);
-}
+#include "async.h"

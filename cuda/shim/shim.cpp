@@ -12,6 +12,7 @@
 #include <string>
 
 #include "machine.h"
+#include "tensor_map.h"
 
 #undef threadIdx
 #undef blockIdx
@@ -153,6 +154,7 @@ void fiber() {
     for (const auto& group : self->groups) {
         if (!group.empty()) fail("a thread ends while its copies are under way");
     }
+    if (self->issued > self->waited) fail("a thread ends while its products are under way");
     yield();
     __builtin_unreachable();
 }
@@ -163,6 +165,10 @@ bool is_ready(const Lane& lane) {
 
 bool run_lane(Lane& lane) {
     if (failed || !is_ready(lane)) return false;
+    if (lane.pauses > 0) {
+        lane.pauses--;
+        return true;
+    }
     lane.waits_at = nullptr;
     self = &lane;
     lagoon_shim_switch(&scheduler, lane.stack_pointer);
@@ -195,12 +201,26 @@ bool run_warps(std::vector<Lane>& lanes, uint32_t warps) {
     return progress;
 }
 
+// The copy engine does something: the first copy, the last or any.
+bool run_copy() {
+    const size_t count = block->bulk.size();
+    if (count == 0) return false;
+    return finish_copy(order == WARPS_AHEAD_REVERSED ? count - 1 : order == RANDOM ? random_below(static_cast<uint32_t>(count)) : 0);
+}
+
 void run_block(uint32_t threads) {
     static thread_local std::vector<Lane> lanes;
     lanes.assign(threads, Lane());
     block->warps.assign(threads / 32, Warp());
     block->warpgroups.assign((threads + 127) / 128, Warpgroup());
     block->barrier = Barrier();
+    // As many registers for each thread as all can have.
+    const uint32_t registers = std::min(65536 / threads / 8 * 8, 248u);
+    for (Warpgroup& group : block->warpgroups) group.registers = registers;
+    block->registers_free = 65536 - threads * registers;
+    block->registers = Barrier();
+    block->barriers.clear();
+    block->bulk.clear();
     for (uint32_t i = 0; i < threads; i++) {
         unsigned char* stack = stacks.get(i);
         if (!stack) {
@@ -216,7 +236,10 @@ void run_block(uint32_t threads) {
         lanes[i].lane = i % 32;
         lanes[i].stack_pointer = prepare(stack, STACK_BYTES, fiber);
     }
-    while (!failed && run_warps(lanes, threads / 32)) {
+    const auto waits = [](const Lane& lane) { return !lane.done; };
+    while (!failed && (run_warps(lanes, threads / 32) || (std::any_of(lanes.begin(), lanes.end(), waits) && run_copy()))) {
+        if (order == RANDOM && random_below(4) == 0) run_copy();
+        if (order == RANDOM && random_below(4) == 0) finish_product(random_below(threads / 32));
     }
     if (failed) return;
     for (const Lane& lane : lanes) {
@@ -225,15 +248,32 @@ void run_block(uint32_t threads) {
         error = std::string("deadlock: some threads wait for ever at ") + lane.waits_at->what;
         return;
     }
+    finish_block();
 }
 
 }  // namespace
 
-void fail(const char* what) {
+void report(const char* what) {
+    if (!failed) error = what;
     failed = true;
-    error = what;
+}
+
+void stop() {
     yield();
     __builtin_unreachable();
+}
+
+void fail(const char* what) {
+    report(what);
+    stop();
+}
+
+bool has_failed() { return failed; }
+
+void wait_at(Barrier& barrier) {
+    self->waits_at = &barrier;
+    self->waits_for = barrier.generation;
+    yield();
 }
 
 void meet_at(Barrier& barrier, uint32_t count, const char* what, void (*last)(void*), void* context) {
@@ -246,8 +286,12 @@ void meet_at(Barrier& barrier, uint32_t count, const char* what, void (*last)(vo
         barrier.generation++;
         return;
     }
-    self->waits_at = &barrier;
-    self->waits_for = barrier.generation;
+    wait_at(barrier);
+}
+
+void pause() {
+    if (order != RANDOM || random_below(4) != 0) return;
+    self->pauses = random_below(64);
     yield();
 }
 
@@ -318,55 +362,6 @@ void load_matrices(Slot* slots, bool transposed) {
     }
 }
 
-// The element at `row` and `column` of 8-row atoms of 128 bytes: rows along k of at most 64 columns, or, for `across`, columns
-// along the other side. The hardware exchanges 16-byte chunks by the address's own bits.
-static uint16_t element(uint64_t descriptor, uint32_t other, uint32_t k, bool across) {
-    const uint64_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
-    const uint64_t stride = (descriptor >> 32 & 0x3fff) << 4;
-    if (descriptor >> 62 != 1) fail("a descriptor without the 128-byte swizzle");
-    const uint64_t plain = across ? start + other / 64 * leading + k / 8 * stride + k % 8 * 128 + other % 64 * 2
-                                  : start + other / 8 * stride + other % 8 * 128 + k * 2;
-    const uint64_t address = plain ^ (plain >> 3 & 0x70);
-    uint16_t x;
-    memcpy(&x, block->shared + address, sizeof x);
-    return x;
-}
-
-void multiply_group(Warpgroup& group, uint32_t n, float (*widen)(uint16_t)) {
-    const Operands& first = group.operands[0];
-    const bool registers = first.registers != nullptr;
-    static thread_local float a[64][16], b[16][256];
-    for (uint32_t row = 0; row < 64; row++) {
-        for (uint32_t k = 0; k < 16; k++) {
-            if (registers) {
-                // Row 16 warp + g, g + 8; columns 2 t, 2 t + 8 and the ones after.
-                const uint32_t lane = row % 8 * 4 + k % 8 / 2, i = row / 8 % 2 + k / 8 * 2;
-                const uint32_t word = group.operands[row / 16 * 32 + lane].registers[i];
-                a[row][k] = widen(static_cast<uint16_t>(k % 2 ? word >> 16 : word));
-            } else {
-                a[row][k] = widen(element(first.a, row, k, false));
-            }
-        }
-    }
-    for (uint32_t k = 0; k < 16; k++) {
-        for (uint32_t column = 0; column < n; column++) {
-            // Values, which meet weights from registers, lie across.
-            b[k][column] = widen(element(first.b, column, k, registers));
-        }
-    }
-    for (uint32_t thread = 0; thread < 128; thread++) {
-        const Operands& mine = group.operands[thread];
-        if (mine.a != first.a || mine.b != first.b || mine.add != first.add) fail("a warpgroup's threads disagree");
-        const uint32_t g = thread / 32 * 16 + thread % 32 / 4, t = thread % 4;
-        for (uint32_t i = 0; i < n / 2; i++) {
-            const uint32_t row = g + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * t + i % 2;
-            float sum = mine.add ? mine.d[i] : 0;
-            for (uint32_t k = 0; k < 16; k++) sum += a[row][k] * b[k][column];
-            mine.d[i] = sum;
-        }
-    }
-}
-
 }  // namespace shim
 
 extern "C" {
@@ -381,7 +376,7 @@ size_t lagoon_shim_params_bytes(const char* name) {
 }
 
 // How this thread's launches take turns from now on: 0 in turn, 1 warps run ahead, 2 the same backwards, 3 random by `seed`.
-// Asynchronous copies happen at once in order 0, and as late as they may in others.
+// What is asynchronous happens at once in order 0, and as late as it may in others (at times earlier in 3).
 void lagoon_shim_order(int order, uint64_t seed) {
     shim::order = order;
     shim::random_state = seed | 1;
@@ -389,6 +384,13 @@ void lagoon_shim_order(int order, uint64_t seed) {
 
 // What went wrong in this thread's last launch.
 const char* lagoon_shim_error() { return shim::error.c_str(); }
+
+// As cuTensorMapEncodeTiled.
+int lagoon_shim_encode_tiled(void* map, int type, unsigned rank, void* address, const uint64_t* dims, const uint64_t* strides,
+                             const uint32_t* box, const uint32_t* element_strides, int interleave, int swizzle, int l2,
+                             int fill) {
+    return shim::encode_tiled(map, type, rank, address, dims, strides, box, element_strides, interleave, swizzle, l2, fill);
+}
 
 // 0: all blocks ran; 1: no such kernel; 2: a launch that a device would refuse; 3: the kernel failed. One after the other.
 int lagoon_shim_launch(const char* name, const unsigned* grid, const unsigned* threads, unsigned shared_bytes, void** args) {
@@ -407,9 +409,12 @@ int lagoon_shim_launch(const char* name, const unsigned* grid, const unsigned* t
     static std::mutex serial;
     const std::lock_guard<std::mutex> guard(serial);
 #endif
-    std::vector<uint64_t> params((kernel.params_bytes + 7) / 8);
+    // Aligned as a parameter with tensor maps is.
+    struct alignas(128) Line {
+        unsigned char bytes[128];
+    };
+    std::vector<Line> params((kernel.params_bytes + 127) / 128);
     memcpy(params.data(), args[0], kernel.params_bytes);
-    std::vector<unsigned char> empty;
     shim::Block block;
     shim::block = &block;
     shim::running = &kernel;
@@ -425,12 +430,16 @@ int lagoon_shim_launch(const char* name, const unsigned* grid, const unsigned* t
         return 2;
     }
     block.shared = static_cast<unsigned char*>(shared);
+    std::vector<unsigned char> async_view(shared_bytes);
+    block.async_view = async_view.data();
+    block.shared_bytes = shared_bytes;
     for (uint32_t z = 0; z < grid[2] && !shim::failed; z++) {
         for (uint32_t y = 0; y < grid[1] && !shim::failed; y++) {
             for (uint32_t x = 0; x < grid[0] && !shim::failed; x++) {
                 block.index = {x, y, z};
                 // NaN in every type: what is read before it is written shows.
                 memset(block.shared, 0xff, shared_bytes);
+                memset(block.async_view, 0xff, shared_bytes);
                 shim::run_block(threads[0]);
             }
         }

@@ -20,6 +20,7 @@
 //! [`dynamic_shared_bytes_max`].
 
 pub mod attention;
+pub mod boxes;
 pub mod linear;
 pub mod pointwise;
 pub mod sample;

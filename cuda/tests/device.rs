@@ -333,6 +333,10 @@ fn warpgroup_products_are_compared_first() {
         fake.device(9, 0, 227 << 10);
         let options = CudaOptions { tuning: Some(TUNING), linear: LinearLayers::Own, ..CudaOptions::default() };
         let mut device = CudaDevice::open(b"any image", options).unwrap();
+        fake.fail("cuTensorMapEncodeTiled", 3, fake::UNKNOWN);
+        assert!(device.tune(&tune_for(64)).is_err());
+        // A layer's two planes have four maps each, made once: the ninth call, which would fail, does not come.
+        fake.fail("cuTensorMapEncodeTiled", 9, fake::UNKNOWN);
         let (tuned, tried) = device.tune(&tune_for(64)).unwrap().unwrap();
         assert!(tried.worst[0] > 0.0 && tried.worst[0] < 0.02 && tried.worst[1] < 0.002, "{tried:?}");
         // The fake's clock counts launches: neither is faster.

@@ -1,18 +1,28 @@
-// Prefill micro attention on warpgroup products (compute capability 9.0), with one term; as FlashAttention-3 (Shah et al. 2024)
-// within a warpgroup: the next tile's scores and this tile's outputs are under way while this tile is softened.
+// Prefill micro attention on warpgroup products (compute capability 9.0), with one term, fed by the copy engine; as
+// FlashAttention-3 (Shah et al. 2024).
 //
-// Two warpgroups of 64 packed rows share stages of 64 keys. For a tile of 64 keys at D = 128, a multiprocessor's tensor cores
-// work 512 clocks (4 times 64 * 64 * 128 products, 4,096 a clock); softmax takes 8 warps about 200 instructions each, 400
-// clocks of four schedulers, and 128 of exponentials: shorter than the products, and overlapped with them. Copies are
-// asynchronous 16-byte ones rather than the copy engine's: a tile of the engine could reach beyond a run into pages that are
-// not mapped.
+// One warp feeds stages of 128 keys, another one those of their values, to two warpgroups of 64 packed rows. Within a warpgroup this
+// tile's outputs are under way while the next one's scores are softened; between the two, products take turns, so that one
+// multiplies while the other softens.
 //
-// Registers: outputs 64, scores 32, weights 16. Shared memory: 32 KB of queries and four stages of 32 KB.
+// For a tile of 128 keys at D = 128 a multiprocessor's tensor cores work 2,048 clocks (4 times 64 * 128 * 128 products, 2,048
+// a clock). Of shared memory's 128 bytes a clock, scores take 96 (queries and keys from there: with 64 keys they would take
+// all), outputs 64. Exponentials take 1,024 clocks, which only overlapping hides.
+//
+// Keys come as boxes of 64, 16, 4 or 1 of them, the largest that a run has left: one never reaches beyond its run, where no
+// memory may be mapped. A tile within a run is two boxes of each panel. Keys beyond the item are boxes outside of the
+// tensor, which are zeros.
+//
+// Registers: outputs 64, scores 64, weights 32, which 168 for each of 384 threads do not hold: the feeding warpgroup, of
+// which two warps have nothing to do, leaves its own to the others. Shared memory: 32 KB of queries, two stages of 32 KB of
+// keys, and two of values.
 #pragma once
+#include "bulk.cuh"
 #include "prefill_state.cuh"
 #include "wgmma.cuh"
 
-constexpr uint32_t WGMMA_THREADS = 256, WGMMA_ROWS = 128, WGMMA_KEYS = 64, WGMMA_STAGES = 4;
+constexpr uint32_t WGMMA_GROUPS = 2, WGMMA_ROWS = 64 * WGMMA_GROUPS, WGMMA_KEYS = 128, WGMMA_STAGES = 2;
+constexpr int32_t WGMMA_BOX = 64;
 
 // Panels of 64 columns: rows of 128 bytes whose 16-byte chunks are exchanged by the row's number, as the hardware expects.
 template <uint32_t ROWS>
@@ -23,37 +33,167 @@ struct SwizzledPanels {
     }
 };
 
+// Shared memory, aligned to 1024 bytes: queries, stages of keys, stages of values, positions by stage of keys, barriers.
 template <int D>
-struct WgmmaShape {
+struct WgmmaShared {
     using Queries = SwizzledPanels<WGMMA_ROWS>;
     using Keys = SwizzledPanels<WGMMA_KEYS>;
-    static constexpr uint32_t PLANE = WGMMA_KEYS * 2 * D, STAGE = 2 * PLANE, QUERIES = WGMMA_ROWS * 2 * D;
-    static constexpr uint32_t POSITIONS = QUERIES + WGMMA_STAGES * STAGE;
-    static constexpr uint32_t SHARED_BYTES = 1024 + POSITIONS + WGMMA_STAGES * WGMMA_KEYS * 4;
+    static constexpr uint32_t PLANE = WGMMA_KEYS * 2 * D, QUERIES = WGMMA_ROWS * 2 * D;
+    static constexpr uint32_t POSITIONS = QUERIES + 2 * WGMMA_STAGES * PLANE;
+    static constexpr uint32_t BARRIERS = POSITIONS + WGMMA_STAGES * WGMMA_KEYS * 4;
+    unsigned char* memory;
+
+    DEVICE SharedAddress queries() const { return shared_address(memory); }
+    DEVICE SharedAddress keys(uint32_t stage) const { return shared_address(memory) + QUERIES + stage * PLANE; }
+    DEVICE SharedAddress values(uint32_t stage) const { return keys(WGMMA_STAGES + stage); }
+    DEVICE uint32_t* positions(uint32_t stage) const {
+        return reinterpret_cast<uint32_t*>(memory + POSITIONS) + stage * WGMMA_KEYS;
+    }
+
+    // Filled by the copy engine, and free again, by stage; queries written, and the turn to multiply, by warpgroup.
+    DEVICE SharedAddress barrier(uint32_t i) const { return shared_address(memory) + BARRIERS + i * 8; }
+    DEVICE SharedAddress keys_full(uint32_t stage) const { return barrier(stage); }
+    DEVICE SharedAddress keys_free(uint32_t stage) const { return barrier(WGMMA_STAGES + stage); }
+    DEVICE SharedAddress values_full(uint32_t stage) const { return barrier(2 * WGMMA_STAGES + stage); }
+    DEVICE SharedAddress values_free(uint32_t stage) const { return barrier(3 * WGMMA_STAGES + stage); }
+    DEVICE SharedAddress queries_full(uint32_t group) const { return barrier(4 * WGMMA_STAGES + group); }
+    DEVICE SharedAddress turn(uint32_t group) const { return barrier(4 * WGMMA_STAGES + WGMMA_GROUPS + group); }
+
+    // By one thread; `groups` warpgroups have rows.
+    DEVICE void init_barriers(uint32_t groups) const {
+        for (uint32_t i = 0; i < WGMMA_STAGES; i++) {
+            barrier_init(keys_full(i), 1);
+            barrier_init(keys_free(i), 4 * groups);
+            barrier_init(values_full(i), 1);
+            barrier_init(values_free(i), 4 * groups);
+        }
+        for (uint32_t i = 0; i < WGMMA_GROUPS; i++) {
+            barrier_init(queries_full(i), 128);
+            barrier_init(turn(i), 4);
+        }
+    }
 };
 
-// A warp of a warpgroup; `shared` is aligned to 1024 bytes.
+// One arrival for the warp, when all its lanes are done.
+DEVICE void warp_arrive(SharedAddress barrier) {
+    sync_warp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+DEVICE void warp_wait(SharedAddress barrier, uint32_t parity) {
+    barrier_wait(barrier, parity);
+    sync_warp();
+}
+
+// A warp that feeds.
+template <typename T, int D>
+struct WgmmaFeeder {
+    using S = WgmmaShared<D>;
+    const AttentionBoxesParams& p;
+    S shared;
+    const AttnItem& item;
+    uint32_t kv_head;
+
+    // Fills a stage with a plane of keys from the one that `walk` is before, and says where they are to `positions`, if given.
+    DEVICE void fill(KeyWalk& walk, uint32_t first, const TensorMap* maps, SharedAddress to, SharedAddress full,
+                     uint32_t* positions) const {
+        const uint32_t lane = threadIdx.x % 32;
+        if (lane == 0) barrier_expect(full, S::PLANE);
+        sync_warp();
+        for (uint32_t row = 0; row < WGMMA_KEYS;) {
+            const uint32_t index = first + row;
+            uint32_t left = WGMMA_KEYS - row, position = NOWHERE, step = 0;
+            int32_t slot = -WGMMA_BOX;
+            if (index < item.keys) {
+                walk.seek(index);
+                left = min(left, walk.before + walk.run.len - index);
+                slot = static_cast<int32_t>(walk.slot(index));
+                position = walk.position(index);
+                step = 1;
+            }
+            uint32_t height = WGMMA_BOX;
+            const TensorMap* map = maps;
+            for (; height > left; height /= 4) map++;
+            if (lane < D / 64) {
+                const int32_t column = static_cast<int32_t>(kv_head * D + lane * 64);
+                copy_box(to + lane * S::Keys::PANEL + row * 128, map, column, slot, full);
+            }
+            if (positions) {
+                for (uint32_t i = lane; i < height; i += 32) positions[row + i] = position + i * step;
+            }
+            row += height;
+        }
+        warp_arrive(full);
+    }
+
+    // All keys, or all values, of the item.
+    DEVICE void run(bool values) const {
+        const TensorMap* maps = values ? p.v : p.k;
+        if (threadIdx.x % 32 < BOX_HEIGHTS) prefetch_map(maps + threadIdx.x % 32);
+        KeyWalk walk(item, p.attention.runs);
+        for (uint32_t first = 0, tile = 0; first < item.keys; first += WGMMA_KEYS, tile++) {
+            // Stages are free at first: the phase before the first one counts as over.
+            const uint32_t stage = tile % WGMMA_STAGES, parity = (tile / WGMMA_STAGES & 1) ^ 1;
+            warp_wait(values ? shared.values_free(stage) : shared.keys_free(stage), parity);
+            if (values) {
+                fill(walk, first, maps, shared.values(stage), shared.values_full(stage), nullptr);
+            } else {
+                fill(walk, first, maps, shared.keys(stage), shared.keys_full(stage), shared.positions(stage));
+            }
+        }
+    }
+};
+
+// A warp of a warpgroup.
 template <typename T, int D>
 struct WgmmaWarp {
-    using S = WgmmaShape<D>;
+    using S = WgmmaShared<D>;
     static constexpr int NT = WGMMA_KEYS / 8;
-    unsigned char* shared;
+    const AttentionParams& p;
+    S shared;
+    uint32_t group;
+    bool alone;
     PrefillState<D, 1, NT> state;
     float s[1][NT][4];
+    uint32_t weights[NT / 2][4];
 
-    DEVICE WgmmaWarp(const PrefillTile& tile, unsigned char* memory)
-        : shared(memory), state(tile, threadIdx.x / 32 * 16) {}
+    DEVICE WgmmaWarp(const PrefillTile& tile, S memory, uint32_t groups)
+        : p(tile.p),
+          shared(memory),
+          group(threadIdx.x / 128),
+          alone(groups == 1),
+          state(tile, threadIdx.x / 32 * 16) {}
 
-    DEVICE unsigned char* stage(uint32_t i) const { return shared + S::QUERIES + i * S::STAGE; }
-    DEVICE uint32_t* positions(uint32_t i) const {
-        return reinterpret_cast<uint32_t*>(shared + S::POSITIONS) + i * WGMMA_KEYS;
-    }
     DEVICE float (&scores())[4 * NT] { return reinterpret_cast<float(&)[4 * NT]>(s); }
     DEVICE float (&outputs())[D / 2] { return reinterpret_cast<float(&)[D / 2]>(state.o); }
 
-    // Starts the products of the warpgroup's queries and a stage's keys.
-    DEVICE void start_scores(uint32_t i) {
-        const SharedAddress q = shared_address(shared) + threadIdx.x / 128 * (64 * 128), k = shared_address(stage(i));
+    // The warpgroup's queries in shared memory.
+    DEVICE void load_queries(const PrefillTile& tile) const {
+        for (uint32_t i = threadIdx.x % 128; i < 64 * (D / 2); i += 128) {
+            const uint32_t packed = group * 64 + i / (D / 2), d = i % (D / 2) * 2;
+            float x[2];
+            tile.query<T, D>(packed, d, x);
+            const uint32_t to = S::Queries::offset(packed, d / 8) + d % 8 * 2;
+            *reinterpret_cast<uint32_t*>(shared.memory + to) = pack<T>(x[0], x[1]);
+        }
+        fence_shared_for_async();
+        barrier_arrive(shared.queries_full(group));
+        warp_wait(shared.queries_full(group), 0);
+    }
+
+    // Products take turns, tile by tile: the first warpgroup's, then the second's.
+    DEVICE void begin_turn(uint32_t tile) const {
+        if (!alone) warp_wait(shared.turn(group), (tile & 1) ^ (group == 0));
+    }
+    DEVICE void end_turn() const {
+        if (!alone) warp_arrive(shared.turn(group ^ 1));
+    }
+
+    // Starts the products of the queries and a tile's keys.
+    DEVICE void start_scores(uint32_t tile) {
+        const uint32_t stage = tile % WGMMA_STAGES;
+        const SharedAddress q = shared.queries() + group * (64 * 128), k = shared.keys(stage);
+        warp_wait(shared.keys_full(stage), tile / WGMMA_STAGES & 1);
+        warpgroup_fence();
 #pragma unroll
         for (uint32_t step = 0; step < D / 16; step++) {
             const uint32_t panel = step / 4, within = step % 4 * 32;
@@ -63,9 +203,12 @@ struct WgmmaWarp {
         warpgroup_commit();
     }
 
-    // Starts the products of weights and a stage's values.
-    DEVICE void start_outputs(uint32_t i, const uint32_t (&weights)[NT / 2][4]) {
-        const SharedAddress v = shared_address(stage(i)) + S::PLANE;
+    // Starts the products of weights and a tile's values.
+    DEVICE void start_outputs(uint32_t tile) {
+        const uint32_t stage = tile % WGMMA_STAGES;
+        const SharedAddress v = shared.values(stage);
+        warp_wait(shared.values_full(stage), tile / WGMMA_STAGES & 1);
+        warpgroup_fence();
 #pragma unroll
         for (uint32_t step = 0; step < NT / 2; step++) {
             wgmma_registers<T, D>(outputs(), weights[step], describe(v + step * 16 * 128, S::Keys::PANEL, 1024), true);
@@ -73,13 +216,16 @@ struct WgmmaWarp {
         warpgroup_commit();
     }
 
-    // Scores of a stage become weights, while the outputs of the tile before are still under way; then outputs are scaled.
-    DEVICE void soften(const AttentionParams& p, uint32_t i, uint32_t (&weights)[NT / 2][4]) {
+    // Scores of a tile become weights, while the outputs of the one before are still under way; then outputs are scaled.
+    DEVICE void soften(uint32_t tile) {
+        const uint32_t stage = tile % WGMMA_STAGES;
         float kept[1][2];
-        state.mask(p, positions(i), s);
+        state.mask(p, shared.positions(stage), s);
+        warp_arrive(shared.keys_free(stage));
         const bool changed = state.soften(s, kept);
         warpgroup_wait<0>();
         hold(outputs());
+        if (tile > 0) warp_arrive(shared.values_free((tile - 1) % WGMMA_STAGES));
         if (changed) state.scale(kept);
 #pragma unroll
         for (int k = 0; k < NT / 2; k++) {
@@ -90,65 +236,54 @@ struct WgmmaWarp {
             }
         }
     }
+
+    DEVICE void run(const PrefillTile& tile) {
+        const uint32_t tiles = (tile.item.keys + WGMMA_KEYS - 1) / WGMMA_KEYS;
+        load_queries(tile);
+        begin_turn(0);
+        start_scores(0);
+        end_turn();
+        warpgroup_wait<0>();
+        hold(scores());
+        for (uint32_t next = 1; next < tiles; next++) {
+            soften(next - 1);
+            begin_turn(next);
+            start_scores(next);
+            start_outputs(next - 1);
+            end_turn();
+            warpgroup_wait<1>();
+            hold(scores());
+        }
+        soften(tiles - 1);
+        start_outputs(tiles - 1);
+        warpgroup_wait<0>();
+        hold(outputs());
+        state.store(tile);
+    }
 };
 
-// Grid: KV heads, items. Items have at most 128 packed rows.
+// Grid: KV heads, items. Items have at most 128 packed rows. 384 threads: the last warpgroup feeds.
 template <typename T, int D>
-DEVICE void attention_wgmma(const AttentionParams& p) {
-    using S = WgmmaShape<D>;
-    using Copy = KeyCopy<T, D, WGMMA_THREADS, typename S::Keys>;
+DEVICE void attention_wgmma(const AttentionBoxesParams& p) {
+    using S = WgmmaShared<D>;
     DYNAMIC_SHARED(unaligned);
-    unsigned char* shared = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
-    const AttnItem item = at<const AttnItem>(p.items)[blockIdx.y];
+    const S shared = {unaligned + (1024 - shared_address(unaligned) % 1024) % 1024};
+    const AttnItem item = at<const AttnItem>(p.attention.items)[blockIdx.y];
     if (item.rows == 0) return;
-    const PrefillTile tile = {p, item, blockIdx.x, p.heads / p.kv_heads};
-    WgmmaWarp<T, D> warp(tile, shared);
-    Copy keys(p, item, blockIdx.x);
-    // Fills a stage with 64 keys from index `first`, if there are any; a group of copies in any case.
-    const auto fill = [&](uint32_t i, uint32_t first) {
-        if (first < item.keys) {
-            for (uint32_t k = 0; k < WGMMA_KEYS; k += KEY_GROUP) {
-                keys.copy(threadIdx.x, first + k, warp.stage(i) + k * 128, S::PLANE, warp.positions(i) + k);
-            }
-        }
-        copy_commit();
-    };
-    for (uint32_t i = 0; i + 1 < WGMMA_STAGES; i++) fill(i, i * WGMMA_KEYS);
-    for (uint32_t i = threadIdx.x; i < WGMMA_ROWS * (D / 2); i += WGMMA_THREADS) {
-        const uint32_t packed = i / (D / 2), d = i % (D / 2) * 2;
-        float x[2];
-        tile.query<T, D>(packed, d, x);
-        const uint32_t to = S::Queries::offset(packed, d / 8) + d % 8 * 2;
-        *reinterpret_cast<uint32_t*>(shared + to) = pack<T>(x[0], x[1]);
-    }
-    copy_wait<WGMMA_STAGES - 2>();
-    fence_shared_for_products();
+    const PrefillTile tile = {p.attention, item, blockIdx.x, p.attention.heads / p.attention.kv_heads};
+    const uint32_t groups = item.rows * tile.group > 64 ? 2 : 1, warp = threadIdx.x / 32;
+    if (threadIdx.x == 0) shared.init_barriers(groups);
+    fence_shared_for_async();
     sync_block();
-    warpgroup_fence();
-    warp.start_scores(0);
-    warpgroup_wait<0>();
-    hold(warp.scores());
-    uint32_t i = 0, weights[WGMMA_KEYS / 16][4];
-    for (uint32_t first = WGMMA_KEYS; first < item.keys; first += WGMMA_KEYS) {
-        const uint32_t next = (i + 1) % WGMMA_STAGES;
-        warp.soften(p, i, weights);
-        // The next tile has arrived for all, and all have finished with the one before, whose stage is filled again.
-        copy_wait<WGMMA_STAGES - 3>();
-        fence_shared_for_products();
-        sync_block();
-        fill((i + WGMMA_STAGES - 1) % WGMMA_STAGES, first + (WGMMA_STAGES - 2) * WGMMA_KEYS);
-        warpgroup_fence();
-        warp.start_scores(next);
-        warp.start_outputs(i, weights);
-        warpgroup_wait<1>();
-        hold(warp.scores());
-        i = next;
+    if (warp >= 4 * WGMMA_GROUPS) {
+        keep_registers<40>();
+        const WgmmaFeeder<T, D> feeder = {p, shared, item, blockIdx.x};
+        if (warp < 4 * WGMMA_GROUPS + 2) feeder.run(warp > 4 * WGMMA_GROUPS);
+    } else {
+        take_registers<232>();
+        if (warp / 4 < groups) {
+            WgmmaWarp<T, D> warp(tile, shared, groups);
+            warp.run(tile);
+        }
     }
-    warp.soften(p, i, weights);
-    warpgroup_fence();
-    warp.start_outputs(i, weights);
-    warpgroup_wait<0>();
-    hold(warp.outputs());
-    copy_wait<0>();
-    warp.state.store(tile);
 }

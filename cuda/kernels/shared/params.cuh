@@ -85,6 +85,19 @@ struct AttentionParams {
     uint32_t stages, pad;
 };
 
+// What cuTensorMapEncodeTiled writes.
+struct alignas(128) TensorMap {
+    uint64_t opaque[16];
+};
+
+constexpr uint32_t BOX_HEIGHTS = 4;
+
+// `k` and `v` by height of their boxes.
+struct AttentionBoxesParams {
+    AttentionParams attention;
+    TensorMap k[BOX_HEIGHTS], v[BOX_HEIGHTS];
+};
+
 struct AttentionMergeParams {
     Address merges, piece_out, piece_lse, out, lse;
     uint32_t heads, head_dim;
@@ -131,6 +144,7 @@ static_assert(sizeof(BiasParams) == 24 && sizeof(RopeParams) == 72 && sizeof(KvC
 static_assert(sizeof(KvCheckParams) == 32, "as in Rust");
 static_assert(sizeof(MergeParams) == 56 && sizeof(KvRun) == 12 && sizeof(AttnItem) == 48, "as in Rust");
 static_assert(sizeof(MergeItem) == 16 && sizeof(AttentionParams) == 128, "as in Rust");
+static_assert(sizeof(TensorMap) == 128 && sizeof(AttentionBoxesParams) == 1152, "as in Rust");
 static_assert(sizeof(AttentionMergeParams) == 48 && sizeof(GemvParams) == 64 && sizeof(SplitParams) == 48, "as in Rust");
 static_assert(sizeof(GemmParams) == 88 && sizeof(GemmReduceParams) == 56, "as in Rust");
 static_assert(sizeof(SampleRow) == 24 && sizeof(SampledRow) == 8 && sizeof(SampleParams) == 32, "as in Rust");

@@ -1,7 +1,7 @@
 // The instructions of compute capability 9.0 that are not in 8.0: products of a warpgroup (four warps) on shared memory.
 //
 // Invariants: all 128 threads of a warpgroup call them together. Registers that a product reads or writes belong to it until
-// warpgroup_wait. Written against NVIDIA's PTX manual; the host model (cuda/shim) has the same understanding of descriptors
+// warpgroup_wait. What threads wrote to shared memory is fenced first (fence_shared_for_async in bulk.cuh). Written against NVIDIA's PTX manual; the host model (cuda/shim) has the same understanding of descriptors
 // and layouts, so only a GPU can prove it.
 #pragma once
 #include "ptx.cuh"
@@ -16,8 +16,16 @@ template <int N>
 DEVICE void warpgroup_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-// Makes this thread's ordinary writes and finished copies to shared memory visible to products.
-DEVICE void fence_shared_for_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// The warpgroup keeps only so many registers a thread, or waits until it has so many, which others have given back: a multiple
+// of 8 from 24 to 256. Contents of what is given back are lost.
+template <int N>
+DEVICE void keep_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N>
+DEVICE void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
 // Keeps the compiler from moving accesses to registers across products under way.
 template <int N>
 DEVICE void hold(float (&d)[N]) {
@@ -79,7 +87,7 @@ DEVICE void wgmma_registers(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t 
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));  \
     }
 #define WGMMA_OF(TYPE)                                                                                        \
-    WGMMA_SHARED(TYPE, 64, WGMMA_NAMES_32, WGMMA_32(0), "%32", "%33", "%34")                                  \
+    WGMMA_SHARED(TYPE, 128, WGMMA_NAMES_64, WGMMA_64(0), "%64", "%65", "%66")                                 \
     WGMMA_REGISTERS(TYPE, 64, WGMMA_NAMES_32, WGMMA_32(0), "%32,%33,%34,%35", "%36", "%37")                   \
     WGMMA_REGISTERS(TYPE, 128, WGMMA_NAMES_64, WGMMA_64(0), "%64,%65,%66,%67", "%68", "%69")
 

@@ -6,8 +6,9 @@
 //! that are held.
 
 use super::lane::Lane;
-use crate::driver::{Buffer, Context, CudaError, fill_zero};
-use crate::kernels::attention::KvView;
+use crate::driver::{Buffer, Context, CudaError, encode_boxes, fill_zero};
+use crate::kernels::attention::{KvView, Store};
+use crate::kernels::boxes::KvMaps;
 use crate::kernels::weight_ld;
 use crate::virtual_kv::{VirtualKv, VirtualKvError};
 use lagoon_backend::{DeviceError, KvCounters, WeightSource};
@@ -15,7 +16,7 @@ use lagoon_kv::vmm::{VmmConfig, VmmCounters, VmmError, VmmLayout, VmmShape};
 use lagoon_types::{DType, KvShape, KvSpace};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Bytes of a weight that are padded and staged at once.
 const WEIGHT_PIECE_BYTES: usize = 1 << 20;
@@ -125,6 +126,7 @@ pub struct CudaKv {
     /// Slots that have memory, and stripes that were zeroed for them.
     mapped: u32,
     zeroed: u32,
+    maps: OnceLock<Vec<KvMaps>>,
 }
 
 /// Which rBlocks of a store with rows have memory, and which of them the same.
@@ -371,7 +373,7 @@ impl CudaKv {
         };
         let memory = Arc::new(VirtualKv::new(context, layout, config)?);
         let row = Some(memory.alloc_reqid()?);
-        Ok(Self { shape, slots, memory, row, rows: None, mapped: 0, zeroed: 0 })
+        Ok(Self { shape, slots, memory, row, rows: None, mapped: 0, zeroed: 0, maps: OnceLock::new() })
     }
 
     /// All slots of `memory`, whose rows somebody else maps and unmaps: a slot is used only while it has memory, and is
@@ -383,7 +385,16 @@ impl CudaKv {
             return Err(DeviceError::Unsupported(format!("a store of {shape:?} over memory laid out for {of:?}")));
         }
         let slots = memory.slots();
-        Ok(Self { shape, slots: slots as usize, memory, row: None, rows: None, mapped: slots, zeroed: 0 })
+        Ok(Self {
+            shape,
+            slots: slots as usize,
+            memory,
+            row: None,
+            rows: None,
+            mapped: slots,
+            zeroed: 0,
+            maps: OnceLock::new(),
+        })
     }
 
     /// Slots that have memory: those before this one.
@@ -397,9 +408,27 @@ impl CudaKv {
         KvView { k: plane.k, v: plane.v, token_stride: plane.token_stride, head_stride: u64::from(self.shape.head_dim) }
     }
 
-    /// Whether heads are aligned for tensor cores, in every layer.
-    pub(super) fn is_aligned(&self) -> bool {
-        (0..self.shape.layers as usize).all(|layer| self.view(layer).is_aligned(self.shape.dtype.size() as u64))
+    /// What all layers have in common for attention.
+    pub(super) fn store(&self) -> Store {
+        let of = |layer| Store::of(&self.view(layer), self.shape.dtype, self.shape.head_dim);
+        (1..self.shape.layers as usize).map(of).fold(of(0), |all, one| Store {
+            aligned: all.aligned && one.aligned,
+            boxed: all.boxed && one.boxed,
+            ..all
+        })
+    }
+
+    /// The tensor maps of each layer, made when they are first asked for.
+    pub(super) fn maps(&self) -> Result<&[KvMaps], CudaError> {
+        if let Some(maps) = self.maps.get() {
+            return Ok(maps);
+        }
+        let KvShape { layers, kv_heads, dtype, .. } = self.shape;
+        let maps: Result<Vec<KvMaps>, CudaError> = (0..layers as usize)
+            .map(|layer| KvMaps::new(self.view(layer), dtype, kv_heads, self.slots as u64, encode_boxes))
+            .collect();
+        let maps = maps?;
+        Ok(self.maps.get_or_init(|| maps))
     }
 
     /// Makes memory lie behind the slots before `end`. Returns whether `lane` zeroes some, which the other lane then

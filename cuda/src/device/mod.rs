@@ -692,7 +692,7 @@ impl Device for CudaDevice {
         assert!(batch.rows() <= q.rows.min(out.out.rows).min(out.lse.rows), "query rows");
         assert!(batch.runs.iter().all(|run| kv.has(run.base..run.base + run.len)), "runs of slots that were written");
         self.kv_used()?;
-        let store = (kv.shape.dtype, kv.is_aligned());
+        let store = kv.store();
         let (lane, plans) = (&mut self.lanes[self.at], &mut self.plans[self.at]);
         let kept = plans.get(&self.context, lane, batch, store, &self.tuning)?;
         out.count.clone_from(&kept.count);
@@ -709,6 +709,11 @@ impl Device for CudaDevice {
             piece_lse: piece_out + (pieces * g.q_dim() * 4) as u64,
         };
         for launch in kept.plan.launches(&buffers, kv.view(layer)) {
+            lane.launch(&launch)?;
+        }
+        if kept.plan.has_boxes()
+            && let Some(launch) = kept.plan.boxes(&buffers, kv.view(layer), &kv.maps()?[layer])
+        {
             lane.launch(&launch)?;
         }
         if let Some(merge) = kept.plan.merge(&buffers) {

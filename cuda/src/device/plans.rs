@@ -2,9 +2,9 @@
 
 use super::lane::Lane;
 use crate::driver::{Buffer, Context, CudaError};
-use crate::kernels::attention::{Plan, Tuning};
+use crate::kernels::attention::{Plan, Store, Tuning};
 use lagoon_backend::{AttnBatch, AttnRows};
-use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun};
+use lagoon_types::{Alibi, AttentionGeometry, KvRun};
 use std::sync::Arc;
 
 /// Plans that a lane keeps: the layers of a step repeat one, and steps' kinds alternate.
@@ -23,7 +23,7 @@ pub(super) struct PlanOnDevice {
     alibi: Option<Alibi>,
     seqs: Vec<AttnRows>,
     runs: Vec<KvRun>,
-    store: (DType, bool),
+    store: Store,
     pub(super) plan: Plan,
     pub(super) count: Vec<u32>,
     place: Place,
@@ -39,7 +39,7 @@ enum Place {
 }
 
 impl PlanOnDevice {
-    fn new(batch: &AttnBatch<'_>, store: (DType, bool), plan: Plan, place: Place, slopes: u64) -> Self {
+    fn new(batch: &AttnBatch<'_>, store: Store, plan: Plan, place: Place, slopes: u64) -> Self {
         let mut count = Vec::new();
         batch.fill_counts(&mut count);
         Self {
@@ -57,7 +57,7 @@ impl PlanOnDevice {
         }
     }
 
-    fn fits(&self, batch: &AttnBatch<'_>, store: (DType, bool)) -> bool {
+    fn fits(&self, batch: &AttnBatch<'_>, store: Store) -> bool {
         self.geometry == batch.geometry
             && self.scale.to_bits() == batch.scale.to_bits()
             && self.window == batch.window
@@ -96,7 +96,7 @@ impl Plans {
         context: &Arc<Context>,
         lane: &mut Lane,
         batch: &AttnBatch<'_>,
-        store: (DType, bool),
+        store: Store,
         tuning: &Tuning,
     ) -> Result<&PlanOnDevice, CudaError> {
         if let Some(step) = lane.listed_step()
@@ -115,7 +115,7 @@ impl Plans {
             Place::Own(buffer) => (old.plan, Some(buffer)),
             Place::Listed { .. } => (old.plan, None),
         });
-        plan.make(batch, store.0, store.1, tuning);
+        plan.make(batch, store, tuning);
         let slopes_at = self.fill(&plan, batch, |bytes| bytes.next_multiple_of(16));
         let buffer = match buffer {
             Some(buffer) if buffer.bytes() >= self.bytes.len() => buffer,
@@ -144,7 +144,7 @@ impl Plans {
         &mut self,
         lane: &mut Lane,
         batch: &AttnBatch<'_>,
-        store: (DType, bool),
+        store: Store,
         tuning: &Tuning,
         now: u64,
     ) -> Result<Option<usize>, CudaError> {
@@ -155,7 +155,7 @@ impl Plans {
         // Plans of earlier steps give their memory.
         let old = self.listed.iter().position(|kept| !of_now(kept)).or((self.listed.len() == LISTED_KEPT).then_some(0));
         let mut plan = old.map(|at| self.listed.swap_remove(at)).map_or_else(Plan::default, |old| old.plan);
-        plan.make(batch, store.0, store.1, tuning);
+        plan.make(batch, store, tuning);
         let [decode, _, _, merges] = plan.counts();
         plan.pad(rounded(decode), rounded(merges));
         plan.piece_rows = u32::try_from(rounded(plan.piece_rows as usize)).expect("rows fit");

@@ -6,7 +6,7 @@
 use cudarc::driver::sys;
 
 /// Every function of the driver that this crate calls, as its library exports it.
-const FUNCTIONS: [&str; 54] = [
+const FUNCTIONS: [&str; 55] = [
     "cuCtxGetStreamPriorityRange",
     "cuCtxSetCurrent",
     "cuDeviceCanAccessPeer",
@@ -55,6 +55,7 @@ const FUNCTIONS: [&str; 54] = [
     "cuStreamDestroy_v2",
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
+    "cuTensorMapEncodeTiled",
     "cuStreamBeginCapture_v2",
     "cuStreamEndCapture",
     "cuGraphInstantiateWithFlags",

@@ -13,6 +13,7 @@ mod library;
 mod memory;
 mod module;
 mod stream;
+mod tensor_map;
 mod vmm;
 
 pub use context::{Attributes, Context};
@@ -21,6 +22,7 @@ pub use library::{absent_because, missing_functions};
 pub use memory::{Buffer, Pinned, copy_to_device, copy_to_host, copy_within_device, fill_zero};
 pub use module::{Function, Launch, Module};
 pub use stream::{Event, Priority, Stream};
+pub use tensor_map::encode_boxes;
 pub use vmm::{Physical, Reservation, Sharing};
 
 use cudarc::driver::sys::CUresult;

@@ -13,9 +13,11 @@
 //! * `attention_prefill_*`: many rows, packed likewise into tiles of [`prefill_tile`]; [`Precision`] says whether queries
 //!   and weights are split (twice the products) or rounded to the store's type, as other engines do.
 //!   `_small` ones are for devices whose blocks get 99 KB of shared memory ([`Tuning::shared_bytes_max`]).
-//! * `attention_wgmma_*`: the same, rounded, on compute capability 9.0 ([`Tuning::wgmma`]).
+//! * `attention_wgmma_*`: the same, rounded, on compute capability 9.0 ([`Tuning::wgmma`]), where the store's planes can be
+//!   seen as boxes ([`Store::boxed`]).
 //! * `attention_any_*`: whatever is left: f32 stores, odd head sizes, planes that are not aligned. Plain f32 arithmetic.
 
+use super::boxes::{AttentionBoxesParams, KvMaps, wgmma_shared_bytes};
 use super::{Launch, WARP};
 use bytemuck::{Pod, Zeroable};
 use lagoon_backend::{AttnBatch, AttnRows};
@@ -66,6 +68,25 @@ impl KvView {
     pub const fn is_aligned(&self, element_bytes: u64) -> bool {
         let strides = (self.token_stride | self.head_stride) * element_bytes;
         (self.k | self.v | strides).is_multiple_of(16)
+    }
+}
+
+/// What the plan needs to know of a store: all of its layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Store {
+    pub dtype: DType,
+    /// [`KvView::is_aligned`].
+    pub aligned: bool,
+    /// [`KvView::takes_boxes`].
+    pub boxed: bool,
+}
+
+impl Store {
+    /// A store with this layer, and others of its shape.
+    #[must_use]
+    pub const fn of(view: &KvView, dtype: DType, head_dim: u32) -> Self {
+        let boxed = !matches!(dtype, DType::F32) && view.takes_boxes(head_dim);
+        Self { dtype, aligned: view.is_aligned(dtype.size() as u64), boxed }
     }
 }
 
@@ -321,12 +342,6 @@ pub const fn decode_shared_bytes(head_dim: u32, class: DecodeClass) -> u32 {
     class.warps * class.stages * DECODE_KEYS * (2 * shared_row_bytes(head_dim) + 4)
 }
 
-/// Dynamic shared memory of `attention_wgmma_*`: alignment, 128 queries and four stages of 64 keys, values and positions.
-#[must_use]
-pub const fn wgmma_shared_bytes(head_dim: u32) -> u32 {
-    1024 + 128 * 2 * head_dim + 4 * 64 * (4 * head_dim + 4)
-}
-
 /// Which kernel an item is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Work {
@@ -374,9 +389,9 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Plans `batch` over a store of `dtype`. `aligned`: [`KvView::is_aligned`] holds in every layer.
-    pub fn make(&mut self, batch: &AttnBatch<'_>, dtype: DType, aligned: bool, tuning: &Tuning) {
-        let g = batch.geometry;
+    /// Plans `batch` over a store.
+    pub fn make(&mut self, batch: &AttnBatch<'_>, store: Store, tuning: &Tuning) {
+        let (g, dtype) = (batch.geometry, store.dtype);
         for items in [&mut self.decode, &mut self.prefill, &mut self.any] {
             items.clear();
         }
@@ -385,8 +400,8 @@ impl Plan {
         (self.piece_rows, self.decode_tiles) = (0, 1);
         (self.scale, self.window, self.geometry) = (batch.scale, batch.window, Some((g, dtype)));
         self.precision = Some(tuning.precision);
-        self.wgmma = tuning.wgmma && tuning.precision == Precision::Fast;
-        let tensor = aligned && family(dtype, g.head_dim).is_some();
+        self.wgmma = tuning.wgmma && tuning.precision == Precision::Fast && store.boxed;
+        let tensor = store.aligned && family(dtype, g.head_dim).is_some();
         self.wgmma &= family(dtype, g.head_dim).is_some_and(|family| family.wgmma.is_some());
         self.prefill_shape = match self.wgmma {
             true => Some(WGMMA_SHAPE),
@@ -515,23 +530,27 @@ impl Plan {
         out.extend_from_slice(bytemuck::cast_slice(&self.runs));
     }
 
-    /// The launches for one layer, in order; at most three.
-    ///
-    /// # Panics
-    /// If no plan was made.
-    pub fn launches(&self, at: &Buffers, kv: KvView) -> impl Iterator<Item = Launch<AttentionParams>> {
-        let (g, dtype) = self.geometry.expect("a plan was made");
-        let class = self.class.expect("a plan was made");
-        let precision = self.precision.expect("a plan was made");
-        let item_bytes = |n: usize| (n * size_of::<AttnItem>()) as u64;
-        let prefill_at = at.plan + item_bytes(self.decode.len());
-        let any_at = prefill_at + item_bytes(self.prefill.len());
-        let merges_at = any_at + item_bytes(self.any.len());
-        let params = AttentionParams {
+    /// Where the decode, prefill and other items, the merges and the runs lie.
+    fn places(&self, plan: u64) -> [u64; 5] {
+        let sizes = [self.decode.len(), self.prefill.len(), self.any.len()].map(|n| n * size_of::<AttnItem>());
+        let mut at = plan;
+        let mut places = [plan; 5];
+        for (place, bytes) in places[1..].iter_mut().zip(sizes.into_iter().chain([size_of_val(&*self.merges)])) {
+            at += bytes as u64;
+            *place = at;
+        }
+        places
+    }
+
+    /// What all launches for one layer have in common.
+    fn params(&self, at: &Buffers, kv: KvView) -> AttentionParams {
+        let (g, _) = self.geometry.expect("a plan was made");
+        let [items, .., runs] = self.places(at.plan);
+        AttentionParams {
             q: at.q,
             kv,
-            items: at.plan,
-            runs: merges_at + (self.merges.len() * size_of::<MergeItem>()) as u64,
+            items,
+            runs,
             slopes: at.slopes,
             out: at.out,
             lse: at.lse,
@@ -543,24 +562,31 @@ impl Plan {
             head_dim: g.head_dim,
             window: self.window.map_or(WINDOW_NONE, |w| w.min(WINDOW_NONE)),
             scale: self.scale,
-            stages: class.stages,
+            stages: self.class.expect("a plan was made").stages,
             pad: 0,
-        };
+        }
+    }
+
+    /// The launches for one layer, in order; at most three. Prefill is not among them where [`Plan::boxes`] has it.
+    ///
+    /// # Panics
+    /// If no plan was made.
+    pub fn launches(&self, at: &Buffers, kv: KvView) -> impl Iterator<Item = Launch<AttentionParams>> {
+        let (g, dtype) = self.geometry.expect("a plan was made");
+        let class = self.class.expect("a plan was made");
+        let [decode_at, prefill_at, any_at, ..] = self.places(at.plan);
+        let params = self.params(at, kv);
         let names = family(dtype, g.head_dim);
         let launch = |items: &[AttnItem], name: Option<&'static str>, x: u32, block, shared_bytes, at: u64| {
             let y = grid_y(items.len());
             let params = AttentionParams { items: at, ..params };
             name.filter(|_| y > 0).map(|name| Launch { name, grid: [x, y, 1], block, shared_bytes, params })
         };
-        let fast = precision == Precision::Fast;
-        let wgmma = names.and_then(|f| f.wgmma).filter(|_| self.wgmma);
+        let fast = self.precision == Some(Precision::Fast);
         let small = self.prefill_shape.is_some_and(|shape| shape.small);
         let names_of = |f: Family| if small { f.prefill_small } else { f.prefill };
-        let prefill = wgmma.or(names.map(|f| names_of(f)[usize::from(fast)]));
-        let (prefill_threads, prefill_bytes) = match wgmma {
-            Some(_) => (WGMMA_THREADS, wgmma_shared_bytes(g.head_dim)),
-            None => (PREFILL_THREADS, self.prefill_shape.map_or(0, |shape| shape.shared_bytes)),
-        };
+        let prefill = names.map(|f| names_of(f)[usize::from(fast)]).filter(|_| !self.wgmma);
+        let prefill_bytes = self.prefill_shape.map_or(0, |shape| shape.shared_bytes);
         [
             launch(
                 &self.decode,
@@ -568,25 +594,50 @@ impl Plan {
                 g.kv_heads * self.decode_tiles,
                 class.warps * WARP,
                 decode_shared_bytes(g.head_dim, class),
-                at.plan,
+                decode_at,
             ),
-            launch(&self.prefill, prefill, g.kv_heads, prefill_threads, prefill_bytes, prefill_at),
+            launch(&self.prefill, prefill, g.kv_heads, PREFILL_THREADS, prefill_bytes, prefill_at),
             launch(&self.any, Some(any_kernel(dtype)), g.heads, ANY_THREADS, any_shared_bytes(g.head_dim), any_at),
         ]
         .into_iter()
         .flatten()
     }
 
-    /// The reduction of pieces, after all of [`Plan::launches`]; none where nothing was cut.
+    /// Whether prefill goes over boxes: [`Plan::boxes`].
+    #[must_use]
+    pub fn has_boxes(&self) -> bool {
+        self.wgmma && !self.prefill.is_empty()
+    }
+
+    /// The launch of prefill for one layer with these maps, beside those of [`Plan::launches`]; `None` where those have it.
+    ///
+    /// # Panics
+    /// If no plan was made.
+    #[must_use]
+    pub fn boxes(&self, at: &Buffers, kv: KvView, maps: &KvMaps) -> Option<Launch<AttentionBoxesParams>> {
+        let (g, dtype) = self.geometry.expect("a plan was made");
+        let name = family(dtype, g.head_dim)?.wgmma.filter(|_| self.has_boxes())?;
+        let [_, items, ..] = self.places(at.plan);
+        let attention = AttentionParams { items, ..self.params(at, kv) };
+        Some(Launch {
+            name,
+            grid: [g.kv_heads, grid_y(self.prefill.len()), 1],
+            block: WGMMA_THREADS,
+            shared_bytes: wgmma_shared_bytes(g.head_dim),
+            params: AttentionBoxesParams { attention, maps: *maps },
+        })
+    }
+
+    /// The reduction of pieces, after all of [`Plan::launches`] and [`Plan::boxes`]; none where nothing was cut.
     ///
     /// # Panics
     /// If no plan was made.
     #[must_use]
     pub fn merge(&self, at: &Buffers) -> Option<Launch<AttentionMergeParams>> {
         let (g, _) = self.geometry.expect("a plan was made");
-        let items = self.decode.len() + self.prefill.len() + self.any.len();
+        let [.., merges, _] = self.places(at.plan);
         let params = AttentionMergeParams {
-            merges: at.plan + (items * size_of::<AttnItem>()) as u64,
+            merges,
             piece_out: at.piece_out,
             piece_lse: at.piece_lse,
             out: at.out,
@@ -609,9 +660,9 @@ fn grid_y(items: usize) -> u32 {
 
 /// Threads of `attention_prefill_*` and of `attention_wgmma_*`.
 const PREFILL_THREADS: u32 = 128;
-const WGMMA_THREADS: u32 = 256;
+const WGMMA_THREADS: u32 = 384;
 /// The tile of `attention_wgmma_*`; its shared memory is [`wgmma_shared_bytes`].
-const WGMMA_SHAPE: PrefillShape = PrefillShape { small: false, tile: 128, keys: 64, shared_bytes: 0 };
+const WGMMA_SHAPE: PrefillShape = PrefillShape { small: false, tile: 128, keys: 128, shared_bytes: 0 };
 
 /// Dynamic shared memory of `attention_any_*`: the query and the accumulator, the keys' weights, addresses and a reduction.
 const fn any_shared_bytes(head_dim: u32) -> u32 {

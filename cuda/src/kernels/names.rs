@@ -2,8 +2,8 @@
 
 use super::attention::{
     DecodeClass, Precision, SHARED_BYTES_LEAST, SHARED_BYTES_MAX, decode_shared_bytes, prefill_shape,
-    wgmma_shared_bytes,
 };
+use super::boxes::wgmma_shared_bytes;
 use super::linear::GEMM_SHARED_BYTES_MAX;
 
 /// Every kernel that the fatbin has for all devices.

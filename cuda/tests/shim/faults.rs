@@ -1,29 +1,41 @@
 //! The shim sees mistakes: kernels with one each (cuda/shim/faulty.cu).
 
 use crate::support::shim::{ORDERS, SANITIZE, Shim, sanitizer};
+use lagoon_cuda::kernels::boxes::{MapShape, TensorMap};
 use lagoon_cuda::kernels::pointwise::GatherParams;
+use lagoon_types::DType;
 use std::process::{Command, Stdio};
 
-/// What the kernel wrote in each order of turns, or why it failed.
-fn run(mistake: u32, shared_bytes: u32, offset: u32) -> Vec<Result<Vec<u32>, String>> {
-    let shim = Shim::get().expect("the shim");
+/// What a kernel wrote in each order of turns, or why it failed.
+type Outcomes = Vec<Result<Vec<u32>, String>>;
+
+fn run(mistake: u32, shared_bytes: u32, offset: u32) -> Outcomes {
     let x = vec![7u128; 64];
+    let params = GatherParams { x: x.as_ptr() as u64, rows: 0, out: 0, cols: mistake, pad: offset };
+    // SAFETY: 64 times 16 bytes of input.
+    unsafe { run_kernel("faulty", 64, shared_bytes, params) }
+}
+
+/// # Safety
+/// `params.x` is the address of what the kernel reads.
+unsafe fn run_kernel(name: &str, threads: u32, shared_bytes: u32, params: GatherParams) -> Outcomes {
+    let shim = Shim::get().expect("the shim");
     (0..ORDERS)
         .map(|order| {
-            let mut out = vec![u32::MAX; 64];
-            let params = GatherParams {
-                x: x.as_ptr() as u64,
-                rows: 0,
-                out: out.as_mut_ptr() as u64,
-                cols: mistake,
-                pad: offset,
-            };
+            let mut out = vec![u32::MAX; threads as usize];
+            let params = GatherParams { out: out.as_mut_ptr() as u64, ..params };
             shim.set_order(order, 11);
-            // SAFETY: 64 words of output and 64 times 16 bytes of input, as the kernel takes.
-            let done = unsafe { shim.launch("faulty", [1, 1, 1], 64, shared_bytes, bytemuck::bytes_of(&params)) };
+            // SAFETY: a word of output for each thread, and the caller's promise.
+            let done = unsafe { shim.launch(name, [1, 1, 1], threads, shared_bytes, bytemuck::bytes_of(&params)) };
             done.map(|()| out)
         })
         .collect()
+}
+
+/// Whether the kernel failed with this in its error: in all orders, or in those in which what is asynchronous happens late.
+fn all_fail(outcomes: &Outcomes, late: bool, why: &str) -> bool {
+    let orders = if late { 1..3 } else { 0..outcomes.len() };
+    outcomes[orders].iter().all(|out| out.as_ref().is_err_and(|error| error.contains(why)))
 }
 
 fn neighbours() -> Vec<u32> {
@@ -63,6 +75,106 @@ fn copies_are_aligned_and_end_before_their_thread() {
     // Copies that happen at once are no mistake to see.
     let lazy = run(8, 1024, 0).into_iter().skip(1);
     assert!(lazy.into_iter().all(|out| out.is_err_and(|e| e.contains("under way"))));
+}
+
+/// A matrix of 8 rows of 128 bytes, whose 16-byte chunks are numbered from 1, in boxes of all of it.
+#[repr(C, align(128))]
+struct Numbered([[u32; 4]; 64]);
+
+fn boxes(mistake: u32, row: i64) -> Outcomes {
+    let mut matrix = Numbered([[0; 4]; 64]);
+    matrix.0.iter_mut().zip(1..).for_each(|(chunk, number)| chunk[0] = number);
+    let address = (&raw const matrix) as u64;
+    let shape = MapShape { dtype: DType::F16, address, dims: [64, 8], stride: 128, boxed: [64, 8] };
+    // The second is no map.
+    let maps = [Shim::get().expect("the shim").encode(&shape).expect("encoded"), TensorMap::default()];
+    let (x, rows) = (maps.as_ptr() as u64, row.cast_unsigned());
+    // SAFETY: a map of a live matrix.
+    unsafe { run_kernel("faulty_boxes", 64, 1040, GatherParams { x, rows, out: 0, cols: mistake, pad: 0 }) }
+}
+
+/// Also beside the tensor, where there are zeros.
+#[test]
+fn boxes_are_swizzled() {
+    for row in [0, -3, 5, -8, 100] {
+        let number = |thread: i64| {
+            let (down, chunk) = (thread / 8, (thread % 8) ^ (thread / 8));
+            if (0..8).contains(&(row + down)) { (row + down) * 8 + chunk + 1 } else { 0 }
+        };
+        let want: Vec<u32> = (0..64).map(|thread| u32::try_from(number(thread)).expect("small")).collect();
+        assert!(boxes(0, row).iter().all(|out| out.as_ref() == Ok(&want)), "row {row}");
+    }
+}
+
+#[test]
+fn mistakes_with_barriers_and_boxes_are_seen() {
+    for (mistake, late, why) in [
+        (1, false, "not initialized"),
+        (2, false, "initialized again"),
+        (3, false, "aligned to 8"),
+        (4, false, "overwritten"),
+        (5, false, "more bytes"),
+        (6, false, "deadlock"),
+        (7, false, "aligned to 128"),
+        (8, false, "beyond shared memory"),
+        (9, false, "nobody encoded"),
+        (10, false, "deadlock"),
+        (11, false, ""),
+        // Nobody waits, or for the phase before.
+        (12, true, "under way"),
+        (13, true, "under way"),
+    ] {
+        let outcomes = boxes(mistake, 0);
+        assert!(all_fail(&outcomes, late, why), "mistake {mistake}: {outcomes:?}");
+    }
+}
+
+fn products(mistake: u32) -> Outcomes {
+    // SAFETY: the kernel reads no input.
+    unsafe {
+        run_kernel("faulty_products", 128, 24 << 10, GatherParams { x: 0, rows: 0, out: 0, cols: mistake, pad: 0 })
+    }
+}
+
+#[test]
+fn mistakes_with_products_are_seen() {
+    let right = vec![17f32.to_bits(); 128];
+    assert!(products(0).iter().all(|out| out.as_ref() == Ok(&right)));
+    // What was not fenced is not there; what is not waited for is not there yet.
+    assert!(products(1).iter().all(|out| out.as_ref().is_ok_and(|out| *out != right)));
+    assert!(products(5).iter().any(|out| out.as_ref().is_ok_and(|out| *out != right)));
+    for (mistake, why) in [
+        (2, "without a fence"),
+        (3, "disagree"),
+        (4, "under way"),
+        (6, "more registers"),
+        (7, "deadlock"),
+        (8, "beyond shared memory"),
+    ] {
+        let outcomes = products(mistake);
+        assert!(all_fail(&outcomes, false, why), "mistake {mistake}: {outcomes:?}");
+    }
+}
+
+#[test]
+fn maps_that_the_driver_refuses() {
+    let shim = Shim::get().expect("the shim");
+    let good = MapShape { dtype: DType::BF16, address: 1 << 20, dims: [128, 100], stride: 256, boxed: [64, 16] };
+    assert!(shim.encode(&good).is_some());
+    for bad in [
+        MapShape { address: (1 << 20) + 16, ..good },
+        MapShape { dims: [128, 0], ..good },
+        MapShape { dims: [128, (1 << 32) + 1], ..good },
+        MapShape { stride: 264, ..good },
+        MapShape { stride: 128, ..good },
+        MapShape { stride: 1 << 40, ..good },
+        MapShape { boxed: [128, 16], ..good },
+        MapShape { boxed: [60, 16], ..good },
+        MapShape { boxed: [64, 257], ..good },
+        MapShape { boxed: [64, 0], ..good },
+    ] {
+        assert!(shim.encode(&bad).is_none(), "{bad:?}");
+    }
 }
 
 /// Reads the last byte of shared memory, or the one after, in a process under the sanitizer.

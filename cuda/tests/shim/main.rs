@@ -8,6 +8,7 @@ mod pointwise;
 mod sampling;
 #[path = "../support/mod.rs"]
 mod support;
+mod warpgroups;
 
 use lagoon_backend::conformance::Tolerance;
 use std::process::{Command, Stdio};

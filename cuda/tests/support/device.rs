@@ -6,7 +6,8 @@
 use super::shim::{ORDERS, Shim};
 use bytemuck::Pod;
 use lagoon_backend::{AttnBatch, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
-use lagoon_cuda::kernels::attention::{Buffers, DecodeClass, KvView, Plan, Precision, SHARED_BYTES_MAX, Tuning};
+use lagoon_cuda::kernels::attention::{Buffers, DecodeClass, KvView, Plan, Precision, SHARED_BYTES_MAX, Store, Tuning};
+use lagoon_cuda::kernels::boxes::KvMaps;
 use lagoon_cuda::kernels::linear::{Launches, Product, workspace_bytes};
 use lagoon_cuda::kernels::{Launch, pointwise, weight_ld};
 use lagoon_types::{AttentionGeometry, DType, KvShape};
@@ -60,7 +61,8 @@ fn view_of(kv: &Kv, layer: usize) -> KvView {
 #[derive(Debug)]
 pub(crate) struct ShimDevice {
     shim: &'static Shim,
-    launches: u64,
+    /// Launches so far: they choose the order of turns.
+    pub(crate) launches: u64,
     pub(crate) tuning: Tuning,
     pub(crate) plan: Plan,
 }
@@ -372,7 +374,8 @@ impl ShimDevice {
     ) {
         batch.fill_counts(&mut out.count);
         let mut plan = std::mem::take(&mut self.plan);
-        plan.make(batch, dtype, view.is_aligned(dtype.size() as u64), &self.tuning);
+        let g = batch.geometry;
+        plan.make(batch, Store::of(&view, dtype, g.head_dim), &self.tuning);
         if let Some((items, merges)) = pad {
             let counts = plan.counts();
             plan.pad(counts[0] + items, counts[3] + merges);
@@ -398,6 +401,12 @@ impl ShimDevice {
         };
         for launch in plan.launches(&buffers, view) {
             self.launch(&launch);
+        }
+        if plan.has_boxes() {
+            let slots = batch.runs.iter().map(|run| u64::from(run.base + run.len)).max().unwrap_or(1);
+            let shim = self.shim;
+            let maps = KvMaps::new(view, dtype, g.kv_heads, slots, |shape| shim.encode(shape).ok_or("not encoded"));
+            self.launch(&plan.boxes(&buffers, view, &maps.expect("planes in boxes")).expect("prefill over boxes"));
         }
         if let Some(merge) = plan.merge(&buffers) {
             self.launch(&merge);

@@ -182,7 +182,7 @@ fn load() -> Result<Library, String> {
 
 /// Builds the fake driver.
 pub(crate) fn build() -> Result<PathBuf, String> {
-    let files = ["driver.cpp", "streams.inc", "memory.inc", "launch.inc", "vmm.inc", "fake.h"];
+    let files = ["driver.cpp", "streams.inc", "memory.inc", "launch.inc", "vmm.inc", "fake.h", "../shim/tensor_map.h"];
     compile("fake-driver", &files, "libcuda.so")
 }
 

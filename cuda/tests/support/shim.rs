@@ -7,6 +7,8 @@
 #[allow(clippy::duplicate_mod, reason = "fake.rs and shim.rs are used together and apart")]
 mod compiled;
 
+use lagoon_cuda::kernels::boxes::{MapShape, TensorMap};
+use lagoon_types::DType;
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_uint, c_void};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -50,7 +52,7 @@ pub(crate) fn library() -> Result<PathBuf, String> {
         command.args(["-std=c++17", "-fPIC", "-shared", "-g1", "-DLAGOON_SHIM", "-Wall", "-Wextra", "-Werror"]);
         command.args(["-Wno-unknown-pragmas", "-ffp-contract=off"]);
         command.args(if sanitize { ["-O1", "-fsanitize=address"] } else { ["-O2", "-pthread"] });
-        command.arg("-o").arg(fresh).arg(root.join("shim/shim.cpp"));
+        command.arg("-o").arg(fresh).args([root.join("shim/shim.cpp"), root.join("shim/async.cpp")]);
         command.args(["-x", "c++"]).arg(root.join("kernels/all.cu")).arg(root.join("shim/faulty.cu"));
         // A preloaded sanitizer is for the tests, not for the compiler.
         let output = command.env_remove("LD_PRELOAD").output().map_err(|e| format!("no C++ compiler: {e}"))?;
@@ -69,10 +71,26 @@ pub(crate) fn sanitizer() -> Option<PathBuf> {
 
 type LaunchFn = unsafe extern "C" fn(*const c_char, *const c_uint, *const c_uint, c_uint, *mut *mut c_void) -> c_int;
 
+type EncodeFn = unsafe extern "C" fn(
+    *mut TensorMap,
+    c_int,
+    c_uint,
+    *mut c_void,
+    *const u64,
+    *const u64,
+    *const u32,
+    *const u32,
+    c_int,
+    c_int,
+    c_int,
+    c_int,
+) -> c_int;
+
 /// The loaded shim.
 #[derive(Debug)]
 pub(crate) struct Shim {
     launch: LaunchFn,
+    encode: EncodeFn,
     order: unsafe extern "C" fn(c_int, u64),
     error: unsafe extern "C" fn() -> *const c_char,
     params_bytes: unsafe extern "C" fn(*const c_char) -> usize,
@@ -93,6 +111,7 @@ impl Shim {
         unsafe {
             Ok(Self {
                 launch: *library.get(b"lagoon_shim_launch").map_err(|e| e.to_string())?,
+                encode: *library.get(b"lagoon_shim_encode_tiled").map_err(|e| e.to_string())?,
                 order: *library.get(b"lagoon_shim_order").map_err(|e| e.to_string())?,
                 error: *library.get(b"lagoon_shim_error").map_err(|e| e.to_string())?,
                 params_bytes: *library.get(b"lagoon_shim_params_bytes").map_err(|e| e.to_string())?,
@@ -105,6 +124,31 @@ impl Shim {
         let name = CString::new(name).expect("no NUL in a name");
         // SAFETY: a string that outlives the call.
         unsafe { (self.params_bytes)(name.as_ptr()) }
+    }
+
+    /// A tensor map as the driver would make it; `None` for what it would refuse.
+    pub(crate) fn encode(&self, shape: &MapShape) -> Option<TensorMap> {
+        let mut map = TensorMap::default();
+        let dtype = if shape.dtype == DType::F16 { 6 } else { 9 };
+        let (address, steps) = (shape.address as *mut c_void, [1u32; 2]);
+        // SAFETY: arrays of as many elements as the rank says, and a live map.
+        let code = unsafe {
+            (self.encode)(
+                &raw mut map,
+                dtype,
+                2,
+                address,
+                shape.dims.as_ptr(),
+                &raw const shape.stride,
+                shape.boxed.as_ptr(),
+                steps.as_ptr(),
+                0,
+                3,
+                2,
+                0,
+            )
+        };
+        (code == 0).then_some(map)
     }
 
     /// How this thread's next launches take turns.

@@ -1,0 +1,48 @@
+//! Tensor maps: what the copy engine of compute capability 9.0 is told of a matrix.
+
+use super::{CudaError, check};
+use crate::kernels::boxes::{MapShape, TensorMap};
+use cudarc::driver::sys;
+use lagoon_types::DType;
+
+/// A map of a matrix of 16-bit elements in boxes of 128 bytes of columns, swizzled; nothing is read or allocated.
+///
+/// # Errors
+/// [`CudaError::Driver`] for a shape that the copy engine does not take.
+///
+/// # Panics
+/// For elements that are not of 16 bits.
+pub fn encode_boxes(shape: &MapShape) -> Result<TensorMap, CudaError> {
+    use sys::{
+        CUtensorMapDataType_enum as Type, CUtensorMapFloatOOBfill_enum as Fill,
+        CUtensorMapInterleave_enum as Interleave, CUtensorMapL2promotion_enum as Fetch,
+        CUtensorMapSwizzle_enum as Swizzle,
+    };
+    let dtype = match shape.dtype {
+        DType::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        DType::BF16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        DType::F32 => panic!("boxes of 16-bit elements"),
+    };
+    let mut map = sys::CUtensorMap { opaque: [0; 16] };
+    let steps = [1u32; 2];
+    // SAFETY: arrays of as many elements as the rank says; the driver fills the live map. The address is only written down.
+    let code = unsafe {
+        sys::cuTensorMapEncodeTiled(
+            &raw mut map,
+            dtype,
+            2,
+            shape.address as *mut std::ffi::c_void,
+            shape.dims.as_ptr(),
+            &raw const shape.stride,
+            shape.boxed.as_ptr(),
+            steps.as_ptr(),
+            Interleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            Swizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            // A box's rows are 128 bytes: more would be fetched for nobody.
+            Fetch::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            Fill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    };
+    check("cuTensorMapEncodeTiled", code)?;
+    Ok(TensorMap(map.opaque))
+}
