@@ -438,6 +438,15 @@ impl Device for WgpuDevice {
         self.gpu.dispatch(Kernel::SiluMul, &params, &[Some(&x.buf), Some(&out.buf)], groups, 1)
     }
 
+    fn add_bias(&mut self, x: &mut WgpuTensor, bias: &WgpuWeight, rows: usize) -> Result<(), DeviceError> {
+        assert!((bias.rows, bias.cols) == (1, x.cols) && rows <= x.rows, "shapes of a bias");
+        self.gpu.begin()?;
+        let quads = quads(x.cols);
+        let params = params::AddBias { all: word(rows * quads), quads: word(quads), ..Default::default() };
+        let kernel = Kernel::AddBias(self.gpu.encoding(bias.dtype));
+        self.gpu.dispatch(kernel, &params, &[Some(&bias.shards[0].buf), Some(&x.buf)], params.all.div_ceil(64), 1)
+    }
+
     fn gelu(&mut self, x: &WgpuTensor, rows: usize, out: &mut WgpuTensor) -> Result<(), DeviceError> {
         assert!(x.cols == out.cols && rows <= x.rows.min(out.rows), "activation shapes");
         self.gpu.begin()?;

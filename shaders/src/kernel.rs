@@ -71,6 +71,7 @@ impl HeadClass {
 /// A compute pipeline.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Kernel {
+    AddBias(Encoding),
     Embed(Encoding),
     RmsNorm(Encoding),
     LayerNorm(Encoding),
@@ -124,6 +125,7 @@ impl Kernel {
         let mut all = vec![Self::Merge, Self::SiluMul, Self::Gelu, Self::GatherRows];
         for encoding in Encoding::ALL {
             all.extend([
+                Self::AddBias(encoding),
                 Self::Embed(encoding),
                 Self::RmsNorm(encoding),
                 Self::LayerNorm(encoding),
@@ -141,6 +143,7 @@ impl Kernel {
     /// Stem of the WGSL file.
     pub(crate) fn stem(self) -> &'static str {
         match self {
+            Self::AddBias(_) => "add_bias",
             Self::Embed(_) => "embed",
             Self::RmsNorm(_) => "rms_norm",
             Self::LayerNorm(_) => "layer_norm",
@@ -167,7 +170,8 @@ impl Kernel {
     /// Element type of the permutation; kernels without one include f32's.
     pub(crate) fn encoding(self) -> Encoding {
         match self {
-            Self::Embed(e)
+            Self::AddBias(e)
+            | Self::Embed(e)
             | Self::RmsNorm(e)
             | Self::LayerNorm(e)
             | Self::Matvec(e, _)
@@ -193,7 +197,7 @@ impl Kernel {
             Self::Attention(..) => &[(1, Read), (2, Read), (3, Read), (4, ReadWrite), (5, ReadWrite), (6, ReadWrite)],
             Self::AttentionReduce(_) => &[(1, Read), (4, ReadWrite), (5, ReadWrite), (6, ReadWrite)],
             Self::Merge => &[(1, Read), (2, Read), (3, Read), (4, ReadWrite), (5, ReadWrite)],
-            Self::SiluMul | Self::Gelu => &[(1, Read), (2, ReadWrite)],
+            Self::AddBias(_) | Self::SiluMul | Self::Gelu => &[(1, Read), (2, ReadWrite)],
         }
     }
 
@@ -243,6 +247,7 @@ pub fn sources() -> Vec<(String, String)> {
 
 fn op_source(stem: &str) -> &'static str {
     match stem {
+        "add_bias" => include_str!("../wgsl/add_bias.wgsl"),
         "embed" => include_str!("../wgsl/embed.wgsl"),
         "rms_norm" => include_str!("../wgsl/rms_norm.wgsl"),
         "layer_norm" => include_str!("../wgsl/layer_norm.wgsl"),

@@ -26,6 +26,8 @@ macro_rules! params {
 }
 
 params! {
+    /// See `add_bias.wgsl`.
+    AddBias: 16 { all: u32, quads: u32, pad0: u32, pad1: u32 }
     /// See `embed.wgsl`.
     Embed: 32 {
         ids: u32, rows: u32, shard_row0: u32, shard_rows: u32, quads: u32, pad0: u32, pad1: u32, pad2: u32,

@@ -25,6 +25,7 @@ fn parse(kernel: Kernel) -> (Module, ModuleInfo) {
 
 fn fields(kernel: Kernel) -> (Vec<(&'static str, usize, &'static str)>, usize) {
     match kernel {
+        Kernel::AddBias(_) => (params::AddBias::fields(), size_of::<params::AddBias>()),
         Kernel::Embed(_) => (params::Embed::fields(), size_of::<params::Embed>()),
         Kernel::RmsNorm(_) | Kernel::LayerNorm(_) => (params::Norm::fields(), size_of::<params::Norm>()),
         Kernel::Gelu => (params::Gelu::fields(), size_of::<params::Gelu>()),

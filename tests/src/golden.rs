@@ -4,7 +4,7 @@ use serde::Deserialize;
 use std::path::PathBuf;
 
 /// Every golden that has its model beside it.
-pub const MODELS: [&str; 12] = [
+pub const MODELS: [&str; 14] = [
     "bf16",
     "f16",
     "head_dim_64",
@@ -14,6 +14,8 @@ pub const MODELS: [&str; 12] = [
     "mistral_window",
     "mpt",
     "mpt_f16",
+    "qwen2",
+    "qwen2_f16",
     "sharded",
     "tied_sentencepiece",
     "yi",

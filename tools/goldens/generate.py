@@ -84,7 +84,9 @@ def randomise(model, seed):
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
-        if weight.dim() == 1:
+        if name.endswith(".bias"):
+            weight.copy_(0.5 * noise)
+        elif weight.dim() == 1:
             weight.copy_(1 + 0.2 * noise)
         elif "embed_tokens" in name or "wte" in name:
             weight.copy_(0.5 * noise)
@@ -132,14 +134,23 @@ def write_json(path, value):
 
 
 def mutant_differences(directory, spec, tokens, logits, scratch):
-    """How far the logits move for each mutant of the configuration: the golden's power to see its feature."""
+    """How far the logits move for each mutant of the configuration: the golden's power to see its feature.
+
+    A mutant's "zero" is no field: weights with this in their name are zero.
+    """
     out = {}
     for name, change in spec["mutants"].items():
+        change = dict(change)
+        zero = change.pop("zero", None)
         config = {k: v for k, v in {**spec["config"], **change}.items() if v is not None or k == "sliding_window"}
         shutil.rmtree(scratch, ignore_errors=True)
         shutil.copytree(directory, scratch)
         (scratch / "config.json").write_text(json.dumps(config))
-        out[name] = round(float((logits_of(load(scratch, torch.float32), tokens) - logits).abs().max()), 4)
+        mutant = load(scratch, torch.float32)
+        for parameter, weight in mutant.named_parameters():
+            if zero is not None and zero in parameter:
+                weight.detach().zero_()
+        out[name] = round(float((logits_of(mutant, tokens) - logits).abs().max()), 4)
     shutil.rmtree(scratch, ignore_errors=True)
     return out
 

@@ -87,6 +87,15 @@ def _mosaic_spelling():
     return config
 
 
+def qwen2(vocab, **other):
+    """A Qwen2 configuration as Qwen2.5's files spell it: a window that is written and not used."""
+    config = llama(**shape(vocab, 64, 96, 2, 4, 2), rope_theta=1000000.0)
+    del config["attention_bias"], config["mlp_bias"]
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6}
+    window = {"sliding_window": 16, "max_window_layers": 1, "use_sliding_window": False}
+    return {**config, **qwen, **window, **other}
+
+
 def shape(vocab, hidden, inter, layers, heads, kv_heads, head_dim=None):
     """The size fields of a configuration; head_dim is written only where it is given."""
     out = {
@@ -186,6 +195,24 @@ VARIANTS = {
         "config": llama(**shape(128, 64, 100, 2, 4, 2, 64), torch_dtype="float16"),
         "tokens": 50,
         "mutants": {"theta": {"rope_theta": 20000.0}},
+    },
+    "qwen2": {
+        "shows": "Qwen2: biases on queries, keys and values, and a window that is written and not used",
+        "config": qwen2(152),
+        "tokens": 52,
+        "mutants": {
+            "no_q_bias": {"zero": "q_proj.bias"},
+            "no_k_bias": {"zero": "k_proj.bias"},
+            "no_v_bias": {"zero": "v_proj.bias"},
+            "window": {"use_sliding_window": True},
+            "theta": {"rope_theta": 10000.0},
+        },
+    },
+    "qwen2_f16": {
+        "shows": "Qwen2: f16 weights and biases",
+        "config": qwen2(176, torch_dtype="float16"),
+        "tokens": 48,
+        "mutants": {"no_q_bias": {"zero": "q_proj.bias"}, "no_v_bias": {"zero": "v_proj.bias"}},
     },
     "mpt": {
         "shows": "MPT: attention with linear biases for six heads (no power of two), layer norms, GELU, tied embeddings",

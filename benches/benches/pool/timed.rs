@@ -290,6 +290,10 @@ impl Device for Timed {
         if skipped(rows) { Ok(()) } else { self.inner.silu_mul(x, rows, out) }
     }
 
+    fn add_bias(&mut self, x: &mut CpuTensor, bias: &CpuWeight, rows: usize) -> Result<(), DeviceError> {
+        if skipped(rows) { Ok(()) } else { self.inner.add_bias(x, bias, rows) }
+    }
+
     fn gelu(&mut self, x: &CpuTensor, rows: usize, out: &mut CpuTensor) -> Result<(), DeviceError> {
         if skipped(rows) { Ok(()) } else { self.inner.gelu(x, rows, out) }
     }

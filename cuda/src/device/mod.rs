@@ -755,6 +755,17 @@ impl Device for CudaDevice {
         self.launch_rows(rows, &pointwise::silu_mul(word(rows), params))
     }
 
+    fn add_bias(&mut self, x: &mut CudaTensor, bias: &CudaWeight, rows: usize) -> Result<(), DeviceError> {
+        assert!((bias.rows, bias.cols) == (1, x.cols) && rows <= x.rows, "shapes of a bias");
+        let params = p::BiasParams {
+            x: x.address(),
+            bias: bias.buffer.address(),
+            cols: word(x.cols),
+            bias_type: u32::from(bias.dtype.code()),
+        };
+        self.per_row("add_bias", rows, params)
+    }
+
     fn gelu(&mut self, x: &CudaTensor, rows: usize, out: &mut CudaTensor) -> Result<(), DeviceError> {
         assert!(x.cols == out.cols && rows <= x.rows.min(out.rows), "shapes of an activation");
         let count = (rows * x.cols) as u64;

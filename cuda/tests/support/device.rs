@@ -336,6 +336,17 @@ impl Device for ShimDevice {
         Ok(())
     }
 
+    fn add_bias(&mut self, x: &mut Tensor, bias: &Weight, rows: usize) -> Result<(), DeviceError> {
+        let params = pointwise::BiasParams {
+            x: x.data.as_mut_ptr() as u64,
+            bias: bias.data.as_ptr() as u64,
+            cols: number(x.cols),
+            bias_type: u32::from(bias.dtype.code()),
+        };
+        self.per_row("add_bias", rows, params);
+        Ok(())
+    }
+
     fn gelu(&mut self, x: &Tensor, rows: usize, out: &mut Tensor) -> Result<(), DeviceError> {
         let params = pointwise::GeluParams {
             x: x.data.as_ptr() as u64,

@@ -478,6 +478,9 @@ pub trait Device: Send + 'static {
         out: &mut Self::Tensor,
     ) -> Result<(), DeviceError>;
 
+    /// `x[r] += bias`. `bias` is a vector of the tensor's columns.
+    fn add_bias(&mut self, x: &mut Self::Tensor, bias: &Self::Weight, rows: usize) -> Result<(), DeviceError>;
+
     /// Rotates queries and keys of the fused projection in place and stores K and V. `qkv` is
     /// `[rows][qkv_dim]`, q then k then v; `rope` is `[rows][head_dim]`, the cosines of the `head_dim / 2` angles
     /// and then their sines. Element `j < head_dim / 2` of a head is paired with `j + head_dim / 2` (the Hugging

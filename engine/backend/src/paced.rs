@@ -431,6 +431,11 @@ impl<D: Device> Device for Paced<D> {
         self.inner.silu_mul(x, rows, out)
     }
 
+    fn add_bias(&mut self, x: &mut Self::Tensor, bias: &Self::Weight, rows: usize) -> Result<(), DeviceError> {
+        self.queue(0.0);
+        self.inner.add_bias(x, &bias.inner, rows)
+    }
+
     fn gelu(&mut self, x: &Self::Tensor, rows: usize, out: &mut Self::Tensor) -> Result<(), DeviceError> {
         self.queue(0.0);
         self.inner.gelu(x, rows, out)

@@ -1,6 +1,6 @@
 //! A model's shape, from `config.json`.
 //!
-//! Fields are read by the names and defaults of transformers' `LlamaConfig`, `MistralConfig` and `MptConfig` (the last
+//! Fields are read by the names and defaults of transformers' `LlamaConfig`, `MistralConfig`, `Qwen2Config` and `MptConfig` (the last
 //! in [`crate::mpt`]), in both spellings: `rope_theta`, `rope_scaling` and `torch_dtype` at the top level, or `rope_parameters` and `dtype`. Fields that have
 //! a default only in code that nobody relies on (sizes, the normalisation's epsilon) are required.
 
@@ -21,6 +21,8 @@ pub enum Family {
     Llama,
     /// Mistral: Llama with an optional sliding window.
     Mistral,
+    /// Qwen2 and Qwen2.5: Llama with biases on queries, keys and values.
+    Qwen2,
     /// MPT: layer norms, no gate in the feed-forward layer, and attention with linear biases instead of rotation.
     Mpt,
 }
@@ -32,15 +34,22 @@ impl Family {
         match self {
             Self::Llama => "llama",
             Self::Mistral => "mistral",
+            Self::Qwen2 => "qwen2",
             Self::Mpt => "mpt",
         }
+    }
+
+    /// Whether the projections of queries, keys and values add a vector.
+    #[must_use]
+    pub const fn qkv_bias(self) -> bool {
+        matches!(self, Self::Qwen2)
     }
 
     /// What normalises a block's input.
     #[must_use]
     pub const fn norm(self) -> Norm {
         match self {
-            Self::Llama | Self::Mistral => Norm::Rms,
+            Self::Llama | Self::Mistral | Self::Qwen2 => Norm::Rms,
             Self::Mpt => Norm::Layer,
         }
     }
@@ -49,7 +58,7 @@ impl Family {
     #[must_use]
     pub const fn activation(self) -> Activation {
         match self {
-            Self::Llama | Self::Mistral => Activation::SiluMul,
+            Self::Llama | Self::Mistral | Self::Qwen2 => Activation::SiluMul,
             Self::Mpt => Activation::Gelu,
         }
     }
@@ -179,7 +188,8 @@ impl ModelConfig {
         let (hidden, vocab) = (self.hidden as u64, self.vocab as u64);
         let (q, qkv) = (self.geometry.q_dim() as u64, self.geometry.qkv_dim() as u64);
         let projections = self.family.activation().inputs() as u64 + 1;
-        let layer = 2 * hidden + hidden * qkv + q * hidden + projections * hidden * self.intermediate as u64;
+        let biases = if self.family.qkv_bias() { qkv } else { 0 };
+        let layer = 2 * hidden + biases + hidden * qkv + q * hidden + projections * hidden * self.intermediate as u64;
         let tables = if self.tie_word_embeddings { 1 } else { 2 };
         self.layers as u64 * layer + tables * vocab * hidden + hidden
     }
@@ -206,10 +216,11 @@ pub(crate) fn count(fields: &Fields, field: &str, max: u32) -> Result<Option<u32
 }
 
 fn family(fields: &Fields) -> Result<Family, ModelError> {
-    let hint = "supported are \"llama\" (Llama 2 and 3, Yi), \"mistral\" and \"mpt\"";
+    let hint = "supported are \"llama\" (Llama 2 and 3, Yi), \"mistral\", \"qwen2\" (Qwen2 and 2.5) and \"mpt\"";
     let family = match fields.text("model_type")?.ok_or_else(|| fields.missing("model_type"))? {
         "llama" => Family::Llama,
         "mistral" => Family::Mistral,
+        "qwen2" => Family::Qwen2,
         "mpt" => Family::Mpt,
         _ => return Err(fields.unsupported("model_type", hint)),
     };
@@ -217,6 +228,7 @@ fn family(fields: &Fields) -> Result<Family, ModelError> {
     let expected: &[&str] = match family {
         Family::Llama => &["LlamaForCausalLM"],
         Family::Mistral => &["MistralForCausalLM"],
+        Family::Qwen2 => &["Qwen2ForCausalLM"],
         Family::Mpt => &["MptForCausalLM", "MPTForCausalLM"],
     };
     if let Some(value) = fields.get("architectures") {
@@ -296,6 +308,11 @@ pub(crate) fn eps(fields: &Fields, field: &str) -> Result<Option<f32>, ModelErro
 fn window(fields: &Fields, family: Family) -> Result<Option<u32>, ModelError> {
     match family {
         Family::Llama | Family::Mpt => Ok(None),
+        // `sliding_window` is written whether it is used or not, and where it is, then by some of the layers.
+        Family::Qwen2 if fields.flag("use_sliding_window")? == Some(true) => {
+            Err(fields.unsupported("use_sliding_window", "a window on some layers only is not implemented"))
+        }
+        Family::Qwen2 => Ok(None),
         Family::Mistral if !fields.contains("sliding_window") => Ok(Some(4096)),
         Family::Mistral => count(fields, "sliding_window", u32::MAX),
     }

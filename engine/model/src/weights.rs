@@ -25,6 +25,8 @@ pub struct Layer<D: Device> {
     pub attn_norm: D::Weight,
     /// `[qkv_dim][hidden]`: q, k, v stacked by rows.
     pub qkv: D::Weight,
+    /// `[qkv_dim]`, added to what `qkv` makes ([`Family::qkv_bias`]).
+    pub qkv_bias: Option<D::Weight>,
     /// `[hidden][q_dim]`.
     pub o: D::Weight,
     /// `[hidden]`.
@@ -141,6 +143,8 @@ struct Names {
     attn_norm: &'static str,
     /// q, k and v, or one tensor with their rows in that order.
     qkv: &'static [&'static str],
+    /// Their biases, in the same order, if there are any.
+    qkv_bias: &'static [&'static str],
     o: &'static str,
     mlp_norm: &'static str,
     /// Gate and up, or up alone.
@@ -158,6 +162,7 @@ const LLAMA: Names = Names {
     layers: "model.layers.",
     attn_norm: "input_layernorm.weight",
     qkv: &["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+    qkv_bias: &[],
     o: "self_attn.o_proj.weight",
     mlp_norm: "post_attention_layernorm.weight",
     up: &["mlp.gate_proj.weight", "mlp.up_proj.weight"],
@@ -165,12 +170,16 @@ const LLAMA: Names = Names {
     ignored: Some("self_attn.rotary_emb.inv_freq"),
 };
 
+const QWEN2: Names =
+    Names { qkv_bias: &["self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"], ..LLAMA };
+
 const MPT: Names = Names {
     embed: "transformer.wte.weight",
     final_norm: "transformer.norm_f.weight",
     layers: "transformer.blocks.",
     attn_norm: "norm_1.weight",
     qkv: &["attn.Wqkv.weight"],
+    qkv_bias: &[],
     o: "attn.out_proj.weight",
     mlp_norm: "norm_2.weight",
     up: &["ffn.up_proj.weight"],
@@ -181,6 +190,7 @@ const MPT: Names = Names {
 fn names(family: Family) -> &'static Names {
     match family {
         Family::Llama | Family::Mistral => &LLAMA,
+        Family::Qwen2 => &QWEN2,
         Family::Mpt => &MPT,
     }
 }
@@ -191,6 +201,7 @@ impl Names {
         let single = [self.attn_norm, self.o, self.mlp_norm, self.down];
         single.contains(&tensor)
             || self.qkv.contains(&tensor)
+            || self.qkv_bias.contains(&tensor)
             || self.up.contains(&tensor)
             || self.ignored == Some(tensor)
     }
@@ -214,10 +225,12 @@ impl<D: Device> Loader<'_, '_, '_, D> {
         let (q_dim, kv_dim) = (geometry.q_dim(), geometry.kv_dim());
         let qkv_rows: &[usize] = if names.qkv.len() == 1 { &[q_dim + 2 * kv_dim] } else { &[q_dim, kv_dim, kv_dim] };
         let qkv: Vec<_> = names.qkv.iter().map(|tensor| of(tensor)).zip(qkv_rows.iter().copied()).collect();
+        let biases: Vec<_> = names.qkv_bias.iter().map(|tensor| of(tensor)).zip(qkv_rows.iter().copied()).collect();
         let up: Vec<_> = names.up.iter().map(|tensor| (of(tensor), intermediate)).collect();
         Ok(Layer {
             attn_norm: self.vector(&of(names.attn_norm))?,
             qkv: self.matrix(&qkv, hidden)?,
+            qkv_bias: if names.qkv_bias.is_empty() { None } else { Some(self.joined(&biases)?) },
             o: self.matrix(&[(of(names.o), hidden)], q_dim)?,
             mlp_norm: self.vector(&of(names.mlp_norm))?,
             up: self.matrix(&up, hidden)?,
@@ -229,6 +242,15 @@ impl<D: Device> Loader<'_, '_, '_, D> {
         let cols = self.config.hidden;
         let bytes = self.fetch(name, &[cols])?;
         self.give(cols, vec![(1, bytes)])
+    }
+
+    /// Vectors of these lengths, one behind the other.
+    fn joined(&mut self, parts: &[(String, usize)]) -> Result<D::Weight, ModelError> {
+        let mut bytes = Vec::new();
+        for (name, len) in parts {
+            bytes.extend_from_slice(&self.fetch(name, &[*len])?);
+        }
+        self.give(parts.iter().map(|(_, len)| len).sum(), vec![(1, bytes.into())])
     }
 
     /// Matrices `[rows][cols]`, stacked.

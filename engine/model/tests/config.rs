@@ -73,6 +73,24 @@ fn defaults_are_those_of_transformers() {
     assert_eq!(with(json!({"eos_token_id": [7, 8], "bos_token_id": 1})).unwrap().eos_ids, [7, 8]);
 }
 
+/// Qwen2 has a window in every file, and uses it in few, where only some layers have it.
+#[test]
+fn qwen2_has_biases_and_a_window_that_is_not_used() {
+    let of = |use_window: Value| {
+        with(json!({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "sliding_window": 16,
+            "use_sliding_window": use_window, "max_window_layers": 1}))
+    };
+    let config = of(false.into()).unwrap();
+    assert_eq!((config.family, config.window), (Family::Qwen2, None));
+    assert_eq!(of(Value::Null).unwrap().window, None);
+    let error = of(true.into()).unwrap_err().to_string();
+    assert!(error.contains("`use_sliding_window`") && error.contains("hint:"), "{error}");
+    // A vector of queries, keys and values for each layer.
+    let llama = with(json!({})).unwrap();
+    let biases = (llama.layers * llama.geometry.qkv_dim()) as u64;
+    assert_eq!(config.parameters(), llama.parameters() + biases);
+}
+
 #[test]
 fn missing_fields_are_named() {
     let required = [

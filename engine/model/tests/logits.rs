@@ -40,6 +40,9 @@ fn logits(dir: &Path, tokens: &[u32], convert: Option<DType>) -> Vec<f32> {
     for (i, layer) in weights.layers.iter().enumerate() {
         norm(d, &x, &layer.attn_norm, &mut normed).unwrap();
         d.matmul(&normed, &layer.qkv, n, Mode::Set, &mut qkv).unwrap();
+        if let Some(bias) = &layer.qkv_bias {
+            d.add_bias(&mut qkv, bias, n).unwrap();
+        }
         d.rope_append(&mut qkv, &rope, geometry, &positions, &mut kv, i).unwrap();
         d.attention(&qkv, &batch, &kv, i, &mut partials).unwrap();
         d.matmul(&partials.out, &layer.o, n, Mode::Add, &mut x).unwrap();

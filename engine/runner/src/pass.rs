@@ -198,6 +198,9 @@ impl Pass {
             let device = &mut *shared.device;
             norm(device, config, &lane.x, &weights.attn_norm, rows, &mut lane.normed)?;
             device.matmul(&lane.normed, &weights.qkv, rows, Mode::Set, &mut lane.qkv)?;
+            if let Some(bias) = &weights.qkv_bias {
+                device.add_bias(&mut lane.qkv, bias, rows)?;
+            }
             device.rope_append(&mut lane.qkv, &lane.rope, config.geometry, &self.work.slots, &mut *shared.kv, layer)?;
         }
         if self.is_remote() {

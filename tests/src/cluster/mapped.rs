@@ -249,6 +249,10 @@ impl Device for MappedDevice {
         self.0.silu_mul(x, rows, out)
     }
 
+    fn add_bias(&mut self, x: &mut Tensor, bias: &Weight, rows: usize) -> Result<(), DeviceError> {
+        self.0.add_bias(x, bias, rows)
+    }
+
     fn gelu(&mut self, x: &Tensor, rows: usize, out: &mut Tensor) -> Result<(), DeviceError> {
         self.0.gelu(x, rows, out)
     }

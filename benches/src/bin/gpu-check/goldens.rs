@@ -40,6 +40,9 @@ fn logits<D: Device>(d: &mut D, dir: &Path, tokens: &[u32], convert: Option<DTyp
     for (i, layer) in weights.layers.iter().enumerate() {
         norm(d, &x, &layer.attn_norm, &mut normed)?;
         d.matmul(&normed, &layer.qkv, n, Mode::Set, &mut qkv)?;
+        if let Some(bias) = &layer.qkv_bias {
+            d.add_bias(&mut qkv, bias, n)?;
+        }
         d.rope_append(&mut qkv, &rope, geometry, &positions, &mut kv, i)?;
         d.attention(&qkv, &batch, &kv, i, &mut partials)?;
         d.matmul(&partials.out, &layer.o, n, Mode::Add, &mut x)?;

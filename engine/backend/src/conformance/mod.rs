@@ -39,7 +39,8 @@ pub mod cases {
         merge_counts_decide_emptiness, merge_extreme_scores, merge_of_split_alibi, merge_of_split_attention,
     };
     pub use super::pointwise::{
-        embed_widens_rows, gather_copies_rows, gelu_matches, layer_norm_matches, rms_norm_matches, silu_mul_matches,
+        add_bias_adds, embed_widens_rows, gather_copies_rows, gelu_matches, layer_norm_matches, rms_norm_matches,
+        silu_mul_matches,
     };
     pub use super::rope::{rope_append_rotates_and_stores, rope_append_then_attention};
 }
@@ -54,6 +55,7 @@ pub use data::Data;
 ///   as `sqrt(k)`). Weights are exact in their type, so the bound is the same for all three.
 /// * `rms_norm`, `silu_mul`: a few `u` relative, from the square root, the division and the exponential.
 /// * `layer_norm`: the same, and the mean's error, some `u` of the row's mean magnitude, before the division.
+/// * `add_bias`: a rounding of the sum.
 /// * `gelu`: a few `u` relative plus those of the square in the exponent, `u x²`; also of the tiny results on the left.
 /// * `rope_append`: `4 u` of the pair's magnitude; stored elements within half a unit of the store's type, and a whole
 ///   one where `factor > 1` (a GPU may round its packing either way).
@@ -134,6 +136,7 @@ macro_rules! conformance_names {
             silu_mul_matches,
             layer_norm_matches,
             gelu_matches,
+            add_bias_adds,
             matmul_f32,
             matmul_f16,
             matmul_bf16,

@@ -105,6 +105,25 @@ pub fn layer_norm_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
     }
 }
 
+/// A vector is added to the rows that are asked for and to no other.
+pub fn add_bias_adds<D: Device>(device: &mut D, tolerance: Tolerance) {
+    let mut data = Data::new(9);
+    for dtype in DTYPES {
+        for (rows, all, cols) in [(1, 1, 40), (2, 3, 171), (17, 17, 96), (33, 40, 1026), (0, 2, 5)] {
+            let values = data.values(all * cols);
+            let mut x = super::data::tensor(device, cols, &values);
+            let (bias, vector) = data.weight(device, dtype, 1, cols);
+            device.add_bias(&mut x, &bias, rows).expect("add_bias");
+            let bias = |i: usize| if i < rows * cols { f64::from(vector[i % cols]) } else { 0.0 };
+            let want: Vec<f64> = values.iter().enumerate().map(|(i, v)| f64::from(*v) + bias(i)).collect();
+            let got = read(device, &x, all, cols);
+            assert_close(&format!("add_bias {dtype} {rows} of {all}x{cols}"), &got, &want, |i| {
+                2f64.powi(-24) * tolerance.factor * want[i].abs()
+            });
+        }
+    }
+}
+
 /// The exact GELU, from where its tail vanishes to where it is the identity.
 pub fn gelu_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
     let mut data = Data::new(8);

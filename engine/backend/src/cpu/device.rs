@@ -1,7 +1,9 @@
 //! [`Device`] for the host: memory here, each operation in its own file.
 
 use super::{CpuDevice, CpuKv, CpuTensor, CpuWeight};
-use super::{attention, embed, gather_rows, gelu, layer_norm, matmul, merge, rms_norm, rope_append, silu_mul};
+use super::{
+    add_bias, attention, embed, gather_rows, gelu, layer_norm, matmul, merge, rms_norm, rope_append, silu_mul,
+};
 #[cfg(target_os = "linux")]
 use crate::device::SharedKv;
 use crate::{AttnBatch, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
@@ -164,6 +166,11 @@ impl Device for CpuDevice {
 
     fn silu_mul(&mut self, x: &CpuTensor, rows: usize, out: &mut CpuTensor) -> Result<(), DeviceError> {
         silu_mul::silu_mul((&self.threads, self.isa), x, rows, out);
+        Ok(())
+    }
+
+    fn add_bias(&mut self, x: &mut CpuTensor, bias: &CpuWeight, rows: usize) -> Result<(), DeviceError> {
+        add_bias::add_bias((&self.threads, self.isa), x, bias, rows);
         Ok(())
     }
 

@@ -3,6 +3,7 @@
 //! One file an op, named as the op in [`Device`]. Calls are complete when they return. Weights and KV are read in their
 //! own element type and widened to f32 in registers or in cache-sized tiles; sums are f32.
 
+mod add_bias;
 mod attention;
 mod buffer;
 mod device;

@@ -115,6 +115,7 @@ impl Device for RecordingDevice {
     fn attention(&mut self, (): &(), _: &AttnBatch<'_>, (): &(), _: usize, _: &mut Partials<()>) -> Result<(), DeviceError> { unreachable!() }
     fn merge(&mut self, _: &mut Partials<()>, _: &Partials<()>, _: AttentionGeometry) -> Result<(), DeviceError> { unreachable!() }
     fn silu_mul(&mut self, (): &(), _: usize, (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
+    fn add_bias(&mut self, (): &mut (), _: &WeightSource, _: usize) -> Result<(), DeviceError> { unreachable!() }
     fn gelu(&mut self, (): &(), _: usize, (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
     fn gather_rows(&mut self, (): &(), _: &[u32], (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
 }
