@@ -90,6 +90,7 @@ mod run {
                 share_blocks: Some(BLOCK_TOKENS),
                 stage_blocks: blocks,
                 stage_on_device: false,
+                lend: false,
             };
             let executor = Executor::new(device, &model(), None, config)?;
             ensure!(executor.stages(), "the store itself can be read: nothing is staged");

@@ -41,6 +41,7 @@ impl<D: Device> Session<D> {
             share_blocks: None,
             stage_blocks: 0,
             stage_on_device: false,
+            lend: false,
         };
         let executor = Executor::new(device, &config, Some(model), executor_config).unwrap();
         Self { executor, steps: 0, fed: 0 }

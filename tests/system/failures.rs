@@ -249,7 +249,7 @@ fn an_instance_of_another_model_is_refused() {
     let mut shape = world.nodes[0].shape();
     shape.model_hash[0] ^= 1;
     let (version_min, version_max) = (VERSION_MIN, VERSION_MAX);
-    let hello = Hello { version_min, version_max, instance: 9, incarnation: 9, shape: Some(shape) };
+    let hello = Hello { version_min, version_max, instance: 9, incarnation: 9, shape: Some(shape), lent: None };
     let now_ms = world.now_ms;
     let instance = world.nodes[0].instance.as_mut().unwrap();
     let peer = PeerKey(77);

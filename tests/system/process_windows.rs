@@ -27,23 +27,28 @@ const FLAGS: [&str; 7] = [
 ];
 
 /// Where processes find the fake driver and its kernels, or a note that the test is skipped.
-struct OnFake(PathBuf, PathBuf);
+pub(crate) struct OnFake(PathBuf, PathBuf);
 
 impl OnFake {
-    fn find(name: &str) -> Option<Self> {
+    pub(crate) fn find(name: &str) -> Option<Self> {
         let libraries = crate::cuda::shim::library().and_then(|kernels| Ok((kernels, crate::cuda::fake::build()?)));
         let (kernels, driver) = libraries.map_err(|reason| lagoon_tests::skip(name, &reason)).ok()?;
         Some(Self(driver.parent().unwrap().to_owned(), kernels))
     }
 
     fn start(&self, arguments: &[&str], variables: &[(&str, &str)]) -> Server {
+        self.start_plain(&[arguments, &FLAGS[..]].concat(), variables)
+    }
+
+    /// With these arguments only.
+    pub(crate) fn start_plain(&self, arguments: &[&str], variables: &[(&str, &str)]) -> Server {
         let mut all: Vec<(&str, &OsStr)> = vec![
             ("LD_LIBRARY_PATH", self.0.as_os_str()),
             ("LAGOON_FAKE_KERNELS", self.1.as_os_str()),
             ("LAGOON_FAKE_PAGE", OsStr::new("4096")),
         ];
         all.extend(variables.iter().map(|(name, value)| (*name, OsStr::new(value))));
-        Server::start_with(&[arguments, &FLAGS[..]].concat(), &all)
+        Server::start_with(arguments, &all)
     }
 
     /// A pool, and its decode worker once it can read every prefill worker's KV.

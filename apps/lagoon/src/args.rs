@@ -142,6 +142,11 @@ pub(crate) struct EngineArgs {
     /// Tokens of KV in each instance's host memory besides, lent to itself and others as a kv node of the pool.
     #[arg(long, value_name = "N")]
     pub(crate) host_kv_tokens: Option<u32>,
+    /// Tokens of KV in each instance's device memory besides, lent to itself and others as a kv node of the pool: instances on this
+    /// host with the same GPU or a peer of it attend to it where it lies, and send no queries for it. CUDA only; 0 for none,
+    /// because this memory serves nobody as long as nobody borrows.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) lend_device_tokens: u32,
     /// Tokens of memory beside the KV cache through which KV that others compute or are computed for passes, where others cannot
     /// read the cache itself (wgpu, CUDA) [default: twice the longest sequence, at most all].
     #[arg(long, value_name = "N")]
@@ -247,6 +252,8 @@ impl EngineArgs {
         flags.extend(self.stage_kv_tokens.map(|n| format!("--stage-kv-tokens={n}")));
         flags.extend((self.stage_memory == StageMemoryArg::Host).then(|| "--stage-memory=host".to_owned()));
         flags.extend(self.host_kv_tokens.map(|n| format!("--host-kv-tokens={n}")));
+        flags
+            .extend((self.lend_device_tokens > 0).then(|| format!("--lend-device-tokens={}", self.lend_device_tokens)));
         flags.extend(self.target_tbt_ms.map(|ms| format!("--target-tbt-ms={ms}")));
         flags.extend(self.threads.map(|n| format!("--threads={n}")));
         flags

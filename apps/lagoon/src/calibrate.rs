@@ -288,6 +288,7 @@ mod tests {
             share_blocks: None,
             stage_blocks: 0,
             stage_on_device: false,
+            lend: false,
         };
         let executor = Executor::new(device, &model.config, weights, config).unwrap();
         let subject = Subject {

@@ -17,6 +17,8 @@ pub(crate) struct Beside {
     /// Whether KV that passes between instances is staged in the same memory, as much as `stage_tokens` or as it takes.
     pub(crate) stages: bool,
     pub(crate) stage_tokens: Option<u64>,
+    /// Tokens of KV that are lent there besides (`--lend-device-tokens`).
+    pub(crate) lent_tokens: u64,
 }
 
 /// Tokens of KV on this device, of whose memory the instance may have so many percent.
@@ -61,6 +63,12 @@ fn on_device(budget: u64, config: &ModelConfig, beside: &Beside) -> anyhow::Resu
         (taken - weights) >> 20,
         budget >> 20,
     );
+    ensure!(
+        beside.lent_tokens < tokens,
+        "--lend-device-tokens {} leaves no room for KV: there is memory for {tokens} tokens in all\nhint: lower it",
+        beside.lent_tokens
+    );
+    let tokens = tokens - beside.lent_tokens;
     let staged = match (beside.stages, beside.stage_tokens) {
         (false, _) => 0,
         (true, Some(asked)) => asked,
@@ -103,6 +111,7 @@ mod tests {
             step_seqs: 64,
             stages: false,
             stage_tokens: None,
+            lent_tokens: 0,
         }
     }
 
@@ -132,6 +141,14 @@ mod tests {
         assert_eq!(tokens(80, 90, &asked).unwrap(), whole - 1000);
         let error = tokens(80, 90, &Beside { stage_tokens: Some(1 << 40), ..shared }).unwrap_err().to_string();
         assert!(error.contains("hint: lower it"), "{error}");
+    }
+
+    #[test]
+    fn what_is_lent_besides_comes_out_of_it() {
+        let whole = tokens(80, 90, &beside()).unwrap();
+        assert_eq!(tokens(80, 90, &Beside { lent_tokens: 4096, ..beside() }).unwrap(), whole - 4096);
+        let error = tokens(80, 90, &Beside { lent_tokens: 1 << 40, ..beside() }).unwrap_err().to_string();
+        assert!(error.contains("--lend-device-tokens") && error.contains("hint: lower it"), "{error}");
     }
 
     #[test]

@@ -224,6 +224,7 @@ fn engine_args(args: &DemoArgs) -> EngineArgs {
         kv_dtype: None,
         kv_tokens: Some(args.kv_tokens),
         host_kv_tokens: None,
+        lend_device_tokens: 0,
         stage_kv_tokens: None,
         stage_memory: StageMemoryArg::default(),
         block_tokens: limits::BLOCK_TOKENS_DEFAULT,

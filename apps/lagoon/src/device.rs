@@ -12,7 +12,7 @@ use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, kernels};
 use lagoon_model::{LlamaWeights, Rope};
 use lagoon_protocol::Calibration;
-use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, KvMemory, Model, Report};
+use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, KvMemory, KvWindow, Model, Report};
 use lagoon_shaders::{AdapterChoice, WgpuDevice};
 use lagoon_types::KvSpace;
 use metrics::counter;
@@ -32,6 +32,10 @@ pub(crate) struct Running {
     /// Its KV, if that is shared, or memory for so many rBlocks beside it.
     pub(crate) memory: KvMemory,
     pub(crate) stage_blocks: u32,
+    /// The memory of its KV, if that is lent to be mapped.
+    pub(crate) lent: Option<KvWindow>,
+    /// Its device may map such memory of others.
+    pub(crate) reaches: bool,
     /// What it measured of itself, now or earlier.
     pub(crate) calibration: Option<Calibration>,
 }
@@ -47,6 +51,8 @@ pub(crate) struct Sizes {
     /// In memory that others may read and fill, where the backend has such; else through memory for so many rBlocks.
     pub(crate) shared: bool,
     pub(crate) stage_blocks: u32,
+    /// In memory that debtors may map.
+    pub(crate) lend: bool,
 }
 
 /// A row of addresses for each sequence that runs or is about to, as long as the model's longest.
@@ -83,7 +89,8 @@ pub(crate) fn start(
             device.set_tuning(Tuning { precision, ..*device.tuning() });
             cuda_tuning::tune(&mut device, args.calibrate, model.config.geometry, sizes.kv_dtype);
             let shape = model.config.kv_shape(sizes.kv_dtype);
-            if let Some(why) = device.why_flat(shape, &wished_space(args, model, sizes)) {
+            let why_flat = (!sizes.lend).then(|| device.why_flat(shape, &wished_space(args, model, sizes))).flatten();
+            if let Some(why) = why_flat {
                 tracing::warn!("sequences are contiguous in memory only by chance: {why}");
             }
             pace(device, args, model, sizes, report)
@@ -141,7 +148,10 @@ fn load<D: Device>(
     } else {
         None
     };
-    let space = device.kv_space(model.config.kv_shape(sizes.kv_dtype), wished_space(args, model, sizes));
+    let space = match sizes.lend {
+        true => KvSpace::flat(sizes.blocks_total, args.block_tokens),
+        false => device.kv_space(model.config.kv_shape(sizes.kv_dtype), wished_space(args, model, sizes)),
+    };
     let config = ExecutorConfig {
         kv: space,
         kv_dtype: sizes.kv_dtype,
@@ -151,6 +161,7 @@ fn load<D: Device>(
         share_blocks: sizes.shared.then_some(args.block_tokens),
         stage_blocks: sizes.stage_blocks,
         stage_on_device: args.stage_memory == StageMemoryArg::Device,
+        lend: sizes.lend,
     };
     let runs_requests = weights.is_some();
     let mut executor = Executor::new(device, &model.config, weights, config).context(
@@ -167,9 +178,10 @@ fn load<D: Device>(
     };
     let calibration = measured(&mut executor, subject, args, model, &info)?;
     let memory = executor.memory().clone();
+    let (lent, reaches) = (executor.lent().cloned(), executor.device().reaches());
     let stage_blocks = if executor.stages() { sizes.stage_blocks } else { 0 };
     let thread = lagoon_runner::spawn(executor, report);
-    Ok(Running { thread, info, space, memory, stage_blocks, calibration })
+    Ok(Running { thread, info, space, memory, stage_blocks, lent, reaches, calibration })
 }
 
 /// What is known of the executor's speed: from the cache, or measured now, as the flag says.

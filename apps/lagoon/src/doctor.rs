@@ -121,8 +121,10 @@ fn cuda_device(ordinal: u32, probed: &ProbedDevice, gpus: &mut Vec<Gpu>) -> Chec
             };
             let free = memory_bytes.unwrap_or(0) >> 20;
             let all = probed.memory_bytes >> 20;
-            let text =
-                format!("{ordinal}: {name}; {free} of {all} MiB free; {kernels}; linear layers: {linear}{tiles}");
+            let reach = if device.reaches() { "mapped by other processes" } else { "not shared" };
+            let text = format!(
+                "{ordinal}: {name}; {free} of {all} MiB free, {reach}; {kernels}; linear layers: {linear}{tiles}"
+            );
             check("cuda", true, text, "")
         }
         Err(error) => check(

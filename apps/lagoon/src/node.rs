@@ -1,16 +1,19 @@
 //! The loop around `Instance::handle`: it turns what comes from the transport, the device thread, HTTP and the clock
 //! into events, and carries out the effects. All decisions are in the instance.
 
+use crate::beside::Kind;
 use crate::leader::Leader;
 use crate::node_metrics::{NodeMetrics, record_prefill_times};
 use crate::partial_waits::PartialWaits;
 use crate::path_probe::PathRow;
 use crate::pool_client::{CalibrationRow, role_name, tier_name};
+use crate::reach::{Fetched, Fetches};
 use crate::transfers::{Carried, Told, Transfers};
 use anyhow::Context as _;
+use lagoon_backend::DeviceError;
 use lagoon_instance::{Effect, Event, Instance, InstanceConfig, InstanceStatus, PeerKey, TICK_MS};
 use lagoon_protocol::{AdminBody, AdminDrain, AdminQuery, BulkFrame, ControlBody, DrainOrder, PartialsFrame};
-use lagoon_runner::{ExecutorThread, Report};
+use lagoon_runner::{Command, ExecutorThread, Report};
 use lagoon_transport::{Bound, Class, Event as NetEvent, Frame, Identity, Inbound, Node, PeerId, TransportConfig};
 use lagoon_types::{GenerateRequest, InstanceId, RequestError, SeqId, TokenEvent};
 use serde::Serialize;
@@ -129,6 +132,7 @@ enum Happened {
     Bulk(Inbound<BulkFrame>),
     Input(Input),
     Told(Told),
+    Fetched(Fetched),
     Tick,
     /// The loop polls: the network had its turn.
     Nothing,
@@ -144,6 +148,7 @@ pub(crate) struct NodeLoop {
     pool: Option<Pool>,
     leader: Option<Leader>,
     transfers: Option<Transfers>,
+    fetches: Fetches,
     sessions: HashMap<PeerId, u64>,
     outputs: BTreeMap<SeqId, mpsc::Sender<TokenEvent>>,
     about: About,
@@ -188,9 +193,10 @@ impl NodeLoop {
             pool,
             leader,
             transfers: None,
+            fetches: Fetches::new(),
             sessions: HashMap::new(),
             outputs: BTreeMap::new(),
-            metrics: NodeMetrics::new(about.tier),
+            metrics: NodeMetrics::default(),
             waits: PartialWaits::default(),
             about,
             shared,
@@ -206,6 +212,12 @@ impl NodeLoop {
     #[must_use]
     pub(crate) fn transferring(self, transfers: Option<Transfers>) -> Self {
         Self { transfers, ..self }
+    }
+
+    /// It is memory beside an instance, in its process: metrics tell the two apart.
+    #[must_use]
+    pub(crate) fn beside(self, kind: Kind) -> Self {
+        Self { metrics: NodeMetrics::beside(kind), ..self }
     }
 
     /// Begins a drain when `asked` is cancelled, and ends when it is done.
@@ -260,6 +272,7 @@ impl NodeLoop {
                     let event = self.transfers.as_mut().and_then(|transfers| transfers.on_told(told));
                     event.into_iter().for_each(|event| self.step(Event::Transfer(event)));
                 }
+                Happened::Fetched(fetched) => self.on_fetched(fetched),
                 Happened::Nothing => {}
                 Happened::Tick => {
                     ticks += 1;
@@ -287,7 +300,7 @@ impl NodeLoop {
     /// The next thing that happens: what is latency-bound first, the bulk class last.
     async fn next(&mut self, stop: &CancellationToken, tick: &mut Interval) -> Happened {
         let polls = self.instance.expects_frames() && self.last.elapsed() < self.poll;
-        let Self { pool, reports, inputs, instance, drain, transfers, .. } = self;
+        let Self { pool, reports, inputs, instance, drain, transfers, fetches, .. } = self;
         let (events, partials, bulk) = match pool {
             Some(Pool { bound: Bound { events, partials, bulk, .. }, .. }) => {
                 (Some(events), Some(partials), Some(bulk))
@@ -303,6 +316,7 @@ impl NodeLoop {
             Some(inbound) = recv(partials) => Happened::Partials(inbound),
             Some(input) = inputs.recv() => Happened::Input(input),
             Some(told) = next_told(transfers.as_mut()) => Happened::Told(told),
+            Some(fetched) = fetches.next() => Happened::Fetched(fetched),
             _ = tick.tick() => Happened::Tick,
             Some(inbound) = recv(bulk), if instance.takes_bulk() => Happened::Bulk(inbound),
             () = tokio::task::yield_now(), if polls => Happened::Nothing,
@@ -315,7 +329,23 @@ impl NodeLoop {
             Report::Queries { step, layer, frames } => self.waits.sent(*step, *layer, frames.len(), self.last),
             Report::Done { step, .. } => drop(self.waits.done(*step)),
             Report::Failed { step, .. } => self.waits.failed(*step),
+            Report::Mapped { error: Some(why), .. } => tracing::warn!(
+                "queries are sent for what a creditor on this host lends: its device memory cannot be mapped: {why}\n\
+                 hint: both need the same GPU or GPUs with peer access, and one user and mount namespace"
+            ),
             _ => {}
+        }
+    }
+
+    /// A creditor's memory came, or did not.
+    fn on_fetched(&mut self, Fetched { map, blocks, memory }: Fetched) {
+        match memory {
+            Ok(memory) => drop(self.apply(Effect::Runner(Command::Map { map, blocks, memory }))),
+            Err(why) => {
+                let report = Report::Mapped { map, error: Some(DeviceError::Unsupported(why)) };
+                self.note_report(&report);
+                self.step(Event::Runner(report));
+            }
         }
     }
 
@@ -527,6 +557,10 @@ impl NodeLoop {
                 if self.executor.send(command).is_err() {
                     self.fatal = Some("the device thread has ended".to_owned());
                 }
+                None
+            }
+            Effect::Map { map, blocks, memory } => {
+                self.fetches.begin(map, blocks, memory);
                 None
             }
             Effect::Transfer(effect) => {

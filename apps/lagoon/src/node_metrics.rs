@@ -1,33 +1,44 @@
 //! What a node's loop tells Prometheus of its instance: set from its status, twice a second.
 //!
-//! A process may have two nodes: the instance, and its host memory tier. The second one's names say `host`.
+//! A process may have several nodes: the instance, and memory beside it ([`crate::beside`]), whose names say what it is.
 
+use crate::beside::Kind;
 use crate::node::NodeStatus;
 use crate::transfers::Carried;
 use lagoon_backend::{KvCounters, LaunchCounters};
-use lagoon_instance::{LastTimes, MoveStatus, PrefillStatus, PrefixStatus};
+use lagoon_instance::{LastTimes, MoveStatus, PrefillStatus, PrefixStatus, ReachStatus};
 use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
 use std::time::Duration;
 
 /// See the module's documentation.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct NodeMetrics {
-    host: bool,
+    beside: Option<Kind>,
 }
 
 impl NodeMetrics {
-    /// Of a node whose memory is of `tier`, as in [`crate::node::About`].
-    pub(crate) fn new(tier: &str) -> Self {
-        Self { host: tier == "host" }
+    /// Of memory beside an instance.
+    pub(crate) fn beside(kind: Kind) -> Self {
+        Self { beside: Some(kind) }
     }
 
     pub(crate) fn record(&self, status: &NodeStatus) {
         let of = &status.instance;
-        if self.host {
-            gauge!("lagoon_host_kv_blocks_total").set(of.blocks_total);
-            gauge!("lagoon_host_kv_blocks_free").set(of.blocks_free);
-            gauge!("lagoon_host_kv_blocks_lent").set(of.blocks_lent);
-            return;
+        match self.beside {
+            Some(Kind::Host) => {
+                gauge!("lagoon_host_kv_blocks_total").set(of.blocks_total);
+                gauge!("lagoon_host_kv_blocks_free").set(of.blocks_free);
+                gauge!("lagoon_host_kv_blocks_lent").set(of.blocks_lent);
+                return;
+            }
+            Some(Kind::Lent) => {
+                gauge!("lagoon_lent_kv_blocks_total").set(of.blocks_total);
+                gauge!("lagoon_lent_kv_blocks_free").set(of.blocks_free);
+                gauge!("lagoon_lent_kv_blocks_lent").set(of.blocks_lent);
+                counter!("lagoon_lent_kv_blocks_sealed_total").absolute(of.reach.sealed);
+                return;
+            }
+            None => {}
         }
         gauge!("lagoon_kv_blocks_total").set(of.blocks_total);
         gauge!("lagoon_kv_blocks_free").set(of.blocks_free);
@@ -49,6 +60,7 @@ impl NodeMetrics {
         of.launches.iter().for_each(record_launches);
         record_prefill(&of.prefill);
         record_prefix(&of.prefix);
+        record_reach(&of.reach);
         for row in &status.paths {
             let labels = [("worker", row.worker.to_string()), ("path", row.path.to_owned())];
             gauge!("lagoon_transfer_path_bytes_per_second", &labels).set(row.bytes_per_s);
@@ -81,6 +93,14 @@ fn record_prefix(of: &PrefixStatus) {
     for (state, tokens) in [("looked_up", of.looked_up_tokens), ("hit", of.hit_tokens)] {
         counter!("lagoon_prefix_cache_tokens_total", "state" => state).absolute(tokens);
     }
+}
+
+fn record_reach(of: &ReachStatus) {
+    let ways = [("mapped", of.attended_mapped), ("shipped", of.attended_shipped), ("fetched", of.attended_fetched)];
+    ways.iter().for_each(|(how, n)| counter!("lagoon_remote_attentions_total", "how" => *how).absolute(*n));
+    gauge!("lagoon_creditors_mapped").set(as_f64(of.mapped));
+    counter!("lagoon_creditor_maps_refused_total").absolute(of.refused);
+    counter!("lagoon_steps_reused_memory_total").absolute(of.reused);
 }
 
 fn record_launches(of: &LaunchCounters) {
@@ -221,6 +241,7 @@ pub(crate) fn describe() {
     describe_gauge!("lagoon_host_kv_blocks_total", "rBlocks in host memory (--host-kv-tokens).");
     describe_gauge!("lagoon_host_kv_blocks_free", "rBlocks in host memory that nobody has.");
     describe_gauge!("lagoon_host_kv_blocks_lent", "rBlocks in host memory that instances have borrowed, this one too.");
+    describe_reach();
     describe_gauge!("lagoon_requests_running", "Sequences in the batch.");
     describe_gauge!("lagoon_requests_waiting", "Sequences that wait for memory.");
     describe_counter!(
@@ -240,6 +261,24 @@ pub(crate) fn describe() {
     describe_prefix();
     describe_gauge!("lagoon_draining", "1 while this instance is being drained.");
     describe_counter!("lagoon_wire_bytes_sent_total", "Bytes of frames sent to peers and the gManager, by class.");
+}
+
+fn describe_reach() {
+    describe_gauge!("lagoon_lent_kv_blocks_total", "rBlocks that debtors on this host may map (--lend-device-tokens).");
+    describe_gauge!("lagoon_lent_kv_blocks_free", "rBlocks of these that nobody has.");
+    describe_gauge!("lagoon_lent_kv_blocks_lent", "rBlocks of these that instances have borrowed, this one too.");
+    describe_counter!("lagoon_lent_kv_blocks_sealed_total", "rBlocks of these that were sealed for their debtors.");
+    describe_counter!(
+        "lagoon_remote_attentions_total",
+        "A sequence's step over KV of a creditor: attended to where it lies (mapped), by queries that were sent (shipped), \
+         here after the KV was brought (fetched)."
+    );
+    describe_gauge!("lagoon_creditors_mapped", "Creditors whose device memory is mapped here.");
+    describe_counter!("lagoon_creditor_maps_refused_total", "Times that one's could not be: queries are sent then.");
+    describe_counter!(
+        "lagoon_steps_reused_memory_total",
+        "Steps thrown away because mapped memory was somebody else's by then: what was there is computed again."
+    );
 }
 
 fn describe_prefix() {

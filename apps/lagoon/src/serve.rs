@@ -1,14 +1,15 @@
 //! `lagoon serve`: one instance (or kv node) with its OpenAI endpoint, alone or in a pool.
 
 use crate::args::{EngineArgs, RemoteArg, StageMemoryArg, TlsArgs};
+use crate::beside::{Kind, Tier, TierStatus};
 use crate::capacity::{Beside, default_kv_tokens};
 use crate::device::{self, FETCH_TOKENS, Sizes};
 use crate::engine::NodeEngine;
-use crate::host_tier::{HostStatus, HostTier};
 use crate::loop_thread::LoopThread;
 use crate::model::{OpenModel, defaults, resolve, short_name};
 use crate::node::{About, NodeLoop, Pool, Shared};
 use crate::placement::{self, Chosen};
+use crate::reach;
 use crate::shutdown::{self, Ending};
 use crate::transfer_addr::{self, InterfaceArg, Wanted};
 use crate::transfers::{self, Transfers};
@@ -19,6 +20,7 @@ use axum::http::StatusCode;
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::MethodRouter;
+use futures::future::join_all;
 use lagoon_http::server::{bears_key, unauthorized};
 use lagoon_http::{EngineInfo, Limits, ServerState};
 use lagoon_instance::{Instance, InstanceConfig, MovePace, RemotePolicy};
@@ -31,6 +33,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
 
 /// What this process does in the pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -82,6 +85,9 @@ pub(crate) struct ServeArgs {
     /// Where peers reach the host memory tier (QUIC, UDP) [default: a free port beside --quic].
     #[arg(long, value_name = "ADDR", requires = "host_kv_tokens")]
     host_quic: Option<SocketAddr>,
+    /// Where peers reach the device memory of --lend-device-tokens (QUIC, UDP) [default: a free port beside --quic].
+    #[arg(long, value_name = "ADDR")]
+    lend_quic: Option<SocketAddr>,
     /// Where decode workers read KV (QUIC, UDP) [default: a free port beside --quic].
     #[arg(long, value_name = "ADDR")]
     transfer_quic: Option<SocketAddr>,
@@ -178,6 +184,16 @@ fn check(args: &ServeArgs) -> anyhow::Result<()> {
          hint: name the pool's --gmanager, use `lagoon up`, or raise --kv-tokens"
     );
     anyhow::ensure!(
+        args.engine.lend_device_tokens == 0 || !args.gmanager.is_empty(),
+        "--lend-device-tokens lends memory to a pool, and this instance is in none\n\
+         hint: name the pool's --gmanager, use `lagoon up`, or raise --kv-tokens"
+    );
+    anyhow::ensure!(
+        args.engine.lend_device_tokens == 0 || args.advertise.is_none() || args.lend_quic.is_some(),
+        "with --advertise the memory of --lend-device-tokens needs a port of its own that peers reach\n\
+         hint: name it with --lend-quic"
+    );
+    anyhow::ensure!(
         !must_share(args.role) || !args.gmanager.is_empty(),
         "prefill and decode workers serve together, and this one is in no pool\n\
          hint: name the pool's --gmanager, or use `lagoon up --prefill 1 --decode 1`"
@@ -236,6 +252,7 @@ fn sizes(args: &ServeArgs, model: &OpenModel, chosen: Chosen) -> anyhow::Result<
                 step_seqs: args.engine.max_running as u64,
                 stages: shared && args.engine.stage_memory == StageMemoryArg::Device,
                 stage_tokens: args.engine.stage_kv_tokens.map(u64::from),
+                lent_tokens: u64::from(args.engine.lend_device_tokens),
             };
             default_kv_tokens(chosen, &model.config, &beside, args.engine.memory_percent)?
         }
@@ -249,14 +266,31 @@ fn sizes(args: &ServeArgs, model: &OpenModel, chosen: Chosen) -> anyhow::Result<
     // Room for one prompt that is read while another one arrives.
     let enough = (2 * model.config.max_positions.div_ceil(block_tokens)).min(blocks_total);
     let stage_blocks = args.engine.stage_kv_tokens.map_or(enough, |tokens| tokens.div_ceil(block_tokens)).max(1);
-    Ok(Sizes { blocks_total, kv_dtype, shared, stage_blocks: if shared { stage_blocks } else { 0 } })
+    Ok(Sizes { blocks_total, kv_dtype, shared, stage_blocks: if shared { stage_blocks } else { 0 }, lend: false })
 }
 
-/// The endpoint of the host memory tier: beside the instance's own.
-fn join_host(args: &ServeArgs) -> anyhow::Result<Pool> {
-    let listen = args.host_quic.unwrap_or(SocketAddr::new(args.quic.ip(), 0));
+/// The endpoint of memory beside the instance's own.
+fn join_beside(args: &ServeArgs, kind: Kind) -> anyhow::Result<Pool> {
+    let listen = match kind {
+        Kind::Host => args.host_quic,
+        Kind::Lent => args.lend_quic,
+    };
+    let listen = listen.unwrap_or(SocketAddr::new(args.quic.ip(), 0));
     let advertise = args.advertise.map(|addr| SocketAddr::new(addr.ip(), listen.port()));
     Pool::join(listen, advertise, &args.tls.identity()?, &args.gmanager)
+}
+
+/// The memory beside an instance that its flags ask for.
+fn start_beside(
+    args: &ServeArgs,
+    chosen: Chosen,
+    model: &OpenModel,
+    of: &InstanceConfig,
+    stop: &CancellationToken,
+) -> anyhow::Result<Vec<Tier>> {
+    let join = |kind| join_beside(args, kind);
+    let start = |kind| Tier::start(kind, chosen, &args.engine, model, of, stop, || join(kind)).transpose();
+    [Kind::Host, Kind::Lent].into_iter().filter_map(start).collect()
 }
 
 /// Runs until Ctrl-C (or the end of standard input, if asked).
@@ -293,9 +327,10 @@ pub(crate) async fn run(args: ServeArgs) -> anyhow::Result<()> {
         ..instance_config(&args, &model, sizes, running.info.backend, http_addr, quic_addr)
     };
     let transfer = sizes.shared.then(|| transfers::config(&config, running.stage_blocks, &args.engine)).transpose()?;
-    let config = InstanceConfig { transfer, ..config };
+    let reaches = reach::host().filter(|_| running.reaches && args.role != RoleArg::Kv);
+    let config = InstanceConfig { transfer, reaches, ..config };
     let transfers = start_transfers(&args, &config, &running)?;
-    let host = HostTier::start(&args.engine, &model, &config, &stop, || join_host(&args))?;
+    let beside = start_beside(&args, chosen, &model, &config, &stop)?;
     let transfer_addr = transfers.as_ref().map(Transfers::addr);
     let about = About::new(&config);
     let mut instance = Instance::new(config)?;
@@ -318,29 +353,27 @@ pub(crate) async fn run(args: ServeArgs) -> anyhow::Result<()> {
         .polling(Duration::from_micros(args.engine.poll_us))
         .transferring(transfers.map(|transfers| transfers.announcing(!args.json)))
         .draining_on(drain.clone());
-    let source = StatusSource { engine: engine.clone(), host: host.as_ref().map(HostTier::status) };
+    let source = StatusSource { engine: engine.clone(), beside: beside.iter().map(Tier::status).collect() };
     let router = router(&args, &dir, &model, engine, source)?;
     announce(&args, &model, &running.info, sizes, Addrs { http: http_addr, quic: quic_addr, transfer: transfer_addr })?;
     let server = lagoon_http::serve(listener, router, stop.clone().cancelled_owned());
-    let loops = run_loops((loop_thread, node), host, Ending { drain, stop });
+    let loops = run_loops((loop_thread, node), beside, Ending { drain, stop });
     let (served, looped) = tokio::join!(server, loops);
     served.context("serve HTTP")?;
     looped
 }
 
-/// Runs the instance's loop and that of its host memory tier to their ends.
-async fn run_loops(own: (LoopThread, NodeLoop), host: Option<HostTier>, ending: Ending) -> anyhow::Result<()> {
-    let beside = async {
-        match host {
-            Some(HostTier { thread, node, .. }) => {
-                run_loop(thread, node.draining_on(ending.drain.clone()), &ending).await
-            }
-            None => Ok(()),
-        }
-    };
-    let (own, beside) = tokio::join!(run_loop(own.0, own.1, &ending), beside);
+/// Runs the instance's loop and those of the memory beside it to their ends.
+async fn run_loops(own: (LoopThread, NodeLoop), beside: Vec<Tier>, ending: Ending) -> anyhow::Result<()> {
+    let ending = &ending;
+    let beside = beside.into_iter().map(async |of| {
+        let (name, _offer) = (of.status().name(), of.offer);
+        let ran = run_loop(of.thread, of.node.draining_on(ending.drain.clone()), ending).await;
+        ran.with_context(|| format!("the memory beside it ({name})"))
+    });
+    let (own, beside) = tokio::join!(run_loop(own.0, own.1, ending), join_all(beside));
     ending.stop.cancel();
-    own.and(beside.context("the host memory tier"))
+    beside.into_iter().fold(own, Result::and)
 }
 
 /// A loop that fails ends the process; one that is drained has the other drained too.
@@ -417,6 +450,8 @@ fn instance_config(
         prefix_cache: engine.prefix_cache,
         target_step_ms: engine.target_tbt_ms,
         transfer: None,
+        lent: None,
+        reaches: None,
     }
 }
 
@@ -429,7 +464,7 @@ const ATTENTION_FLOPS: f64 = 5e10;
 #[derive(Clone, Debug)]
 struct StatusSource {
     engine: Arc<NodeEngine>,
-    host: Option<HostStatus>,
+    beside: Vec<TierStatus>,
 }
 
 fn router(
@@ -471,14 +506,14 @@ pub(crate) fn guarded(route: MethodRouter, key: Option<String>) -> MethodRouter 
     }))
 }
 
-/// The instance's own state, and that of its host memory tier under `host`.
+/// The instance's own state, and that of the memory beside it, under `host` and `lent`.
 async fn status(State(source): State<StatusSource>) -> Response {
     let Some(status) = source.engine.status().await else { return StatusCode::SERVICE_UNAVAILABLE.into_response() };
     let Ok(mut shown) = serde_json::to_value(status) else { return StatusCode::INTERNAL_SERVER_ERROR.into_response() };
-    if let Some(host) = &source.host
-        && let Some(host) = host.get().await
-    {
-        shown["host"] = serde_json::to_value(host).unwrap_or_default();
+    for beside in &source.beside {
+        if let Some(status) = beside.get().await {
+            shown[beside.name()] = serde_json::to_value(status).unwrap_or_default();
+        }
     }
     Json(shown).into_response()
 }

@@ -48,6 +48,8 @@ fn config(incarnation: u64) -> InstanceConfig {
         link_bytes_per_s: 1e9,
         attention_flops: 1e9,
         transfer: Some(transfer),
+        lent: None,
+        reaches: None,
         prefix_cache: false,
         target_step_ms: None,
     }

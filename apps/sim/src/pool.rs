@@ -120,6 +120,8 @@ impl NodeSpec {
             prefix_cache: pool.prefix_cache,
             target_step_ms: None,
             transfer: self.transfers.then(|| self.transfer(pool)),
+            lent: None,
+            reaches: None,
         }
     }
 

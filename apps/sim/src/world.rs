@@ -548,6 +548,7 @@ impl<R: SimRunner> World<R> {
                 self.transfer(place, effect);
                 None
             }
+            Effect::Map { .. } => unreachable!("simulated devices map nobody's memory"),
             // Its process would stop by itself; the scenario decides when.
             Effect::Drained => None,
             Effect::Rejected { reason } => {

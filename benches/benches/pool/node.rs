@@ -91,6 +91,8 @@ fn instance_config(scenario: &Scenario, blocks: u32, quic: Option<SocketAddr>) -
         prefix_cache: false,
         target_step_ms: None,
         transfer: None,
+        lent: None,
+        reaches: None,
     }
 }
 
@@ -110,6 +112,7 @@ impl Side {
             share_blocks: None,
             stage_blocks: 0,
             stage_on_device: false,
+            lend: false,
         };
         let executor = Executor::new(device, &config, Some(model), sizes)?;
         let (report, reports) = mpsc::unbounded_channel();
@@ -262,7 +265,7 @@ impl Side {
             Effect::Emit { event: TokenEvent::Finished { .. }, .. } => {
                 self.failed = Some("it ended before enough steps were measured".to_owned());
             }
-            Effect::Emit { .. } | Effect::Transfer(_) | Effect::Drained => {}
+            Effect::Emit { .. } | Effect::Transfer(_) | Effect::Map { .. } | Effect::Drained => {}
         }
         None
     }

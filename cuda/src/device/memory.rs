@@ -6,6 +6,8 @@
 //! that are held.
 
 use super::lane::Lane;
+#[cfg(target_os = "linux")]
+use super::lent::Lent;
 use crate::driver::{Buffer, Context, CudaError, encode_boxes, fill_zero};
 use crate::kernels::attention::{KvView, Store};
 use crate::kernels::boxes::KvMaps;
@@ -118,7 +120,7 @@ impl From<VirtualKvError> for DeviceError {
 pub struct CudaKv {
     pub(super) shape: KvShape,
     pub(super) slots: usize,
-    memory: Arc<VirtualKv>,
+    memory: Memory,
     /// The only row; `None` where somebody else maps and unmaps.
     row: Option<usize>,
     /// Of a store with rows.
@@ -127,6 +129,26 @@ pub struct CudaKv {
     mapped: u32,
     zeroed: u32,
     maps: OnceLock<Vec<KvMaps>>,
+}
+
+/// What a store is in.
+#[derive(Debug)]
+pub(super) enum Memory {
+    Virtual(Arc<VirtualKv>),
+    /// All of it at one place, for good.
+    #[cfg(target_os = "linux")]
+    Lent(Lent),
+}
+
+impl Memory {
+    /// Of a store that is mapped piece by piece.
+    fn of(&self) -> &Arc<VirtualKv> {
+        match self {
+            Self::Virtual(memory) => memory,
+            #[cfg(target_os = "linux")]
+            Self::Lent(_) => unreachable!("what is lent has all its memory, and no rows"),
+        }
+    }
 }
 
 /// Which rBlocks of a store with rows have memory, and which of them the same.
@@ -279,7 +301,7 @@ impl CudaKv {
         if missing.is_empty() {
             return Ok(false);
         }
-        let reused = self.memory.hold(missing.iter().flat_map(|block| held.parts(*block)))?;
+        let reused = self.memory.of().hold(missing.iter().flat_map(|block| held.parts(*block)))?;
         missing.into_iter().for_each(|block| held.give(block));
         Ok(reused)
     }
@@ -294,7 +316,7 @@ impl CudaKv {
         if !whole || (to..).zip(blocks.clone()).any(|(to, from)| held.holds(to) || !held.holds(from)) {
             return unsupported("only whole rBlocks that are held, behind others that are not");
         }
-        self.memory.share_direct(blocks.start * held.ratio..blocks.end * held.ratio, to * held.ratio)?;
+        self.memory.of().share_direct(blocks.start * held.ratio..blocks.end * held.ratio, to * held.ratio)?;
         blocks.zip(to..).for_each(|(from, to)| held.share(from, to));
         Ok(())
     }
@@ -312,7 +334,7 @@ impl CudaKv {
         let Some(held) = &mut self.rows else { return Ok(()) };
         while let Some(&last) = held.leaving.last() {
             let first = (0..=last).rev().take_while(|block| held.leaving.contains(block)).last().unwrap_or(last);
-            self.memory.release(first * held.ratio..(last + 1) * held.ratio)?;
+            self.memory.of().release(first * held.ratio..(last + 1) * held.ratio)?;
             for block in first..=last {
                 held.take(block);
                 held.leaving.remove(&block);
@@ -331,7 +353,7 @@ impl CudaKv {
             return;
         }
         let ahead = expected.0.iter().flat_map(|block| held.parts(*block));
-        self.memory.expect(ahead, expected.1.iter().flat_map(|block| held.parts(*block)));
+        self.memory.of().expect(ahead, expected.1.iter().flat_map(|block| held.parts(*block)));
         held.expected = expected;
     }
 
@@ -347,6 +369,10 @@ impl CudaKv {
     /// Whether these slots have memory that is behind no others: what is shared is never written.
     pub(super) fn has_own(&self, slots: Range<u32>) -> bool {
         let shared = |held: &Held| held.blocks_of(&slots).any(|block| held.is_shared(block));
+        #[cfg(target_os = "linux")]
+        if self.lent().is_some_and(|lent| !lent.is_own()) {
+            return false;
+        }
         self.has(slots.clone()) && !self.rows.as_ref().is_some_and(shared)
     }
 
@@ -373,7 +399,16 @@ impl CudaKv {
         };
         let memory = Arc::new(VirtualKv::new(context, layout, config)?);
         let row = Some(memory.alloc_reqid()?);
-        Ok(Self { shape, slots, memory, row, rows: None, mapped: 0, zeroed: 0, maps: OnceLock::new() })
+        Ok(Self {
+            shape,
+            slots,
+            memory: Memory::Virtual(memory),
+            row,
+            rows: None,
+            mapped: 0,
+            zeroed: 0,
+            maps: OnceLock::new(),
+        })
     }
 
     /// All slots of `memory`, whose rows somebody else maps and unmaps: a slot is used only while it has memory, and is
@@ -385,16 +420,42 @@ impl CudaKv {
             return Err(DeviceError::Unsupported(format!("a store of {shape:?} over memory laid out for {of:?}")));
         }
         let slots = memory.slots();
-        Ok(Self {
-            shape,
-            slots: slots as usize,
-            memory,
-            row: None,
-            rows: None,
-            mapped: slots,
-            zeroed: 0,
-            maps: OnceLock::new(),
-        })
+        Ok(Self::over_memory(shape, Memory::Virtual(memory), slots))
+    }
+
+    /// All slots of memory that is there.
+    pub(super) fn over_memory(shape: KvShape, memory: Memory, slots: u32) -> Self {
+        let maps = OnceLock::new();
+        Self { shape, slots: slots as usize, memory, row: None, rows: None, mapped: slots, zeroed: 0, maps }
+    }
+
+    /// What it is in, if that is lent.
+    #[cfg(target_os = "linux")]
+    pub(super) fn lent(&self) -> Option<&Lent> {
+        match &self.memory {
+            Memory::Lent(lent) => Some(lent),
+            Memory::Virtual(_) => None,
+        }
+    }
+
+    #[cfg(target_os = "linux")]
+    pub(super) fn lent_mut(&mut self) -> Option<&mut Lent> {
+        match &mut self.memory {
+            Memory::Lent(lent) => Some(lent),
+            Memory::Virtual(_) => None,
+        }
+    }
+
+    /// `lane` is about to write these slots, which it holds.
+    pub(super) fn open(&mut self, lane: &Lane, slots: Range<u32>) -> Result<(), DeviceError> {
+        match &mut self.memory {
+            #[cfg(target_os = "linux")]
+            Memory::Lent(lent) => Ok(lent.open(lane, slots)?),
+            Memory::Virtual(_) => {
+                let _nothing_to_say = (lane, slots);
+                Ok(())
+            }
+        }
     }
 
     /// Slots that have memory: those before this one.
@@ -404,7 +465,12 @@ impl CudaKv {
 
     /// A layer's planes.
     pub(super) fn view(&self, layer: usize) -> KvView {
-        let plane = self.memory.layer(word(layer));
+        let memory = match &self.memory {
+            #[cfg(target_os = "linux")]
+            Memory::Lent(lent) => return lent.view(layer),
+            Memory::Virtual(memory) => memory,
+        };
+        let plane = memory.layer(word(layer));
         KvView { k: plane.k, v: plane.v, token_stride: plane.token_stride, head_stride: u64::from(self.shape.head_dim) }
     }
 
@@ -438,17 +504,18 @@ impl CudaKv {
             return Ok(false);
         }
         assert!(end as usize <= self.slots, "slots beyond the store");
-        self.memory.step(&[end])?;
-        debug_assert_eq!(self.row.map(|row| self.memory.slot0(row)), Some(0), "the only row begins the tensors");
-        let layout = self.memory.layout();
+        let memory = self.memory.of();
+        memory.step(&[end])?;
+        debug_assert_eq!(self.row.map(|row| memory.slot0(row)), Some(0), "the only row begins the tensors");
+        let layout = memory.layout();
         let (from, to) = (self.zeroed, layout.stripes_for(end));
         if to > from {
             let page = layout.shape().page_group_bytes;
             let bytes = usize::try_from(u64::from(to - from) * page).expect("addresses are 64 bits");
-            for base in self.memory.tensors() {
+            for base in memory.tensors() {
                 fill_zero(&lane.stream, base + u64::from(from) * page, bytes)?;
             }
-            self.memory.used_by(&lane.stream)?;
+            memory.used_by(&lane.stream)?;
             self.zeroed = to;
         }
         self.mapped = end;
@@ -457,18 +524,24 @@ impl CudaKv {
 
     /// Says that the lane's work so far uses this memory.
     pub(super) fn used_by(&self, lane: &mut Lane) -> Result<(), DeviceError> {
-        Ok(lane.uses(&self.memory)?)
+        match &self.memory {
+            Memory::Virtual(memory) => Ok(lane.uses(memory)?),
+            // It is unmapped when nobody uses it any more: whoever drops the store has waited.
+            #[cfg(target_os = "linux")]
+            Memory::Lent(_) => Ok(()),
+        }
     }
 
     /// What mapping has come to.
-    pub(super) fn counters(&self) -> KvCounters {
-        let (free, kept) = self.memory.free_and_kept_groups();
-        let groups = u64::from(self.memory.layout().tensors());
-        let VmmCounters { in_step, ahead, eager, reused, reclaimed, shared, refused, .. } = self.memory.counters();
+    pub(super) fn counters(&self) -> Option<KvCounters> {
+        let Memory::Virtual(memory) = &self.memory else { return None };
+        let (free, kept) = memory.free_and_kept_groups();
+        let groups = u64::from(memory.layout().tensors());
+        let VmmCounters { in_step, ahead, eager, reused, reclaimed, shared, refused, .. } = memory.counters();
         let [in_step, ahead, eager, reused, reclaimed, shared] =
             [in_step, ahead, eager, reused, reclaimed, shared].map(|stripes| stripes * groups);
-        let stripes = self.rows.as_ref().map_or(1, |held| held.ratio * self.memory.layout().block_stripes());
+        let stripes = self.rows.as_ref().map_or(1, |held| held.ratio * memory.layout().block_stripes());
         let groups_per_block = u64::from(stripes) * groups;
-        KvCounters { groups_per_block, free, kept, in_step, ahead, eager, reused, reclaimed, shared, refused }
+        Some(KvCounters { groups_per_block, free, kept, in_step, ahead, eager, reused, reclaimed, shared, refused })
     }
 }

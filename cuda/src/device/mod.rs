@@ -9,12 +9,15 @@
 
 mod graphs;
 mod lane;
+#[cfg(target_os = "linux")]
+mod lent;
 mod linear;
 mod memory;
 mod plans;
 #[cfg(target_os = "linux")]
 mod shared_window;
 mod span;
+mod stores;
 mod tuner;
 mod windows;
 
@@ -28,17 +31,15 @@ use crate::kernels::linear::Product;
 use crate::kernels::pointwise::{self as p, per_row};
 use crate::kernels::sample::{self, SampleParams};
 use crate::kernels::{Launch, pointwise};
-use crate::virtual_kv::{VirtualKv, VirtualKvError};
 use bytemuck::Pod;
 use lagoon_backend::{
     AttnBatch, Device, DeviceError, DeviceInfo, KvCounters, KvPiece, LaunchCounters, Mode, Partials, SampleRow,
     SampledRow, WeightSource, WindowId,
 };
-use lagoon_kv::vmm::{VmmConfig, VmmLayout};
 use lagoon_types::{AttentionGeometry, KvShape, KvSpace};
 use lane::{Kernels, Lane};
 use linear::Linear;
-use memory::{ADDRESS_BYTES_MAX, layout_for, least_block_tokens, word};
+use memory::{layout_for, word};
 use plans::Plans;
 use span::{STAGED_BYTES_MAX, Span, Staged};
 use std::ops::Range;
@@ -134,44 +135,6 @@ impl CudaDevice {
         })
     }
 
-    /// KV memory on this device whose rows the caller maps and unmaps: requests, shared prefixes, guests.
-    ///
-    /// # Errors
-    /// As [`VirtualKv::new`].
-    pub fn virtual_kv(&self, layout: VmmLayout, config: VmmConfig) -> Result<Arc<VirtualKv>, VirtualKvError> {
-        VirtualKv::new(&self.context, layout, config).map(Arc::new)
-    }
-
-    /// A store over such memory, for operations. Only slots that have memory may be used, and fresh memory is not zero.
-    ///
-    /// # Errors
-    /// [`DeviceError::Unsupported`] for memory of another shape.
-    pub fn kv_over(&self, shape: KvShape, memory: Arc<VirtualKv>) -> Result<CudaKv, DeviceError> {
-        CudaKv::over(shape, memory)
-    }
-
-    /// Why a store with these rBlocks has no rows, so that sequences are contiguous only where the block pool finds them
-    /// consecutive blocks; `None` if it has.
-    #[must_use]
-    pub fn why_flat(&self, shape: KvShape, wish: &KvSpace) -> Option<String> {
-        let Some(layout) = layout_for(&self.context, shape, wish.block_tokens, self.options.layers_per_group) else {
-            let tokens = least_block_tokens(&self.context, shape);
-            let hint =
-                tokens.map_or(String::new(), |n| format!("; --block-tokens {n} or a multiple are, in the whole pool"));
-            return Some(format!("rBlocks of {} tokens are not whole page groups{hint}", wish.block_tokens));
-        };
-        let ratio = u64::from(wish.block_tokens / layout.block_tokens()) * u64::from(layout.block_stripes());
-        let bytes = |blocks: u32| u64::from(blocks).saturating_mul(ratio).saturating_mul(layout.stripe_bytes());
-        match wish.addresses().map(bytes) {
-            Some(bytes) if bytes <= ADDRESS_BYTES_MAX => None,
-            _ => Some(format!(
-                "{} sequences of {} tokens need more addresses than there are; fewer (--max-running) fit",
-                wish.rows,
-                u64::from(wish.row_blocks) * u64::from(wish.block_tokens)
-            )),
-        }
-    }
-
     /// What multiplies in linear layers, for people.
     #[must_use]
     pub fn linear_layers(&self) -> String {
@@ -220,32 +183,6 @@ impl CudaDevice {
         Ok(())
     }
 
-    /// Makes memory lie behind the slots before `end`, for the current lane's next operation.
-    fn kv_ensure(&mut self, kv: &mut CudaKv, end: u32) -> Result<(), DeviceError> {
-        // The other lane may have zeroed or written what this one now uses.
-        self.kv_used()?;
-        if kv.ensure(&self.lanes[self.at], end)? {
-            self.kv_written()?;
-        }
-        Ok(())
-    }
-
-    /// To be called where the current lane has copied into a store.
-    fn kv_written(&mut self) -> Result<(), DeviceError> {
-        self.copied[self.at].record(&self.lanes[self.at].stream)?;
-        self.unseen[self.at] = true;
-        Ok(())
-    }
-
-    /// To be called before the current lane uses a store: behind the other lane's copies.
-    fn kv_used(&mut self) -> Result<(), DeviceError> {
-        let other = 1 - self.at;
-        if std::mem::take(&mut self.unseen[other]) {
-            self.lanes[self.at].stream.wait(&self.copied[other])?;
-        }
-        Ok(())
-    }
-
     fn norm(
         &mut self,
         name: &'static str,
@@ -269,27 +206,6 @@ impl CudaDevice {
             pad: 0,
         };
         self.per_row(name, rows, params)
-    }
-
-    fn kv_copy(
-        &mut self,
-        name: &'static str,
-        kv: &CudaKv,
-        layer: usize,
-        slot0: u32,
-        at: u64,
-        tokens: usize,
-    ) -> Result<(), DeviceError> {
-        let element_bytes = word(kv.shape.dtype.size());
-        let params = p::KvCopyParams {
-            kv: kv.view(layer),
-            packed: at,
-            slot0,
-            kv_heads: kv.shape.kv_heads,
-            head_bytes: kv.shape.head_dim * element_bytes,
-            element_bytes,
-        };
-        self.per_row(name, tokens, params)
     }
 }
 
@@ -327,6 +243,42 @@ impl Device for CudaDevice {
         at: usize,
     ) -> Result<(), DeviceError> {
         self.unpack_window(kv, pieces, from, at)
+    }
+
+    #[cfg(target_os = "linux")]
+    fn kv_lent(
+        &mut self,
+        shape: KvShape,
+        blocks: u32,
+        block_tokens: u32,
+    ) -> Result<Option<lagoon_backend::LentKv<CudaKv>>, DeviceError> {
+        self.make_lent(shape, blocks, block_tokens)
+    }
+
+    #[cfg(target_os = "linux")]
+    fn kv_reach(
+        &mut self,
+        shape: KvShape,
+        blocks: u32,
+        block_tokens: u32,
+        memory: lagoon_backend::PeerMemory,
+    ) -> Result<CudaKv, DeviceError> {
+        self.reach(shape, (blocks, block_tokens), &memory)
+    }
+
+    #[cfg(target_os = "linux")]
+    fn reaches(&self) -> bool {
+        self.context.attributes().shareable
+    }
+
+    #[cfg(target_os = "linux")]
+    fn kv_seal(&mut self, kv: &mut CudaKv, block: u32, word: u64) -> Result<(), DeviceError> {
+        self.seal(kv, block, word)
+    }
+
+    #[cfg(target_os = "linux")]
+    fn kv_words(&mut self, kv: &CudaKv, blocks: &[u32], out: &mut Vec<u64>) -> Result<(), DeviceError> {
+        self.words(kv, blocks, out)
     }
 
     fn urgent(&mut self, urgent: bool) {
@@ -401,7 +353,7 @@ impl Device for CudaDevice {
     }
 
     fn kv_counters(&self, kv: &CudaKv) -> Option<KvCounters> {
-        Some(kv.counters())
+        kv.counters()
     }
 
     fn write(&mut self, tensor: &mut CudaTensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
@@ -542,6 +494,7 @@ impl Device for CudaDevice {
             bytes.is_empty() || kv.has_own(slot0..slot0 + word(bytes.len() / token)),
             "slots that are written are held, and not shared"
         );
+        kv.open(&self.lanes[self.at], slot0..slot0 + word(bytes.len() / token))?;
         let mut slot = slot0;
         for piece in bytes.chunks((KV_PIECE_BYTES / token).max(1) * token) {
             let at = self.lane().upload(piece)?;

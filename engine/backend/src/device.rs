@@ -210,6 +210,10 @@ pub type SharedKv<K> = (K, Vec<crate::SharedArena>);
 #[cfg(target_os = "linux")]
 pub type OwnWindow = (WindowId, Arc<dyn crate::Window>);
 
+/// A KV store that is lent, and the memory that it is in, as other processes map it.
+#[cfg(target_os = "linux")]
+pub type LentKv<K> = (K, Arc<dyn crate::Window>);
+
 /// A backend: memory and operations. One thread owns it.
 ///
 /// In the signatures `rows` is the number of leading rows that an operation works on; tensors may have more.
@@ -320,6 +324,54 @@ pub trait Device: Send + 'static {
     #[cfg(target_os = "linux")]
     fn window(&mut self, _bytes: usize) -> Result<Option<OwnWindow>, DeviceError> {
         Ok(None)
+    }
+
+    /// A KV store of `blocks` rBlocks in memory that other processes on this host map, to attend to it where it lies. Beside
+    /// each rBlock is a word: 0 while the rBlock is open, and what it was last sealed with ([`Device::kv_seal`]) from then on.
+    /// A write to an rBlock opens it first: its word is 0 before anything else of it changes, for whoever reads the memory.
+    /// `None` where the backend has no such memory.
+    #[cfg(target_os = "linux")]
+    fn kv_lent(
+        &mut self,
+        _shape: KvShape,
+        _blocks: u32,
+        _block_tokens: u32,
+    ) -> Result<Option<LentKv<Self::Kv>>, DeviceError> {
+        Ok(None)
+    }
+
+    /// Seals an rBlock of a store of [`Device::kv_lent`] with a word other than 0, behind everything that was called before.
+    /// Whoever maps the memory sees both when this returns.
+    fn kv_seal(&mut self, _kv: &mut Self::Kv, _block: u32, _word: u64) -> Result<(), DeviceError> {
+        Err(DeviceError::Unsupported("memory that is lent".to_owned()))
+    }
+
+    /// The store of so many rBlocks that another process has made by [`Device::kv_lent`], mapped; it is only read. What it
+    /// holds changes at any time: [`Device::kv_words`] says whether it has.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] if the memory is of a device that this one cannot access, or is none of that shape; what
+    /// the driver says of it.
+    #[cfg(target_os = "linux")]
+    fn kv_reach(
+        &mut self,
+        _shape: KvShape,
+        _blocks: u32,
+        _block_tokens: u32,
+        _memory: crate::PeerMemory,
+    ) -> Result<Self::Kv, DeviceError> {
+        Err(DeviceError::Unsupported("memory of another process".to_owned()))
+    }
+
+    /// Whether [`Device::kv_reach`] may work here.
+    fn reaches(&self) -> bool {
+        false
+    }
+
+    /// Appends the words of these rBlocks, read after everything called before has happened. An rBlock whose word is what it
+    /// was sealed with has not changed since, so that everything that was read of it until now is right.
+    fn kv_words(&mut self, _kv: &Self::Kv, _blocks: &[u32], _out: &mut Vec<u64>) -> Result<(), DeviceError> {
+        Err(DeviceError::Unsupported("memory of another process".to_owned()))
     }
 
     /// Packs KV into a window, a piece behind the other from byte `at` (a multiple of 16). It is there when this returns.

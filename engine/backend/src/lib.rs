@@ -16,14 +16,14 @@ pub mod xxh3;
 #[cfg(target_os = "linux")]
 pub use arena::{ArenaError, ArenaView, SharedArena};
 pub use cpu::CpuDevice;
-#[cfg(target_os = "linux")]
-pub use device::OwnWindow;
 pub use device::{
     AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, KvCounters, KvPiece, LaunchCounters, Mode, Partials,
     SampleRow, SampledRow, WeightSource, WindowId,
 };
+#[cfg(target_os = "linux")]
+pub use device::{LentKv, OwnWindow};
 pub use paced::{Lateness, PaceProfile, Paced};
 pub use pci::{PciAddress, PciAddressError};
 #[cfg(target_os = "linux")]
-pub use window::{DeviceUuid, PeerWindow, Window, WindowMove};
+pub use window::{DeviceUuid, PeerMemory, PeerWindow, Window, WindowMove};
 pub use xxh3::Xxh3;

@@ -14,6 +14,16 @@ use std::sync::Arc;
 /// Names a device on this host, whichever process asks.
 pub type DeviceUuid = [u8; 16];
 
+/// Memory that another process on this host has made shareable, to be mapped.
+#[derive(Debug)]
+pub struct PeerMemory {
+    /// The device that it is of.
+    pub device: DeviceUuid,
+    /// Its size, as its owner says.
+    pub bytes: u64,
+    pub descriptor: OwnedFd,
+}
+
 /// Part of a peer's window that is copied to part of one's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowMove {

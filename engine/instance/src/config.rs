@@ -1,7 +1,7 @@
 //! What an instance is configured with; nothing of it changes while it runs.
 
 use crate::cost::RemotePolicy;
-use lagoon_protocol::{Calibration, MemoryTier, PoolShape, Role};
+use lagoon_protocol::{Calibration, LentMemory, MemoryTier, PoolShape, Role};
 use lagoon_sched::SchedulerConfig;
 use lagoon_transfer::{Axis, Dim, Layout, LayoutError, LayoutParts, Part, Plane};
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvShape, ModelHash};
@@ -126,6 +126,10 @@ pub struct InstanceConfig {
     pub attention_flops: f64,
     /// `None` where its KV store cannot be shared.
     pub transfer: Option<TransferConfig>,
+    /// Its KV store, if that is memory which debtors on this host map to attend to it where it lies.
+    pub lent: Option<LentMemory>,
+    /// This host, as [`lagoon_protocol::TransferConnect::host`], if its device can map such memory of creditors.
+    pub reaches: Option<String>,
     /// Free blocks keep what they hold, and prompts that begin alike are not computed again.
     pub prefix_cache: bool,
     /// Latency that its own decode steps shall have, in milliseconds: peers' micro attention must not break it.

@@ -1,7 +1,7 @@
 //! What happens to an instance and what it wants done: the two closed enums around [`crate::Instance::handle`].
 
 use lagoon_protocol::{BulkFrame, ControlBody, PartialsFrame, TransferArena};
-use lagoon_runner::{Command, Report};
+use lagoon_runner::{Command, MapId, Report};
 use lagoon_transfer::{Check, ConnId, Landed, Layout, Pull, PullId, Pulls, ReadFailure, Span, Transaction};
 use lagoon_types::{GenerateRequest, InstanceId, SeqId, TokenEvent};
 use std::sync::Arc;
@@ -136,6 +136,12 @@ pub enum Effect {
         reason: String,
     },
     Runner(Command),
+    /// Get a creditor's memory and have the device map it ([`Command::Map`]). Ends in a [`Report::Mapped`].
+    Map {
+        map: MapId,
+        blocks: u32,
+        memory: TransferArena,
+    },
     Transfer(TransferEffect),
     Emit {
         seq: SeqId,

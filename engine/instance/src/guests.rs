@@ -75,9 +75,13 @@ fn refuse<T>(code: RefuseCode, detail: impl Into<String>) -> Result<T, Refusal> 
 }
 
 impl Guests {
-    fn tag(&mut self, what: Outstanding) -> GuestTag {
+    pub(crate) fn new_tag(&mut self) -> GuestTag {
         self.next_tag += 1;
-        let tag = GuestTag(self.next_tag);
+        GuestTag(self.next_tag)
+    }
+
+    fn tag(&mut self, what: Outstanding) -> GuestTag {
+        let tag = self.new_tag();
         self.outstanding.insert(tag, what);
         tag
     }
@@ -312,8 +316,10 @@ impl Instance {
             }
             BulkFrame::Seal { lease, epoch, entry, hash } => {
                 let sealed = self.rm.seal(from, lease, epoch, entry, &hash);
-                if sealed == Ok(true) {
-                    let sealed = LeaseSealed { lease: lease.0, epoch: epoch.0, entries: vec![entry] };
+                if sealed.is_ok() && self.config.lent.is_some() {
+                    self.seal_lent(peer, lease, epoch, entry);
+                } else if sealed == Ok(true) {
+                    let sealed = LeaseSealed { lease: lease.0, epoch: epoch.0, entries: vec![entry], blocks: vec![] };
                     self.effects.push(Effect::Control { peer, body: ControlBody::LeaseSealed(sealed) });
                 }
                 (0, lease, sealed.map(drop).map_err(|code| (code, format!("entry {entry} of {lease}"))))

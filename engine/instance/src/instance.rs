@@ -10,6 +10,7 @@ use crate::moves::Moves;
 use crate::peers::Peers;
 use crate::prefill::Prefills;
 use crate::prefix::Prefixes;
+use crate::reach::Reaches;
 use crate::roles::Roles;
 use crate::sequence::Sequence;
 use crate::steps::InFlight;
@@ -45,6 +46,7 @@ pub struct Instance {
     pub(crate) seqs: BTreeMap<SeqId, Sequence>,
     pub(crate) peers: Peers,
     pub(crate) guests: Guests,
+    pub(crate) reaches: Reaches,
     pub(crate) threshold: Option<Threshold>,
     pub(crate) moves: Moves,
     pub(crate) prefills: Prefills,
@@ -103,6 +105,7 @@ impl Instance {
             seqs: BTreeMap::new(),
             peers: Peers::default(),
             guests: Guests::default(),
+            reaches: Reaches::default(),
             threshold: Threshold::of(&config),
             moves: Moves::new(config.kv.layers, config.block_tokens),
             prefills: Prefills::new(&config),
@@ -470,10 +473,12 @@ impl Instance {
                 }
             }
             Report::GuestFailed { tag, error } => {
-                if !self.on_move_failed(tag, &error.to_string()) {
+                if !self.on_move_failed(tag, &error.to_string()) && !self.on_guest_sealed(tag, false) {
                     self.on_guest_failed(tag, &error);
                 }
             }
+            Report::GuestSealed { tag } => drop(self.on_guest_sealed(tag, true)),
+            Report::Mapped { map, error } => self.on_mapped(map, error.is_none()),
         }
     }
 

@@ -26,6 +26,7 @@ mod parking;
 mod peers;
 mod prefill;
 mod prefix;
+mod reach;
 mod recovery;
 mod roles;
 mod sequence;
@@ -41,6 +42,7 @@ pub use instance::Instance;
 pub use moves::{MovePace, MoveStatus, MovedBlocks};
 pub use prefill::{LastTimes, PrefillStatus, PrefillTimes, StageUser};
 pub use prefix::PrefixStatus;
+pub use reach::ReachStatus;
 pub use status::{InstanceStatus, SequencePlacement};
 
 /// The shell sends [`Event::Tick`] at least this often.

@@ -103,6 +103,7 @@ impl Instance {
             instance: instance.0,
             incarnation: self.membership.incarnation,
             shape: Some(self.config.pool_shape()),
+            lent: self.config.lent.clone(),
         }))
     }
 
@@ -177,6 +178,7 @@ impl Instance {
             }
         }
         self.on_worker_up(instance);
+        self.on_lent_memory(instance, hello.lent.as_ref());
     }
 
     fn check_hello(&self, hello: &Hello) -> Result<(), String> {
@@ -225,6 +227,7 @@ impl Instance {
         self.drop_jobs_of(known.instance);
         self.lose_worker(known.instance);
         self.lose_creditor(known.instance, "the connection to a creditor was lost");
+        self.unmap(known.instance);
     }
 
     /// Gives up dialling peers that do not come.

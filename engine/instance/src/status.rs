@@ -4,6 +4,7 @@ use crate::instance::Instance;
 use crate::moves::MoveStatus;
 use crate::prefill::{LastTimes, PrefillStatus};
 use crate::prefix::PrefixStatus;
+use crate::reach::ReachStatus;
 use crate::sequence::Hold;
 use lagoon_backend::{KvCounters, LaunchCounters};
 use lagoon_cluster::RManager;
@@ -67,6 +68,7 @@ pub struct InstanceStatus {
     pub launches: Option<LaunchCounters>,
     pub prefill: PrefillStatus,
     pub prefix: PrefixStatus,
+    pub reach: ReachStatus,
     pub sequences: Vec<SequencePlacement>,
 }
 
@@ -218,6 +220,7 @@ impl Instance {
             launches: self.launches,
             prefill: self.prefill_status(),
             prefix: self.prefix_status(),
+            reach: self.reaches.status(),
             sequences: self.seqs.values().map(placement).collect(),
         }
     }

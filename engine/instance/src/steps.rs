@@ -3,13 +3,15 @@
 use crate::cost::{CostModel, LinkCost, OwnCost, RemotePolicy};
 use crate::event::Effect;
 use crate::instance::Instance;
+use crate::reach::InReach;
 use crate::threshold::Threshold;
 use bytes::Bytes;
-use lagoon_backend::DeviceError;
+use lagoon_backend::{AttnRows, DeviceError};
 use lagoon_kv::Segment;
 use lagoon_protocol::{BulkFrame, PartialsFrame, RefuseCode, StepTicket, TicketSeq};
 use lagoon_runner::{
-    Command, Fetch, PassError, RemotePart, RemoteWork, SampleOut, SampleSpec, SeqRows, Ship, StepWork, WriteSegment,
+    Command, Fetch, MapId, PassError, Reach, RemotePart, RemoteWork, SampleOut, SampleSpec, SeqRows, Ship, StepWork,
+    WriteSegment,
 };
 use lagoon_types::run::visible;
 use lagoon_types::{Chunk, InstanceId, Lane, LeaseId, LeaseRun, RequestError, SeqId, StepId, StepPlan, TokenEvent};
@@ -87,6 +89,7 @@ impl Instance {
         let step = StepId(self.next_step);
         let (mut work, tickets, writes) = self.build(step, lane, &plan);
         work.watched = self.watch(&plan.chunks);
+        self.reaches.count(&work.remote);
         let mut creditors = Vec::with_capacity(tickets.len());
         for (creditor, seqs) in tickets {
             if let Some(peer) = self.peers.key(creditor) {
@@ -136,6 +139,13 @@ impl Instance {
             seq.blocks.local_runs(end, window_start, &mut builder.work.runs);
             builder.seq(chunk, run0, sample);
             for (creditor, runs) in seq.blocks.remote_runs(chunk.start, window_start) {
+                let runs = match self.in_reach(creditor, &runs) {
+                    Some((map, found)) => builder.reach(creditor, map, chunk, found),
+                    None => runs,
+                };
+                if runs.is_empty() {
+                    continue;
+                }
                 let keys = runs.iter().map(|r| r.len).sum();
                 if self.fetches(creditor, chunk.len, keys) {
                     builder.fetch(creditor, &runs, self.config.fetch_tokens);
@@ -284,10 +294,22 @@ impl Instance {
         {
             return;
         }
+        self.lose_lease(creditor, lease, &format!("a creditor refused KV: {code:?}, {detail}"));
+    }
+
+    /// What a lease held is gone, whoever has it here.
+    fn lose_lease(&mut self, creditor: InstanceId, lease: LeaseId, why: &str) {
         let holder = self.seqs.values().find(|s| s.leases.contains_key(&(creditor, lease))).map(|s| s.id);
         if let Some(seq) = holder {
-            self.lose(seq, creditor, Some(lease), &format!("a creditor refused KV: {code:?}, {detail}"));
+            self.lose(seq, creditor, Some(lease), why);
         }
+    }
+
+    /// A creditor has given memory to somebody else that a step attended to: that lease is lost, and the others of the step are
+    /// planned again as they were.
+    fn on_reused(&mut self, creditor: InstanceId, lease: LeaseId, why: &str) {
+        self.reaches.note_reused();
+        self.lose_lease(creditor, lease, why);
     }
 
     /// The runner is done with a step.
@@ -347,13 +369,14 @@ impl Instance {
             PassError::Device(DeviceError::OutOfMemory { .. }) => self.on_device_full(&flight),
             // Nobody knows what such a device did to its memory.
             PassError::Device(_) => self.rm.drop_kept(),
+            PassError::Reused { creditor, lease } => self.on_reused(*creditor, *lease, &error.to_string()),
             _ => {}
         }
         for chunk in &flight.chunks {
             match error {
                 _ if !self.seqs.contains_key(&chunk.seq) => {}
                 PassError::Part { creditor, .. } => self.lose(chunk.seq, *creditor, None, &error.to_string()),
-                PassError::Device(DeviceError::OutOfMemory { .. }) => {}
+                PassError::Device(DeviceError::OutOfMemory { .. }) | PassError::Reused { .. } => {}
                 PassError::Device(_) => self.fail(chunk.seq, RequestError::Unavailable(error.to_string())),
                 PassError::Coverage { .. } | PassError::Sampling(_) => {
                     self.fail(chunk.seq, RequestError::Internal(error.to_string()));
@@ -510,6 +533,22 @@ impl Builder {
         });
     }
 
+    /// The chunk's rows attend to what is in reach of `creditor`'s memory. Returns the rest.
+    fn reach(&mut self, creditor: InstanceId, map: MapId, chunk: &Chunk, found: InReach) -> Vec<LeaseRun> {
+        let reaches = &mut self.work.remote.reaches;
+        let at = reaches.iter().position(|reach| reach.creditor == creditor).unwrap_or_else(|| {
+            let (seqs, runs, sealed) = (Vec::new(), Vec::new(), Vec::new());
+            reaches.push(Reach { creditor, map, seqs, runs, sealed });
+            reaches.len() - 1
+        });
+        let reach = &mut reaches[at];
+        let (run0, runs) = (as_u32(reach.runs.len()), as_u32(found.runs.len()));
+        reach.seqs.push(AttnRows { row0: self.row0, rows: chunk.len, pos0: chunk.start, run0, runs });
+        reach.runs.extend(found.runs);
+        reach.sealed.extend(found.sealed);
+        found.rest
+    }
+
     /// The chunk's queries go to `creditor`.
     fn ship(&mut self, creditor: InstanceId, chunk: &Chunk, runs: Vec<LeaseRun>) {
         self.ships.entry(creditor).or_default().push((self.row0, chunk.len));
@@ -532,6 +571,8 @@ impl Builder {
     }
 
     fn finish(mut self) -> Built {
+        // Whatever the order of the sequences: partials are merged in that of creditors.
+        self.work.remote.reaches.sort_by_key(|reach| reach.creditor);
         self.work.remote.ships =
             self.ships.into_iter().map(|(creditor, segments)| Ship { creditor, segments }).collect();
         self.work.remote.writes = self.writes.iter().map(|(_, write)| *write).collect();

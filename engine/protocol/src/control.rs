@@ -11,8 +11,8 @@ use crate::prefill::{
     PrefillCancel, PrefillReady, PrefillRefused, PrefillRenew, PrefillRenewed, PrefillRequest, RoleOrder, Workers,
 };
 use crate::transfer::{
-    TransferComplete, TransferCompleted, TransferConnect, TransferConnected, TransferExport, TransferRefused,
-    TransferRenew, TransferRenewed,
+    TransferArena, TransferComplete, TransferCompleted, TransferConnect, TransferConnected, TransferExport,
+    TransferRefused, TransferRenew, TransferRenewed,
 };
 
 use prost::{Enumeration, Message, Oneof};
@@ -603,6 +603,23 @@ pub struct Hello {
     pub incarnation: u64,
     #[prost(message, optional, tag = "5")]
     pub shape: Option<PoolShape>,
+    /// Where it lends device memory that debtors may map.
+    #[prost(message, optional, tag = "6")]
+    pub lent: Option<LentMemory>,
+}
+
+/// A creditor's KV store in memory of its device that peers on its host may map, to attend to it where it lies: all layers of
+/// all its rBlocks, then a word for each rBlock.
+#[derive(Clone, PartialEq, Eq, Message)]
+pub struct LentMemory {
+    #[prost(message, optional, tag = "1")]
+    pub memory: Option<TransferArena>,
+    /// As [`TransferConnect::host`](crate::TransferConnect::host).
+    #[prost(string, tag = "2")]
+    pub host: String,
+    /// rBlocks of the store.
+    #[prost(uint32, tag = "3")]
+    pub blocks: u32,
 }
 
 /// A debtor asks for blocks for one sequence. First come, first served.

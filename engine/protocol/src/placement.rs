@@ -142,8 +142,8 @@ pub struct MoveOutcome {
     pub target_lendable: Option<u32>,
 }
 
-/// Entries of a lease for [`crate::LeasePurpose::Move`] whose content matched its hash, creditor to debtor: the debtor
-/// may switch to them.
+/// Entries of a lease whose content matched its hash, creditor to debtor. Of a lease for [`crate::LeasePurpose::Move`] the debtor
+/// may switch to them; of one in memory that debtors may map ([`crate::LentMemory`]), whatever it is for, attend to them there.
 #[derive(Clone, PartialEq, Eq, Message)]
 pub struct LeaseSealed {
     #[prost(uint64, tag = "1")]
@@ -153,6 +153,9 @@ pub struct LeaseSealed {
     /// Ascending.
     #[prost(uint32, repeated, tag = "3")]
     pub entries: Vec<u32>,
+    /// In which rBlock of that memory each of them is; none where there is no such memory.
+    #[prost(uint32, repeated, tag = "4")]
+    pub blocks: Vec<u32>,
 }
 
 /// A creditor needs its memory back, creditor to debtor: the debtor takes blocks home or elsewhere and releases them.

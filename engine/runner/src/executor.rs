@@ -5,11 +5,11 @@ use crate::lane::{LaneBuffers, RemoteBuffers};
 use crate::pass::{Pass, Progress};
 use crate::sampling::Sampler;
 use crate::stage::{Beside, Stages};
-use crate::work::{Command, GuestQuery, GuestRead, GuestWrite, Report, ShareId};
+use crate::work::{Command, GuestQuery, GuestRead, GuestTag, GuestWrite, MapId, Report, ShareId};
 use lagoon_backend::{Device, DeviceError, KvCounters, LaunchCounters, SampleRow, SampledRow};
 use lagoon_model::{LlamaWeights, ModelConfig, Rope};
-use lagoon_types::{DType, KvShape, KvSpace, Lane};
-use std::collections::VecDeque;
+use lagoon_types::{DType, Epoch, KvShape, KvSpace, Lane};
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::slice;
 use std::time::Duration;
@@ -27,6 +27,9 @@ pub struct ExecutorConfig {
     pub step_seqs: usize,
     /// Largest piece of remote KV that is fetched at once, in tokens; 0 where nothing is ever fetched.
     pub fetch_tokens: usize,
+    /// The KV store is to lie in memory of the device that other processes on the host map, to attend to it there. It has no rows
+    /// then, and is not shared in other ways.
+    pub lend: bool,
     /// Tokens of an rBlock, if the KV store is to lie in memory that others read and fill by whole rBlocks (KV transfer).
     pub share_blocks: Option<u32>,
     /// rBlocks of the memory beside the store that others read and fill where they cannot read and fill the store itself;
@@ -49,6 +52,13 @@ pub type KvWindow = std::sync::Arc<dyn lagoon_backend::Window>;
 /// Memory is not shared on this system.
 #[cfg(not(target_os = "linux"))]
 pub type KvWindow = std::convert::Infallible;
+
+/// A creditor's memory, to be mapped.
+#[cfg(target_os = "linux")]
+pub type PeerMemory = lagoon_backend::PeerMemory;
+/// Memory is not shared on this system.
+#[cfg(not(target_os = "linux"))]
+pub type PeerMemory = std::convert::Infallible;
 
 /// Where transports read KV and fill it: the store itself, or memory beside it.
 #[derive(Clone, Debug)]
@@ -106,6 +116,22 @@ fn store<D: Device>(device: &mut D, shape: KvShape, config: &ExecutorConfig) -> 
     Ok((kv, KvMemory::Host(arenas), Some(stages)))
 }
 
+/// A KV store that is lent, and its memory.
+#[cfg(target_os = "linux")]
+fn lent<D: Device>(device: &mut D, shape: KvShape, config: &ExecutorConfig) -> Result<(D::Kv, KvWindow), DeviceError> {
+    let lent = device.kv_lent(shape, config.kv.blocks, config.kv.block_tokens)?;
+    lent.ok_or_else(no_lending)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn lent<D: Device>(_: &mut D, _: KvShape, _: &ExecutorConfig) -> Result<(D::Kv, KvWindow), DeviceError> {
+    Err(no_lending())
+}
+
+fn no_lending() -> DeviceError {
+    DeviceError::Unsupported("its memory is not mapped by other processes".to_owned())
+}
+
 #[cfg(not(target_os = "linux"))]
 fn store<D: Device>(device: &mut D, shape: KvShape, config: &ExecutorConfig) -> Result<Store<D::Kv>, DeviceError> {
     Ok((device.kv_in(shape, &config.kv)?, KvMemory::Host(Vec::new()), None))
@@ -138,6 +164,7 @@ pub(crate) struct Shared<'a, D: Device> {
     pub(crate) device: &'a mut D,
     pub(crate) forward: &'a mut Forward<D>,
     pub(crate) kv: &'a mut D::Kv,
+    pub(crate) reached: &'a BTreeMap<MapId, D::Kv>,
     pub(crate) kv_shape: KvShape,
     pub(crate) attention: AttentionShape,
     pub(crate) config: ExecutorConfig,
@@ -162,7 +189,10 @@ pub struct Executor<D: Device> {
     device: D,
     config: ExecutorConfig,
     kv: D::Kv,
+    /// Creditors' stores that are mapped.
+    reached: BTreeMap<MapId, D::Kv>,
     memory: KvMemory,
+    lent: Option<KvWindow>,
     stages: Option<Stages>,
     /// The last turn was for what is staged, if there was any: it and passes take turns.
     staged_last: bool,
@@ -187,8 +217,17 @@ enum GuestWork {
     Query(GuestQuery),
     Write(GuestWrite),
     Read(GuestRead),
+    Lent(LentWork),
     Share { share: ShareId, tokens: u32, slots: Vec<(u32, u32)> },
     Release(Vec<Range<u32>>),
+}
+
+/// Work for memory that is lent to be mapped: the own, and creditors'.
+#[derive(Debug)]
+enum LentWork {
+    Seal { tag: GuestTag, block: u32, epoch: Epoch },
+    Map { map: MapId, blocks: u32, memory: PeerMemory },
+    Unmap(MapId),
 }
 
 impl<D: Device> Executor<D> {
@@ -203,7 +242,13 @@ impl<D: Device> Executor<D> {
         config: ExecutorConfig,
     ) -> Result<Self, DeviceError> {
         let kv_shape = shape.kv_shape(config.kv_dtype);
-        let (kv, memory, stages) = store(&mut device, kv_shape, &config)?;
+        let (kv, memory, stages, lent) = if config.lend {
+            let (kv, window) = lent(&mut device, kv_shape, &config)?;
+            (kv, KvMemory::Host(Vec::new()), None, Some(window))
+        } else {
+            let (kv, memory, stages) = store(&mut device, kv_shape, &config)?;
+            (kv, memory, stages, None)
+        };
         let attention = AttentionShape {
             geometry: shape.geometry,
             scale: shape.attention_scale(),
@@ -230,8 +275,10 @@ impl<D: Device> Executor<D> {
             device,
             config,
             kv,
+            reached: BTreeMap::new(),
             stages,
             memory,
+            lent,
             staged_last: false,
             kv_shape,
             attention,
@@ -262,6 +309,11 @@ impl<D: Device> Executor<D> {
     /// The memory that others read and fill, if that was asked for and can be; else none.
     pub fn memory(&self) -> &KvMemory {
         &self.memory
+    }
+
+    /// The memory of the store, if others map it.
+    pub fn lent(&self) -> Option<&KvWindow> {
+        self.lent.as_ref()
     }
 
     /// Whether that memory lies beside the store ([`Command::Stage`]).
@@ -310,10 +362,17 @@ impl<D: Device> Executor<D> {
             Command::GuestQuery(query) => self.guests.push_back(GuestWork::Query(query)),
             Command::GuestWrite(write) => self.guests.push_back(GuestWork::Write(write)),
             Command::GuestRead(read) => self.guests.push_back(GuestWork::Read(read)),
+            Command::GuestSeal { tag, block, epoch } => self.lent_work(LentWork::Seal { tag, block, epoch }),
+            Command::Map { map, blocks, memory } => self.lent_work(LentWork::Map { map, blocks, memory }),
+            Command::Unmap { map } => self.lent_work(LentWork::Unmap(map)),
             Command::Share { share, tokens, slots } => self.guests.push_back(GuestWork::Share { share, tokens, slots }),
             Command::Stage(work) => self.stages.as_mut().expect("there is memory beside the store").push(work),
             Command::Release { slots } => self.guests.push_back(GuestWork::Release(slots)),
         }
+    }
+
+    fn lent_work(&mut self, work: LentWork) {
+        self.guests.push_back(GuestWork::Lent(work));
     }
 
     fn pass_of(&mut self, step: lagoon_types::StepId) -> Option<&mut Pass> {
@@ -399,6 +458,7 @@ impl<D: Device> Executor<D> {
             device: &mut self.device,
             forward,
             kv: &mut self.kv,
+            reached: &self.reached,
             kv_shape: self.kv_shape,
             attention: self.attention,
             config: self.config,
@@ -427,7 +487,9 @@ impl<D: Device> Executor<D> {
 
     fn serve(&mut self, work: GuestWork, reports: &mut dyn FnMut(Report)) {
         match work {
-            GuestWork::Query(GuestQuery { tag, .. }) | GuestWork::Read(GuestRead { tag, .. })
+            GuestWork::Query(GuestQuery { tag, .. })
+            | GuestWork::Read(GuestRead { tag, .. })
+            | GuestWork::Lent(LentWork::Seal { tag, .. })
                 if let Some(error) = self.guest_fault.clone() =>
             {
                 reports(Report::GuestFailed { tag, error });
@@ -468,6 +530,7 @@ impl<D: Device> Executor<D> {
                     mapped => reports(Report::Shared { share, error: mapped.err() }),
                 }
             }
+            GuestWork::Lent(work) => self.serve_lent(work, reports),
             GuestWork::Release(slots) => {
                 for slots in slots {
                     // What the device could not let go of is lost to it for now; peers must not be told of memory that is not
@@ -489,6 +552,45 @@ impl<D: Device> Executor<D> {
             }
         }
     }
+
+    fn serve_lent(&mut self, work: LentWork, reports: &mut dyn FnMut(Report)) {
+        match work {
+            LentWork::Seal { tag, block, epoch } => {
+                let sealed = self.device.kv_seal(&mut self.kv, block, epoch.0);
+                reports(match sealed {
+                    Ok(()) => Report::GuestSealed { tag },
+                    Err(error) => Report::GuestFailed { tag, error },
+                });
+            }
+            LentWork::Map { map, blocks, memory } => {
+                let mapped = reach(&mut self.device, self.kv_shape, (blocks, self.config.kv.block_tokens), memory);
+                let error = mapped.map(|kv| drop(self.reached.insert(map, kv))).err();
+                reports(Report::Mapped { map, error });
+            }
+            LentWork::Unmap(map) => {
+                if let Some(kv) = self.reached.remove(&map) {
+                    // A step that was given up may attend to it still; a device that is lost attends to nothing.
+                    let _lost = self.device.sync();
+                    drop(kv);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn reach<D: Device>(
+    device: &mut D,
+    shape: KvShape,
+    (blocks, block_tokens): (u32, u32),
+    memory: PeerMemory,
+) -> Result<D::Kv, DeviceError> {
+    device.kv_reach(shape, blocks, block_tokens, memory)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn reach<D: Device>(_: &mut D, _: KvShape, _: (u32, u32), memory: PeerMemory) -> Result<D::Kv, DeviceError> {
+    match memory {}
 }
 
 #[cfg(test)]

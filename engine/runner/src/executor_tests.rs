@@ -35,6 +35,7 @@ fn slow() -> Executor<Paced<CpuDevice>> {
         share_blocks: None,
         stage_blocks: 0,
         stage_on_device: false,
+        lend: false,
     };
     Executor::new(device, &config, Some(model), sizes).unwrap()
 }
@@ -59,7 +60,7 @@ fn step(number: u64, lane: Lane, slot: u32, remote: RemoteWork) -> Command {
 fn guest(executor: &Executor<Paced<CpuDevice>>) -> Command {
     let q_dim = executor.attention.geometry.q_dim();
     Command::GuestQuery(GuestQuery {
-        tag: crate::GuestTag(9),
+        tag: GuestTag(9),
         layer: 0,
         dtype: DType::F32,
         queries: Bytes::from(vec![0; q_dim * 4]),

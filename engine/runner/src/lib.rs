@@ -16,9 +16,9 @@ mod stage;
 mod thread;
 mod work;
 
-pub use executor::{Executor, ExecutorConfig, KvArena, KvMemory, KvWindow, Model, Turn};
+pub use executor::{Executor, ExecutorConfig, KvArena, KvMemory, KvWindow, Model, PeerMemory, Turn};
 pub use thread::{ExecutorThread, spawn};
 pub use work::{
-    Command, Fetch, GuestQuery, GuestRead, GuestTag, GuestWrite, PassError, RemotePart, RemoteWork, Report, SampleOut,
-    SampleSpec, SeqRows, ShareId, Ship, StageId, StageWork, StepWork, WriteSegment,
+    Command, Fetch, GuestQuery, GuestRead, GuestTag, GuestWrite, MapId, PassError, Reach, RemotePart, RemoteWork,
+    Report, SampleOut, SampleSpec, SealedBlock, SeqRows, ShareId, Ship, StageId, StageWork, StepWork, WriteSegment,
 };

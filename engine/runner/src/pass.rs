@@ -10,7 +10,10 @@
 
 use crate::executor::{Forward, Shared};
 use crate::sampling::{SampleError, Sampler};
-use crate::work::{Fetch, PassError, RemotePart, Report, SampleOut, SampleSpec, SeqRows, Ship, StepWork};
+use crate::work::{
+    Fetch, PassError, Reach, RemotePart, RemoteWork, Report, SampleOut, SampleSpec, SealedBlock, SeqRows, Ship,
+    StepWork,
+};
 use bytes::Bytes;
 use lagoon_backend::{AttnRows, Device, DeviceError, Mode};
 use lagoon_model::{Activation, ModelConfig, Norm};
@@ -131,6 +134,9 @@ impl Pass {
                 if let Some(left) = ahead {
                     return Ok(Progress::Queued(left));
                 }
+                if self.work.watched {
+                    self.check_reached(shared)?;
+                }
                 let done = self.layer.checked_sub(1).filter(|_| self.work.watched && self.layer < self.layers(shared));
                 done.into_iter().for_each(|layer| reports(Report::Layer { step: self.work.step, layer }));
                 self.project(shared)
@@ -151,7 +157,10 @@ impl Pass {
             Phase::Await => self.collect(shared),
             Phase::Sample => match shared.device.reached(self.lane())? {
                 Some(left) => Ok(Progress::Queued(left)),
-                None => self.sample(shared),
+                None => {
+                    self.check_reached(shared)?;
+                    self.sample(shared)
+                }
             },
         }
     }
@@ -203,10 +212,12 @@ impl Pass {
             }
             device.rope_append(&mut lane.qkv, &lane.rope, config.geometry, &self.work.slots, &mut *shared.kv, layer)?;
         }
-        if self.is_remote() {
+        if self.hands_out() {
             let (lane, cols) = (self.lane(), 0..shared.attention.geometry.qkv_dim());
             shared.device.read_ahead(lane, &shared.forward.lanes[lane].qkv, 0..rows, cols)?;
             self.phase = Phase::HandOut;
+        } else if self.is_remote() {
+            self.phase = Phase::Attend;
         } else {
             self.attend_local(shared)?;
             self.finish_layer(shared)?;
@@ -215,18 +226,47 @@ impl Pass {
         Ok(Progress::Advanced)
     }
 
+    /// Whether creditors get anything of a layer, or are asked for the next.
+    fn hands_out(&self) -> bool {
+        let RemoteWork { ships, fetches, writes, .. } = &self.work.remote;
+        self.is_remote() && !(ships.is_empty() && fetches.is_empty() && writes.is_empty())
+    }
+
+    /// Proves that what was attended to in creditors' memory was right so far: nobody has written there since it was sealed.
+    /// To be called before anything that follows from it leaves the step.
+    fn check_reached<D: Device>(&self, shared: &mut Shared<'_, D>) -> Result<(), PassError> {
+        let mut words = Vec::new();
+        for reach in &self.work.remote.reaches {
+            let blocks: Vec<u32> = reach.sealed.iter().map(|sealed| sealed.block).collect();
+            let &Reach { creditor, map, .. } = reach;
+            words.clear();
+            match shared.reached.get(&map) {
+                Some(kv) => shared.device.kv_words(kv, &blocks, &mut words)?,
+                None => words.resize(blocks.len(), 0),
+            }
+            let reused = reach.sealed.iter().zip(&words).find(|(sealed, word)| sealed.epoch.0 != **word);
+            if let Some((SealedBlock { lease, .. }, _)) = reused {
+                return Err(PassError::Reused { creditor, lease: *lease });
+            }
+        }
+        Ok(())
+    }
+
     /// Queries for every creditor, and the KV that is stored there, read once from the device.
     fn hand_out<D: Device>(
         &self,
         shared: &mut Shared<'_, D>,
         reports: &mut dyn FnMut(Report),
     ) -> Result<(), PassError> {
-        let Forward { lanes, remote, host, .. } = &mut *shared.forward;
+        let Forward { lanes, host, .. } = &mut *shared.forward;
         let lane = &lanes[self.work.lane.index()];
         let geometry = shared.attention.geometry;
         let (q_dim, qkv_dim) = (geometry.q_dim(), geometry.qkv_dim());
         host.clear();
         shared.device.read_staged(self.lane(), &lane.qkv, 0..self.rows(), 0..qkv_dim, host)?;
+        // What follows from creditors' memory is about to leave this instance.
+        self.check_reached(shared)?;
+        let Forward { remote, host, .. } = &mut *shared.forward;
         let row = |r: usize| &host[r * qkv_dim..][..qkv_dim];
 
         let dtype = self.work.remote.dtype;
@@ -255,7 +295,8 @@ impl Pass {
         Ok(())
     }
 
-    /// Micro attention over what is here: runs in the store and, from scratch, rows whose KV is stored elsewhere.
+    /// Micro attention over what is in reach: runs in the store, from scratch rows whose KV is stored elsewhere, and runs in
+    /// creditors' memory that is mapped.
     fn attend_local<D: Device>(&self, shared: &mut Shared<'_, D>) -> Result<(), PassError> {
         let Forward { lanes, remote, .. } = &mut *shared.forward;
         let lane = &mut lanes[self.work.lane.index()];
@@ -265,6 +306,15 @@ impl Pass {
         if !self.scratch.is_empty() {
             let batch = attention.batch(&self.scratch, &self.scratch_runs);
             shared.device.attention(&lane.qkv, &batch, &remote.scratch, 0, &mut remote.part)?;
+            remote.part.count.resize(lane.attn.count.len(), 0);
+            shared.device.merge(&mut lane.attn, &remote.part, attention.geometry)?;
+        }
+        for reach in &self.work.remote.reaches {
+            let &Reach { creditor, map, .. } = reach;
+            let gone = || PassError::Part { creditor, layer: self.layer };
+            let kv = shared.reached.get(&map).ok_or_else(gone)?;
+            let batch = attention.batch(&reach.seqs, &reach.runs);
+            shared.device.attention(&lane.qkv, &batch, kv, self.layer as usize, &mut remote.part)?;
             remote.part.count.resize(lane.attn.count.len(), 0);
             shared.device.merge(&mut lane.attn, &remote.part, attention.geometry)?;
         }

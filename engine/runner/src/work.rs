@@ -1,5 +1,6 @@
 //! What the runner is told and what it answers: plain data.
 
+use crate::executor::PeerMemory;
 use bytes::Bytes;
 use lagoon_backend::{AttnRows, DeviceError, KvCounters, LaunchCounters};
 use lagoon_types::{
@@ -54,6 +55,7 @@ pub struct SampleSpec {
 pub struct RemoteWork {
     /// Element type of shipped queries and partial outputs.
     pub dtype: DType,
+    pub reaches: Vec<Reach>,
     pub ships: Vec<Ship>,
     pub fetches: Vec<Fetch>,
     pub writes: Vec<WriteSegment>,
@@ -61,8 +63,29 @@ pub struct RemoteWork {
 
 impl Default for RemoteWork {
     fn default() -> Self {
-        Self { dtype: DType::F32, ships: Vec::new(), fetches: Vec::new(), writes: Vec::new() }
+        Self { dtype: DType::F32, reaches: Vec::new(), ships: Vec::new(), fetches: Vec::new(), writes: Vec::new() }
     }
+}
+
+/// KV of one creditor that is attended to where it lies, in memory of its that is mapped here: nothing is sent for it.
+#[derive(Clone, Debug)]
+pub struct Reach {
+    pub creditor: InstanceId,
+    pub map: MapId,
+    /// Sequences over [`Reach::runs`], in the rows of the step.
+    pub seqs: Vec<AttnRows>,
+    /// Runs in the creditor's store, those of a sequence consecutive and ascending.
+    pub runs: Vec<KvRun>,
+    /// The rBlocks that these lie in.
+    pub sealed: Vec<SealedBlock>,
+}
+
+/// An rBlock of a creditor's store, as long as it is sealed with its lease's epoch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SealedBlock {
+    pub block: u32,
+    pub lease: LeaseId,
+    pub epoch: Epoch,
 }
 
 /// Queries that go to one creditor in every layer: the rows of these segments, in order.
@@ -155,6 +178,10 @@ pub struct GuestRead {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StageId(pub u64);
 
+/// Chosen by the instance to recognise a creditor's memory that is mapped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct MapId(pub u64);
+
 /// KV on its way between the store and the memory beside it that others read and fill, where the store is none such.
 #[derive(Clone, Debug)]
 pub struct StageWork {
@@ -190,6 +217,22 @@ pub enum Command {
     GuestQuery(GuestQuery),
     GuestWrite(GuestWrite),
     GuestRead(GuestRead),
+    /// Seals an rBlock of a store that is lent, behind what was written before.
+    GuestSeal {
+        tag: GuestTag,
+        block: u32,
+        epoch: Epoch,
+    },
+    /// Maps a creditor's store of so many rBlocks.
+    Map {
+        map: MapId,
+        blocks: u32,
+        memory: PeerMemory,
+    },
+    /// No step attends to it any more.
+    Unmap {
+        map: MapId,
+    },
     /// Maps the memory of rBlocks at other addresses, too, `(first slot it is in, first slot it is to be at)` each, `tokens`
     /// tokens of one: what they hold at this place in the order of commands ([`lagoon_backend::Device::kv_share`]).
     Share {
@@ -254,6 +297,15 @@ pub enum Report {
         tag: GuestTag,
         error: DeviceError,
     },
+    /// Whoever maps the store sees the rBlock sealed.
+    GuestSealed {
+        tag: GuestTag,
+    },
+    /// A creditor's store is mapped, or why it is not.
+    Mapped {
+        map: MapId,
+        error: Option<DeviceError>,
+    },
     /// The memory is mapped, or not all of it is.
     Shared {
         share: ShareId,
@@ -291,6 +343,9 @@ pub enum PassError {
     /// A creditor's partials do not have the shape of the query.
     #[error("partials from {creditor} have the wrong size in layer {layer}")]
     Part { creditor: InstanceId, layer: u32 },
+    /// Memory of a creditor's was written by somebody else since its KV was sealed: whatever was computed from it is thrown away.
+    #[error("{creditor} has used the memory of {lease} for something else")]
+    Reused { creditor: InstanceId, lease: LeaseId },
     #[error("sampling failed: {0}")]
     Sampling(String),
 }

@@ -18,8 +18,10 @@ use lagoon_backend::DeviceError;
 use lagoon_cluster::{GManager, GManagerOutput};
 use lagoon_instance::{Effect, Event, PeerKey, TICK_MS};
 use lagoon_protocol::{AdminBody, AdminQuery, AdminReply, Control, ControlBody, MoveKvCache};
-use lagoon_runner::Report;
-use lagoon_types::{FinishReason, GenerateRequest, LeaseId, RequestError, SamplingParams, SeqId, TokenEvent};
+use lagoon_runner::{Command, GuestWrite, Report};
+use lagoon_types::{
+    FinishReason, GenerateRequest, LeaseId, PhysBlock, RequestError, SamplingParams, SeqId, TokenEvent,
+};
 use lagoon_wire::Frame;
 use net::{Key, Network, Payload, SESSION};
 use std::collections::{BTreeMap, BTreeSet};
@@ -200,6 +202,7 @@ impl World {
         self.dead_leases.extend(instance.rmanager().lent().map(|l| l.1));
         self.nodes[node].engine = None;
         self.nodes[node].transport = None;
+        self.nodes[node].lent = None;
         self.nodes[node].reports.clear();
         self.nodes[node].busy = false;
         for peer in (0..self.nodes.len()).filter(|p| *p != node) {
@@ -260,6 +263,26 @@ impl World {
     /// The next frame of a kind that a node sends is dropped, and the node is told.
     pub fn fill_queue(&mut self, node: usize, kind: &'static str) {
         self.full = Some((node, kind));
+    }
+
+    /// A node's device writes other KV over a block of its, whoever has it: as for somebody who gets it next, while the one who had
+    /// it has not heard of that.
+    ///
+    /// # Panics
+    /// If the node is dead.
+    pub fn overwrite(&mut self, node: usize, block: PhysBlock) {
+        let (shape, tokens) = (self.nodes[node].live().rmanager().config().shape, self.pool.block_tokens);
+        let engine = self.nodes[node].engine.as_mut().unwrap();
+        for layer in 0..shape.layers {
+            let kv = vec![0x3e; tokens as usize * shape.layer_token_bytes()].into();
+            engine.push(Command::GuestWrite(GuestWrite {
+                tag: None,
+                layer,
+                pieces: vec![(block.0 * tokens, tokens)],
+                kv,
+            }));
+        }
+        while engine.turn(&mut |_nobody_asked| {}) {}
     }
 
     /// A node's device fails once.
@@ -652,6 +675,7 @@ impl World {
                 self.nodes[node].busy = true;
             }
             Effect::Transfer(effect) => self.transfer(node, effect),
+            Effect::Map { map, blocks, memory } => self.map(node, map, blocks, &memory),
             Effect::Emit { seq, event } => self.emitted(node, seq, event),
             Effect::Drained => self.nodes[node].drained = true,
             Effect::Rejected { reason } => self.nodes[node].rejected = Some(reason),

@@ -7,8 +7,8 @@ use lagoon_cluster::GManager;
 use lagoon_cuda::{CudaDevice, CudaOptions};
 use lagoon_instance::{Instance, InstanceConfig, PeerKey, RemotePolicy, TransferConfig};
 use lagoon_model::{Checkpoint, LlamaWeights, ModelConfig, Rope, model_hash};
-use lagoon_protocol::{Calibration, MemoryTier, PoolShape, Role};
-use lagoon_runner::{Command, Executor, ExecutorConfig, KvMemory, Model, Report};
+use lagoon_protocol::{Calibration, LentMemory, MemoryTier, PoolShape, Role, TransferArena};
+use lagoon_runner::{Command, Executor, ExecutorConfig, KvMemory, KvWindow, Model, Report};
 use lagoon_sched::SchedulerConfig;
 use lagoon_types::{DType, InstanceId, KvSpace};
 use std::collections::{BTreeMap, VecDeque};
@@ -100,6 +100,10 @@ pub struct Spec {
     pub stage_blocks: Option<u32>,
     /// That memory is the device's own where the backend has such.
     pub stage_on_device: bool,
+    /// Its store is memory of the device that others map, on CUDA.
+    pub lends: bool,
+    /// It maps such memory of others.
+    pub reaches: bool,
 }
 
 impl Spec {
@@ -116,7 +120,7 @@ impl Spec {
     }
 
     fn has_rows(&self) -> bool {
-        self.rows && self.backend != Backend::Wgpu && !self.shares()
+        self.rows && self.backend != Backend::Wgpu && !self.shares() && !self.lends
     }
 
     /// Others read its KV, or it reads theirs.
@@ -162,6 +166,8 @@ impl Spec {
             push: false,
             stage_blocks: None,
             stage_on_device: true,
+            lends: false,
+            reaches: false,
         }
     }
 }
@@ -186,6 +192,8 @@ pub struct Node {
     pub(super) view: BTreeMap<usize, u64>,
     /// Its memory, where others read it.
     pub(super) transport: Option<Transport>,
+    /// Its memory, by name, where others map it.
+    pub(super) lent: Option<(String, KvWindow)>,
     /// Peers to which a frame could not be queued.
     pub(super) refused_sends: Vec<PeerKey>,
     pub(super) next_tick_ms: u64,
@@ -212,6 +220,19 @@ pub struct Coordinator {
 
 pub(super) fn address(node: usize) -> String {
     format!("10.0.0.{}:7000", node + 1)
+}
+
+/// All nodes are on one host.
+const HOST: &str = "a host";
+
+/// Names the memory that a process lends.
+fn lent_name(index: usize, life: u64) -> String {
+    format!("node {index}, life {life}")
+}
+
+fn lent_memory(spec: &Spec, socket: String) -> LentMemory {
+    let memory = Some(TransferArena { socket, ..TransferArena::default() });
+    LentMemory { memory, host: HOST.to_owned(), blocks: spec.blocks }
 }
 
 impl Node {
@@ -249,12 +270,15 @@ impl Node {
             prefix_cache: spec.prefix_cache,
             target_step_ms: spec.target_step_ms,
             transfer: None,
+            lent: spec.lends.then(|| lent_memory(&spec, lent_name(index, life))),
+            reaches: spec.reaches.then(|| HOST.to_owned()),
         };
         let transfer = transfer_config(pool, &spec, &instance_config);
         let instance_config = InstanceConfig { transfer, ..instance_config };
         let shape = instance_config.pool_shape();
-        let (engine, memory) = engine(pool, &spec, &config, &checkpoint);
+        let (engine, memory, lent) = engine(pool, &spec, &config, &checkpoint);
         let transport = Transport::new(&instance_config, &memory);
+        let lent = lent.map(|window| (lent_name(index, life), window));
         let mut instance = Instance::new(instance_config).unwrap();
         let kv = space(pool, &spec, &config);
         if kv.rows > 0 {
@@ -272,6 +296,7 @@ impl Node {
             busy: false,
             view: BTreeMap::new(),
             transport,
+            lent,
             refused_sends: Vec::new(),
             next_tick_ms: 0,
             rejected: None,
@@ -316,14 +341,19 @@ fn transfer_config(pool: &PoolSpec, spec: &Spec, of: &InstanceConfig) -> Option<
     Some(TransferConfig { push: spec.push, ..config.unwrap() })
 }
 
-/// The executor of a node, on its backend, and its KV's memory if that is shared.
-fn engine(pool: &PoolSpec, spec: &Spec, config: &ModelConfig, checkpoint: &Checkpoint) -> (Box<dyn Engine>, KvMemory) {
-    fn boxed<D: Device>(executor: Executor<D>) -> (Box<dyn Engine>, KvMemory)
+/// The executor of a node, on its backend, and its KV's memory if that is shared, or lent.
+fn engine(
+    pool: &PoolSpec,
+    spec: &Spec,
+    config: &ModelConfig,
+    checkpoint: &Checkpoint,
+) -> (Box<dyn Engine>, KvMemory, Option<KvWindow>) {
+    fn boxed<D: Device>(executor: Executor<D>) -> (Box<dyn Engine>, KvMemory, Option<KvWindow>)
     where
         Executor<D>: Engine,
     {
-        let memory = executor.memory().clone();
-        (Box::new(executor), memory)
+        let (memory, lent) = (executor.memory().clone(), executor.lent().cloned());
+        (Box::new(executor), memory, lent)
     }
     match spec.backend {
         Backend::Cpu if spec.has_rows() => {
@@ -367,6 +397,7 @@ fn executor<D: Device>(
         share_blocks: spec.takes_part().then_some(pool.block_tokens),
         stage_blocks: spec.stages(),
         stage_on_device: spec.stage_on_device,
+        lend: spec.lends,
     };
     let executor = Executor::new(device, config, model, executor_config).unwrap();
     assert_eq!(executor.stages(), spec.stages() > 0, "only the host's stores are shared, unless they have rows");

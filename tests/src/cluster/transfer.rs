@@ -4,8 +4,10 @@
 //! it is issued; a path goes down with the process at its other end, or when the writer cuts it.
 
 use super::World;
+use lagoon_backend::DeviceError;
 use lagoon_instance::{Event, InstanceConfig, TransferEffect, TransferEvent};
-use lagoon_runner::KvMemory;
+use lagoon_protocol::TransferArena;
+use lagoon_runner::{Command, KvMemory, KvWindow, MapId, PeerMemory, Report};
 use lagoon_transfer::{
     ConnId, Lander, Pulls, ReadFailure, Region, Transaction, WindowRegion, Writer, WriterConfig, WriterOutput,
     check_blocks,
@@ -44,6 +46,29 @@ pub(super) struct Transport {
     /// Time that each read takes, one behind the other, and those that do: `None` for as fast as anything else.
     trickle_ms: Option<u64>,
     slow: VecDeque<(u64, Due)>,
+}
+
+impl World {
+    /// Gets memory that a node lends and has another one's device map it: as the shell does, by its name instead of a socket.
+    pub(super) fn map(&mut self, node: usize, map: MapId, blocks: u32, memory: &TransferArena) {
+        let owners = self.nodes.iter().filter(|n| n.instance.is_some()).filter_map(|n| n.lent.as_ref());
+        let window = owners.map(|(name, window)| (name, window)).find(|(name, _)| **name == memory.socket);
+        let of = |(_, window): (&String, &KvWindow)| PeerMemory {
+            device: window.device(),
+            bytes: window.bytes(),
+            descriptor: window.descriptor().unwrap(),
+        };
+        match window.map(of) {
+            Some(memory) => {
+                self.nodes[node].commands.push_back(Command::Map { map, blocks, memory });
+                self.nodes[node].busy = true;
+            }
+            None => {
+                let error = Some(DeviceError::Unsupported("nobody lends that".to_owned()));
+                self.nodes[node].reports.push_back((self.now_ms, Report::Mapped { map, error }));
+            }
+        }
+    }
 }
 
 impl Transport {

@@ -177,6 +177,9 @@ impl Device {
                 self.immediate.push(Report::GuestKv { tag: read.tag, kv });
             }
             Command::Share { .. } => unreachable!("the papers' systems keep no prefixes"),
+            Command::GuestSeal { .. } | Command::Map { .. } | Command::Unmap { .. } => {
+                unreachable!("the papers' systems map nobody's memory")
+            }
             // Slots are memory here.
             Command::Stage(_) => unreachable!("the papers' systems stage nothing"),
             Command::Release { .. } => {}

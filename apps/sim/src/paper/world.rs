@@ -225,6 +225,8 @@ fn config(setting: &Setting, index: usize) -> InstanceConfig {
         prefix_cache: false,
         target_step_ms: None,
         transfer: None,
+        lent: None,
+        reaches: None,
     }
 }
 
@@ -492,7 +494,7 @@ impl World {
             }
             Effect::Runner(command) => self.nodes[at].device.push(command, now),
             Effect::Emit { seq, event } => self.emit(at, seq.0 as usize, &event),
-            Effect::Transfer(_) => panic!("simulated instances share no memory"),
+            Effect::Transfer(_) | Effect::Map { .. } => panic!("simulated instances share no memory"),
             Effect::Drained => {}
             Effect::Rejected { reason } => panic!("the gManager refused a simulated instance: {reason}"),
         }

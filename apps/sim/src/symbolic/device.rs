@@ -167,7 +167,9 @@ impl SimRunner for Symbolic {
                 self.stages.push_back(Staging { work, left });
             }
             // Slots are memory here: what is shared has one.
-            Command::Share { .. } => unreachable!("no memory is mapped here"),
+            Command::Share { .. } | Command::GuestSeal { .. } | Command::Map { .. } | Command::Unmap { .. } => {
+                unreachable!("no memory is mapped here")
+            }
             Command::Release { .. } => {}
         }
     }

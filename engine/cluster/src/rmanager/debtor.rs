@@ -257,6 +257,7 @@ impl Debtor {
             confirmed_ms,
             borrow: None,
             reserved: None,
+            places: Vec::new(),
         };
         // The answer was on its way, or this instance stood still, for so long that the creditor may have freed it.
         if now_ms >= held.lost_at_ms() {
@@ -474,6 +475,7 @@ impl Debtor {
             borrow: Some(id),
             reserved: (borrow.purpose != LeasePurpose::Growth)
                 .then(|| Reserved { sealed: RangeSet::default(), written_ms: confirmed_ms }),
+            places: Vec::new(),
         };
         let complete = borrow.got == borrow.wanted || borrow.purpose != LeasePurpose::Growth;
         self.held.insert(from, lease, held, now_ms);

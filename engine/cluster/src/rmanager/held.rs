@@ -37,7 +37,12 @@ pub(super) struct Held {
     pub(super) borrow: Option<BorrowId>,
     /// Of a lease for a move, until its entries are all sealed.
     pub(super) reserved: Option<Reserved>,
+    /// By entry, in which rBlock of the creditor's lent memory it is sealed, as far as the creditor said; else [`NO_PLACE`].
+    pub(super) places: Vec<u32>,
 }
+
+/// Of an entry that is not sealed, or not in memory that can be mapped.
+pub(super) const NO_PLACE: u32 = u32::MAX;
 
 /// A reservation for a move, on the debtor.
 #[derive(Clone, Debug)]
@@ -236,10 +241,16 @@ impl HeldLeases {
         }
     }
 
-    /// The creditor has verified entries of a reservation. Those that were released meanwhile are left out.
+    /// The creditor has verified entries. Those that were released meanwhile are left out.
     pub(super) fn on_sealed(&mut self, from: InstanceId, m: &LeaseSealed) {
         let lease = LeaseId(m.lease);
         let Some(held) = self.leases.get_mut(&(from, lease)).filter(|h| h.epoch.0 == m.epoch) else { return };
+        for (entry, block) in m.entries.iter().zip(&m.blocks).filter(|(entry, _)| **entry < held.blocks) {
+            if held.places.is_empty() {
+                held.places.resize(held.blocks as usize, NO_PLACE);
+            }
+            held.places[*entry as usize] = *block;
+        }
         let Some(reserved) = &mut held.reserved else { return };
         let (blocks, released) = (held.blocks, &held.released);
         let mut entries = m.entries.clone();

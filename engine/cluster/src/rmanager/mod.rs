@@ -641,6 +641,14 @@ impl RManager {
         self.creditor.seal(from, (lease, epoch), entry, hash, &mut self.pool)
     }
 
+    /// By entry of a lease that is held here, in which rBlock of its creditor's lent memory it is sealed, as far as the creditor
+    /// said so; `u32::MAX` where it did not.
+    #[must_use]
+    pub fn places(&self, creditor: InstanceId, lease: LeaseId, epoch: Epoch) -> &[u32] {
+        let held = self.debtor.held.get(creditor, lease).filter(|held| held.epoch == epoch);
+        held.map_or(&[], |held| &held.places)
+    }
+
     /// Hashing state of lent leases, for accounting.
     pub fn lent_hashers(&self) -> impl Iterator<Item = &LeaseHasher> + '_ {
         self.creditor.hashers()

@@ -47,6 +47,8 @@ pub(crate) fn config() -> InstanceConfig {
         prefix_cache: true,
         target_step_ms: None,
         transfer: None,
+        lent: None,
+        reaches: None,
     }
 }
 
@@ -70,6 +72,7 @@ impl Scene {
             instance: 2,
             incarnation: 5,
             shape: Some(config().pool_shape()),
+            lent: None,
         };
         scene.on(Event::PeerUp { peer: PEER });
         scene.on(Event::Control { peer: PEER, body: ControlBody::Hello(hello) });

@@ -35,6 +35,7 @@ impl Side {
             instance: 2,
             incarnation: 5,
             shape: Some(side.instance.config.pool_shape()),
+            lent: None,
         };
         side.on(Event::PeerUp { peer: PEER });
         side.hear(ControlBody::Hello(hello));

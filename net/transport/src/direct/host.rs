@@ -1,6 +1,6 @@
 //! Handing arenas, of the host's memory or of a device's, to readers on the same host: a unix socket, a token, a descriptor.
 
-use lagoon_backend::{ArenaView, DeviceError, PeerWindow, SharedArena, Window};
+use lagoon_backend::{ArenaView, DeviceError, PeerMemory, PeerWindow, SharedArena, Window};
 use lagoon_protocol::TransferArena;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
@@ -204,6 +204,15 @@ pub fn fetch_arena(offer: &TransferArena, bytes: u64) -> Result<ArenaView, HostE
 pub fn fetch_window(offer: &TransferArena, own: &Arc<dyn Window>) -> Result<Box<dyn PeerWindow>, HostError> {
     let of = offer.device.as_slice().try_into().map_err(|_other_size| HostError::Name(offer.device.len()))?;
     Ok(Arc::clone(own).import(of, fetch(offer)?.as_fd(), offer.bytes)?)
+}
+
+/// Gets memory of a device that a creditor on this host lends, for a device to map. Blocks for a second at most.
+///
+/// # Errors
+/// When the creditor refuses the token, or says of no device whose memory it is.
+pub fn fetch_memory(offer: &TransferArena) -> Result<PeerMemory, HostError> {
+    let device = offer.device.as_slice().try_into().map_err(|_other_size| HostError::Name(offer.device.len()))?;
+    Ok(PeerMemory { device, bytes: offer.bytes, descriptor: fetch(offer)?.into() })
 }
 
 /// The descriptor that a writer hands out for an offer's token.

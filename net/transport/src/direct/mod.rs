@@ -18,7 +18,7 @@ mod probe;
 mod serve;
 
 #[cfg(target_os = "linux")]
-pub use host::{ArenaServer, HostError, fetch_arena, fetch_window, host_identity};
+pub use host::{ArenaServer, HostError, fetch_arena, fetch_memory, fetch_window, host_identity};
 pub use lanes::{LanesConfig, QuicPath};
 pub use memory::MemoryPath;
 pub use probe::Probe;

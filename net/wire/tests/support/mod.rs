@@ -109,10 +109,24 @@ fn membership() -> Vec<(&'static str, ControlBody)> {
     ]
 }
 
+fn window() -> TransferArena {
+    TransferArena {
+        region: 0,
+        socket: "/run/kv".into(),
+        token: bytes(32, 6).to_vec(),
+        device: bytes(16, 7).to_vec(),
+        bytes: 92 << 20,
+    }
+}
+
 fn contract() -> Vec<(&'static str, ControlBody)> {
-    let hello = Hello { version_min: 1, version_max: 1, instance: 3, incarnation: 42, shape: Some(shape()) };
+    let hello =
+        Hello { version_min: 1, version_max: 1, instance: 3, incarnation: 42, shape: Some(shape()), lent: None };
+    let lent = LentMemory { memory: Some(window()), host: "boot/mnt/1000".into(), blocks: 640 };
+    let lender = Hello { lent: Some(lent), ..hello.clone() };
     vec![
         ("hello", ControlBody::Hello(hello)),
+        ("hello_of_a_lender", ControlBody::Hello(lender)),
         (
             "lease_request",
             ControlBody::LeaseRequest(LeaseRequest {
@@ -136,6 +150,10 @@ fn contract() -> Vec<(&'static str, ControlBody)> {
             ControlBody::LeaseRelease(LeaseRelease { lease: 11, epoch: 12, entries: 40, ..Default::default() }),
         ),
         ("lease_released", ControlBody::LeaseReleased(LeaseReleased { lease: 11, entries: 40, ..Default::default() })),
+        (
+            "lease_sealed_lent",
+            ControlBody::LeaseSealed(LeaseSealed { lease: 11, epoch: 12, entries: vec![3, 4], blocks: vec![90, 91] }),
+        ),
         ("lease_renew", ControlBody::LeaseRenew(LeaseRenew { leases: vec![11, 1 << 40], seq: 0 })),
         ("lease_renewed", ControlBody::LeaseRenewed(LeaseRenewed { unknown: vec![11], seq: 0 })),
         ("lease_renew_numbered", ControlBody::LeaseRenew(LeaseRenew { leases: vec![11, 1 << 40], seq: 300 })),
@@ -321,14 +339,7 @@ fn transfer() -> Vec<(&'static str, ControlBody)> {
         }],
         addr: "10.0.0.4:7010".into(),
     };
-    let window = TransferArena {
-        region: 0,
-        socket: "/run/kv".into(),
-        token: bytes(32, 6).to_vec(),
-        device: bytes(16, 7).to_vec(),
-        bytes: 92 << 20,
-    };
-    let connected_window = TransferConnected { arenas: vec![window], ..connected.clone() };
+    let connected_window = TransferConnected { arenas: vec![window()], ..connected.clone() };
     let export = TransferExport {
         conn: 5,
         export: 99,

@@ -124,7 +124,7 @@ fn reserve_there(rm: &mut RManager, blocks: u32) -> (BorrowId, u64) {
 }
 
 fn sealed(rm: &mut RManager, lease: u64, entries: &[u32]) -> Vec<Output> {
-    let m = LeaseSealed { lease, epoch: lease + 1000, entries: entries.to_vec() };
+    let m = LeaseSealed { lease, epoch: lease + 1000, entries: entries.to_vec(), blocks: Vec::new() };
     rm.on_peer_control(A, ControlBody::LeaseSealed(m), 10);
     outputs(rm)
 }

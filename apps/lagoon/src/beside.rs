@@ -1,0 +1,158 @@
+//! Memory beside an instance's own as part of the pool: kv nodes in the same process.
+//!
+//! * **Host memory** (`--host-kv-tokens`), on the CPU backend with tier `host`: micro attention over its rBlocks runs on the host's
+//!   processor, or the KV is fetched, as each debtor's cost model decides.
+//! * **Device memory that is lent to be mapped** (`--lend-device-tokens`), on the instance's own device: debtors on this host attend
+//!   to it where it lies (ADR 19), others as to any kv node's.
+//!
+//! Each has its own loop thread, device thread, QUIC endpoint and number, and registers as `NAME-host` or `NAME-lent`; so whatever
+//! holds for kv nodes holds for it (leases, moves, drains, failures), for its own instance as for others.
+
+use crate::args::EngineArgs;
+use crate::device::{self, Sizes};
+use crate::engine::node_status;
+use crate::loop_thread::LoopThread;
+use crate::model::OpenModel;
+use crate::node::{About, Input, NodeLoop, NodeStatus, Pool, Shared};
+use crate::placement::Chosen;
+use crate::reach::{self, Offer};
+use anyhow::Context;
+use lagoon_instance::{Instance, InstanceConfig};
+use lagoon_protocol::{MemoryTier, Role};
+use std::sync::Arc;
+use tokio::sync::mpsc;
+use tokio_util::sync::CancellationToken;
+
+/// Questions about its state that wait at most.
+const INPUTS_MAX: usize = 64;
+
+/// Which memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Host,
+    /// Of the device, lent to be mapped.
+    Lent,
+}
+
+impl Kind {
+    /// What names end with, and the field of `/lagoon/status`.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Host => "host",
+            Self::Lent => "lent",
+        }
+    }
+
+    fn flag(self) -> &'static str {
+        match self {
+            Self::Host => "--host-kv-tokens",
+            Self::Lent => "--lend-device-tokens",
+        }
+    }
+
+    fn tokens(self, args: &EngineArgs) -> Option<u32> {
+        match self {
+            Self::Host => args.host_kv_tokens,
+            Self::Lent => Some(args.lend_device_tokens).filter(|tokens| *tokens > 0),
+        }
+    }
+}
+
+/// Such a node that is ready to run.
+#[derive(Debug)]
+pub(crate) struct Tier {
+    kind: Kind,
+    pub(crate) thread: LoopThread,
+    pub(crate) node: NodeLoop,
+    /// Of what is lent.
+    pub(crate) offer: Option<Offer>,
+    inputs: mpsc::Sender<Input>,
+}
+
+/// Asks one that runs for its state.
+#[derive(Clone, Debug)]
+pub(crate) struct TierStatus(Kind, mpsc::Sender<Input>);
+
+impl TierStatus {
+    /// Under which name.
+    pub(crate) fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    pub(crate) async fn get(&self) -> Option<NodeStatus> {
+        node_status(&self.1).await
+    }
+}
+
+impl Tier {
+    /// The memory of this kind that `args` ask for beside the instance `of`, which is on `chosen`. `join` opens its endpoint in the
+    /// pool.
+    pub(crate) fn start(
+        kind: Kind,
+        chosen: Chosen,
+        args: &EngineArgs,
+        model: &OpenModel,
+        of: &InstanceConfig,
+        stop: &CancellationToken,
+        join: impl FnOnce() -> anyhow::Result<Pool>,
+    ) -> anyhow::Result<Option<Self>> {
+        let (flag, Some(tokens)) = (kind.flag(), kind.tokens(args)) else { return Ok(None) };
+        anyhow::ensure!(
+            tokens >= args.block_tokens,
+            "{flag} {tokens} is less than one rBlock of {} tokens\nhint: raise it, or leave it out",
+            args.block_tokens
+        );
+        let (blocks, lend) = (tokens / args.block_tokens, kind == Kind::Lent);
+        anyhow::ensure!(
+            !lend || matches!(chosen, Chosen::Cuda { .. }),
+            "{flag} lends memory of a CUDA device, and this instance is on {}\n\
+             hint: leave it out; whatever --kv-tokens holds is lent in any case",
+            chosen.name()
+        );
+        let sizes = Sizes { blocks_total: blocks, kv_dtype: of.kv.dtype, shared: false, stage_blocks: 0, lend };
+        let (report, reports) = mpsc::unbounded_channel();
+        // A profile paces the instance's device, not the host; and what is paced lends nothing that is mapped.
+        let own = EngineArgs { pace: None, ..args.clone() };
+        let chosen = if lend { chosen } else { Chosen::Cpu };
+        let running = device::start(chosen, &own, &model.shape(), sizes, move |r| {
+            // As for the instance itself.
+            let _ = report.send(r);
+        })
+        .with_context(|| format!("allocate the memory of {flag}\nhint: choose a smaller one, or leave it out"))?;
+        let offered = running.lent.as_ref().map(|window| reach::offer(window, blocks)).transpose()?;
+        let (lent, offer) = offered.unzip();
+        let thread = LoopThread::spawn(stop.clone())?;
+        let pool = {
+            let _network = thread.handle().enter();
+            join()?
+        };
+        let config = InstanceConfig {
+            name: format!("{}-{}", of.name, kind.name()),
+            quic_addr: pool.addr().to_string(),
+            http_addr: String::new(),
+            backend: running.info.backend.to_owned(),
+            role: Role::Kv,
+            tier: if lend { MemoryTier::Device } else { MemoryTier::Host },
+            calibration: running.calibration,
+            incarnation: rand::random(),
+            blocks_total: blocks,
+            lend_blocks_max: blocks,
+            lend_reserve_blocks: 0,
+            transfer: None,
+            lent,
+            reaches: None,
+            ..of.clone()
+        };
+        let about = About::new(&config);
+        let instance = Instance::new(config)?;
+        let shared = Arc::new(Shared::new(&instance));
+        let (inputs, receiver) = mpsc::channel(INPUTS_MAX);
+        let node = NodeLoop::new(about, instance, running.thread, reports, receiver, Some(pool), shared).beside(kind);
+        Ok(Some(Self { kind, thread, node, offer, inputs }))
+    }
+
+    /// To ask it once it runs.
+    pub(crate) fn status(&self) -> TierStatus {
+        TierStatus(self.kind, self.inputs.clone())
+    }
+}

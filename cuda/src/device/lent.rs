@@ -1,0 +1,165 @@
+//! Stores that are lent: KV in one arena, which other processes on this host map to attend to it where it lies.
+//!
+//! The arena has the layers one behind the other, each in the canonical layout, slots in order; then a word for each rBlock
+//! ([`lagoon_backend::Device::kv_lent`]). Shape and number of rBlocks say where everything is.
+//!
+//! Invariants: of one's own arena, the word of an rBlock that is written is 0 before the write begins, in the order of the
+//! stream that writes; a word other than 0 is written behind everything that the rBlock holds, and waited for. Another
+//! process's arena is never written.
+
+use super::CudaDevice;
+use super::lane::Lane;
+use super::memory::{CudaKv, Memory};
+use super::shared_window::SharedWindow;
+use crate::arena::Arena;
+use crate::driver::{CudaError, fill_zero};
+use crate::kernels::attention::KvView;
+use lagoon_backend::{DeviceError, LentKv, PeerMemory};
+use lagoon_types::KvShape;
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+/// Bytes of a word.
+const WORD_BYTES: usize = size_of::<u64>();
+/// Layers begin at multiples of so many bytes.
+const ALIGNMENT: usize = 256;
+
+/// The memory of a store that is lent. See the module's documentation.
+#[derive(Debug)]
+pub(super) struct Lent {
+    arena: Arc<Arena>,
+    shape: KvShape,
+    blocks: u32,
+    block_tokens: u32,
+    /// Which rBlocks have a word other than 0; `None` of another process's memory.
+    sealed: Option<Vec<bool>>,
+}
+
+/// Bytes of a layer, and of all layers and words.
+fn sizes(shape: KvShape, blocks: u32, block_tokens: u32) -> Option<(usize, usize)> {
+    let slots = blocks.checked_mul(block_tokens).filter(|slots| (1..u32::MAX).contains(slots))?;
+    let layer = (slots as usize).checked_mul(shape.layer_token_bytes())?.checked_next_multiple_of(ALIGNMENT)?;
+    let words = blocks as usize * WORD_BYTES;
+    Some((layer, layer.checked_mul(shape.layers as usize)?.checked_add(words)?))
+}
+
+fn senseless(blocks: u32, block_tokens: u32) -> DeviceError {
+    DeviceError::Unsupported(format!("a store of {blocks} rBlocks of {block_tokens} tokens"))
+}
+
+impl Lent {
+    fn layer_bytes(&self) -> usize {
+        sizes(self.shape, self.blocks, self.block_tokens).expect("it was made with these sizes").0
+    }
+
+    pub(super) fn slots(&self) -> u32 {
+        self.blocks * self.block_tokens
+    }
+
+    pub(super) fn is_own(&self) -> bool {
+        self.sealed.is_some()
+    }
+
+    pub(super) fn view(&self, layer: usize) -> KvView {
+        let (heads, dim) = (u64::from(self.shape.kv_heads), u64::from(self.shape.head_dim));
+        let k = self.arena.address() + (layer * self.layer_bytes()) as u64;
+        let v = k + heads * dim * self.shape.dtype.size() as u64;
+        KvView { k, v, token_stride: 2 * heads * dim, head_stride: dim }
+    }
+
+    fn word_at(&self, block: u32) -> u64 {
+        let words = self.shape.layers as usize * self.layer_bytes();
+        self.arena.address() + (words + block as usize * WORD_BYTES) as u64
+    }
+
+    /// The rBlocks of these slots are about to be written by `lane`.
+    pub(super) fn open(&mut self, lane: &Lane, slots: Range<u32>) -> Result<(), CudaError> {
+        for block in slots.start / self.block_tokens..slots.end.div_ceil(self.block_tokens) {
+            let at = self.word_at(block);
+            let sealed = self.sealed.as_mut().expect("another process's memory is not written");
+            if std::mem::take(&mut sealed[block as usize]) {
+                fill_zero(&lane.stream, at, WORD_BYTES)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl CudaDevice {
+    pub(super) fn make_lent(
+        &mut self,
+        shape: KvShape,
+        blocks: u32,
+        block_tokens: u32,
+    ) -> Result<Option<LentKv<CudaKv>>, DeviceError> {
+        if !self.context.attributes().shareable {
+            return Ok(None);
+        }
+        let (_, bytes) = sizes(shape, blocks, block_tokens).ok_or_else(|| senseless(blocks, block_tokens))?;
+        let arena = Arc::new(Arena::new(&self.context, bytes)?);
+        fill_zero(&self.lanes[0].stream, arena.address(), arena.bytes())?;
+        self.lanes[0].synchronize()?;
+        let kernels = self.lanes[0].kernels().clone();
+        let window = SharedWindow::new(&self.context, kernels, Arc::clone(&arena))?;
+        let sealed = Some(vec![false; blocks as usize]);
+        let kv = CudaKv::in_arena(shape, Lent { arena, shape, blocks, block_tokens, sealed });
+        Ok(Some((kv, Arc::new(window))))
+    }
+
+    pub(super) fn reach(
+        &self,
+        shape: KvShape,
+        (blocks, block_tokens): (u32, u32),
+        memory: &PeerMemory,
+    ) -> Result<CudaKv, DeviceError> {
+        let (_, needed) = sizes(shape, blocks, block_tokens).ok_or_else(|| senseless(blocks, block_tokens))?;
+        let bytes = usize::try_from(memory.bytes).ok().filter(|bytes| *bytes >= needed);
+        let why = |why: String| DeviceError::Unsupported(why);
+        let bytes = bytes.ok_or_else(|| why(format!("{} bytes hold no {blocks} rBlocks", memory.bytes)))?;
+        if !self.context.can_access(&memory.device)? {
+            return Err(why("it is of another device, whose memory this one cannot access as a peer".to_owned()));
+        }
+        let arena = Arc::new(Arena::import(&self.context, memory.descriptor.as_fd(), bytes)?);
+        Ok(CudaKv::in_arena(shape, Lent { arena, shape, blocks, block_tokens, sealed: None }))
+    }
+
+    /// See [`lagoon_backend::Device::kv_seal`].
+    pub(super) fn seal(&mut self, kv: &mut CudaKv, block: u32, with: u64) -> Result<(), DeviceError> {
+        let lent = kv.lent_mut().filter(|lent| lent.is_own() && block < lent.blocks);
+        let lent = lent.ok_or_else(|| DeviceError::Unsupported("sealing what is not lent".to_owned()))?;
+        let at = lent.word_at(block);
+        // From now on a write opens it, whatever becomes of the word.
+        lent.sealed.as_mut().expect("it is one's own")[block as usize] = true;
+        self.kv_used()?;
+        self.lane().settle()?;
+        self.lane().copy(at, &with.to_le_bytes())?;
+        self.kv_written()?;
+        Ok(self.lane().synchronize()?)
+    }
+
+    /// See [`lagoon_backend::Device::kv_words`].
+    ///
+    /// # Panics
+    /// If an rBlock lies beyond the store.
+    pub(super) fn words(&mut self, kv: &CudaKv, blocks: &[u32], out: &mut Vec<u64>) -> Result<(), DeviceError> {
+        let lent = kv.lent().ok_or_else(|| DeviceError::Unsupported("words of what is not lent".to_owned()))?;
+        let (Some(first), Some(last)) = (blocks.iter().min(), blocks.iter().max()) else { return Ok(()) };
+        assert!(*last < lent.blocks, "rBlocks beyond the store");
+        let mut bytes = Vec::with_capacity((last - first + 1) as usize * WORD_BYTES);
+        // What is between is read too: one copy is cheaper than many.
+        let all = bytes.capacity();
+        self.lane().read(lent.word_at(*first), all, |piece| bytes.extend_from_slice(piece))?;
+        let (words, _) = bytes.as_chunks::<WORD_BYTES>();
+        out.extend(blocks.iter().map(|block| u64::from_le_bytes(words[(block - first) as usize])));
+        Ok(())
+    }
+}
+
+impl CudaKv {
+    /// A store in memory that is lent.
+    fn in_arena(shape: KvShape, lent: Lent) -> Self {
+        let slots = lent.slots();
+        Self::over_memory(shape, Memory::Lent(lent), slots)
+    }
+}

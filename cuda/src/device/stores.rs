@@ -1,0 +1,97 @@
+//! KV stores of a device: how they are made and addressed, and how its two lanes use them.
+
+use super::CudaDevice;
+use super::memory::{ADDRESS_BYTES_MAX, CudaKv, layout_for, least_block_tokens, word};
+use crate::kernels::pointwise as p;
+use crate::virtual_kv::{VirtualKv, VirtualKvError};
+use lagoon_backend::DeviceError;
+use lagoon_kv::vmm::{VmmConfig, VmmLayout};
+use lagoon_types::{KvShape, KvSpace};
+use std::sync::Arc;
+
+impl CudaDevice {
+    /// KV memory on this device whose rows the caller maps and unmaps: requests, shared prefixes, guests.
+    ///
+    /// # Errors
+    /// As [`VirtualKv::new`].
+    pub fn virtual_kv(&self, layout: VmmLayout, config: VmmConfig) -> Result<Arc<VirtualKv>, VirtualKvError> {
+        VirtualKv::new(&self.context, layout, config).map(Arc::new)
+    }
+
+    /// A store over such memory, for operations. Only slots that have memory may be used, and fresh memory is not zero.
+    ///
+    /// # Errors
+    /// [`DeviceError::Unsupported`] for memory of another shape.
+    pub fn kv_over(&self, shape: KvShape, memory: Arc<VirtualKv>) -> Result<CudaKv, DeviceError> {
+        CudaKv::over(shape, memory)
+    }
+
+    /// Why a store with these rBlocks has no rows, so that sequences are contiguous only where the block pool finds them
+    /// consecutive blocks; `None` if it has.
+    #[must_use]
+    pub fn why_flat(&self, shape: KvShape, wish: &KvSpace) -> Option<String> {
+        let Some(layout) = layout_for(&self.context, shape, wish.block_tokens, self.options.layers_per_group) else {
+            let tokens = least_block_tokens(&self.context, shape);
+            let hint =
+                tokens.map_or(String::new(), |n| format!("; --block-tokens {n} or a multiple are, in the whole pool"));
+            return Some(format!("rBlocks of {} tokens are not whole page groups{hint}", wish.block_tokens));
+        };
+        let ratio = u64::from(wish.block_tokens / layout.block_tokens()) * u64::from(layout.block_stripes());
+        let bytes = |blocks: u32| u64::from(blocks).saturating_mul(ratio).saturating_mul(layout.stripe_bytes());
+        match wish.addresses().map(bytes) {
+            Some(bytes) if bytes <= ADDRESS_BYTES_MAX => None,
+            _ => Some(format!(
+                "{} sequences of {} tokens need more addresses than there are; fewer (--max-running) fit",
+                wish.rows,
+                u64::from(wish.row_blocks) * u64::from(wish.block_tokens)
+            )),
+        }
+    }
+
+    /// Makes memory lie behind the slots before `end`, for the current lane's next operation.
+    pub(super) fn kv_ensure(&mut self, kv: &mut CudaKv, end: u32) -> Result<(), DeviceError> {
+        // The other lane may have zeroed or written what this one now uses.
+        self.kv_used()?;
+        if kv.ensure(&self.lanes[self.at], end)? {
+            self.kv_written()?;
+        }
+        Ok(())
+    }
+
+    /// To be called where the current lane has copied into a store.
+    pub(super) fn kv_written(&mut self) -> Result<(), DeviceError> {
+        self.copied[self.at].record(&self.lanes[self.at].stream)?;
+        self.unseen[self.at] = true;
+        Ok(())
+    }
+
+    /// To be called before the current lane uses a store: behind the other lane's copies.
+    pub(super) fn kv_used(&mut self) -> Result<(), DeviceError> {
+        let other = 1 - self.at;
+        if std::mem::take(&mut self.unseen[other]) {
+            self.lanes[self.at].stream.wait(&self.copied[other])?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn kv_copy(
+        &mut self,
+        name: &'static str,
+        kv: &CudaKv,
+        layer: usize,
+        slot0: u32,
+        at: u64,
+        tokens: usize,
+    ) -> Result<(), DeviceError> {
+        let element_bytes = word(kv.shape.dtype.size());
+        let params = p::KvCopyParams {
+            kv: kv.view(layer),
+            packed: at,
+            slot0,
+            kv_heads: kv.shape.kv_heads,
+            head_bytes: kv.shape.head_dim * element_bytes,
+            element_bytes,
+        };
+        self.per_row(name, tokens, params)
+    }
+}

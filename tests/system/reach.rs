@@ -1,0 +1,154 @@
+//! Attention over a creditor's memory where it lies, in a pool on the fake driver: kv nodes lend memory that debtors map, and
+//! every logit is that of a single host instance, whatever becomes of that memory.
+
+use crate::cuda::{driver, fake};
+use lagoon_instance::{ReachStatus, RemotePolicy};
+use lagoon_protocol::{MemoryTier, Role};
+use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
+use lagoon_tests::cluster::{Backend, PoolSpec, Spec, World, greedy};
+use lagoon_types::limits::LEASE_TTL_MS;
+
+const BLOCK: u32 = 16;
+
+fn debtor(blocks: u32, remote: RemotePolicy) -> Spec {
+    // Nothing is fetched: what is not in reach is shipped, so that every difference is the memory's.
+    Spec { backend: Backend::Cuda, remote, step_rows: 2 * BLOCK, reaches: true, fetch_tokens: 0, ..Spec::cpu(blocks) }
+}
+
+fn lender(blocks: u32) -> Spec {
+    Spec { backend: Backend::Cuda, role: Role::Kv, lends: true, ..Spec::cpu(blocks) }
+}
+
+fn reach(world: &World, node: usize) -> ReachStatus {
+    world.nodes[node].live().status().reach
+}
+
+/// A debtor and a lender; a request that outgrows the debtor has said its first tokens, and everything it lent is sealed.
+fn outgrown(blocks: u32, remote: RemotePolicy, others: &[Spec]) -> World {
+    let pool = PoolSpec::golden("head_dim_64", BLOCK);
+    let mut world = World::pool(pool, None, &[&[debtor(blocks, remote), lender(8)], others].concat());
+    world.submit(0, greedy(prompt(81, 70, 128), 24));
+    world.run_until(|w| w.requests[0].tokens.len() >= 4);
+    assert!(world.nodes[0].live().status().blocks_borrowed > 0);
+    world
+}
+
+#[test]
+fn a_creditors_memory_is_attended_to_where_it_lies() {
+    let pool = PoolSpec::golden("head_dim_64", BLOCK);
+    let mut logits = Vec::new();
+    for (seed, remote) in [(41, RemotePolicy::Auto), (42, RemotePolicy::Ship)] {
+        let Some(fake) = driver("a_creditors_memory_is_attended_to_where_it_lies", seed) else { return };
+        let mut world = outgrown(4, remote, &[]);
+        let (before, queries) = (reach(&world, 0), world.sent("query").0);
+        world.run_until(|w| w.requests[0].tokens.len() >= 9);
+        let (after, sealed) = (reach(&world, 0), reach(&world, 1).sealed);
+        match remote {
+            RemotePolicy::Auto => {
+                assert_eq!(after.mapped, 1);
+                assert!(after.attended_mapped > before.attended_mapped && sealed > 0, "{after:?}");
+                // Nothing is sent for what is sealed, and nothing else was borrowed.
+                assert_eq!((after.attended_shipped, world.sent("query").0), (before.attended_shipped, queries));
+            }
+            _ => assert_eq!((after.mapped, after.attended_mapped), (0, 0)),
+        }
+        world.run();
+        assert_eq!((reach(&world, 0).refused, reach(&world, 0).reused), (0, 0));
+        let diff = assert_equals_single(&format!("{remote:?}"), &world, &pool);
+        println!("{remote:?}: largest difference {diff:e}; {after:?}");
+        logits.push(std::mem::take(&mut world.requests[0].logits));
+        world.check_empty();
+        drop(world);
+        fake.finish();
+    }
+    // One rBlock is lent until then, of a chunk. What is borrowed for growth is sent for while it is open, and merged apart.
+    assert!(logits[0][..9] == logits[1][..9], "what is attended to there is bit by bit what is sent there and back");
+}
+
+/// The creditor's device writes other KV where a debtor attends: that step is thrown away, and what was there computed again.
+#[test]
+fn memory_that_is_somebody_elses_by_then_is_computed_again() {
+    let Some(fake) = driver("memory_that_is_somebody_elses_by_then_is_computed_again", 43) else { return };
+    let mut world = outgrown(3, RemotePolicy::Auto, &[]);
+    let (_, lease, ..) = world.nodes[1].live().rmanager().lent().next().map(|l| (l.0, l.1)).unwrap();
+    let block = world.nodes[1].live().rmanager().lent_entry(lease, 1).unwrap().block;
+    world.overwrite(1, block);
+    world.run();
+    let status = world.nodes[0].live().status();
+    assert_eq!((status.reach.reused, status.recoveries), (1, 1), "{status:?}");
+    assert!(status.recomputed_tokens > 0);
+    assert_equals_single("overwritten", &world, &PoolSpec::golden("head_dim_64", BLOCK));
+    world.check_empty();
+    drop(world);
+    fake.finish();
+}
+
+/// The creditor's process ends while its memory is mapped: that holds what it held, and what was there is computed again
+/// elsewhere.
+#[test]
+fn a_lender_that_dies_takes_what_it_lent() {
+    let Some(fake) = driver("a_lender_that_dies_takes_what_it_lent", 44) else { return };
+    let host = Spec { role: Role::Kv, tier: MemoryTier::Host, ..Spec::cpu(12) };
+    let mut world = outgrown(3, RemotePolicy::Auto, &[host]);
+    assert_eq!(world.nodes[2].live().status().blocks_lent, 0, "host memory is lent last");
+    world.kill(1);
+    world.run();
+    let status = world.nodes[0].live().status();
+    assert_eq!((status.reach.mapped, status.reach.reused), (0, 0), "{status:?}");
+    assert!(status.recoveries > 0 && status.recomputed_tokens > 0, "{status:?}");
+    assert_equals_single("killed", &world, &PoolSpec::golden("head_dim_64", BLOCK));
+    // Whoever died is told of releases until its leases' time is over.
+    world.run_for(LEASE_TTL_MS);
+    world.check_empty();
+    // Another one comes where it was, and is mapped like it.
+    world.restart(1);
+    world.run_for(600);
+    world.submit(0, greedy(prompt(82, 70, 128), 9));
+    world.run();
+    assert_eq!(reach(&world, 0).mapped, 1);
+    world.check_empty();
+    drop(world);
+    fake.finish();
+}
+
+/// A debtor that dies leaves nothing lent, and whoever is lent its memory next reads what is its own.
+#[test]
+fn memory_of_a_debtor_that_dies_is_lent_again() {
+    let Some(fake) = driver("memory_of_a_debtor_that_dies_is_lent_again", 45) else { return };
+    let mut world = outgrown(3, RemotePolicy::Auto, &[debtor(3, RemotePolicy::Auto)]);
+    let sealed = reach(&world, 1).sealed;
+    world.kill(0);
+    world.run_until(|w| w.nodes[1].live().status().blocks_lent == 0);
+    for seed in [83, 84] {
+        world.submit(2, greedy(prompt(seed, 70, 128), 9));
+        world.run();
+    }
+    assert!(reach(&world, 1).sealed > sealed && reach(&world, 2).attended_mapped > 0);
+    assert_eq!(reach(&world, 2).reused, 0);
+    world.requests.remove(0);
+    assert_equals_single("lent again", &world, &PoolSpec::golden("head_dim_64", BLOCK));
+    world.check_empty();
+    drop(world);
+    fake.finish();
+}
+
+/// Memory that cannot be mapped is attended to by its creditor.
+#[test]
+fn what_is_not_mapped_is_sent_for() {
+    for (seed, call) in [(46, "cuMemImportFromShareableHandle"), (47, "cuMemAddressReserve")] {
+        let Some(fake) = driver("what_is_not_mapped_is_sent_for", seed) else { return };
+        let pool = PoolSpec::golden("head_dim_64", BLOCK);
+        let mut world = World::pool(pool.clone(), None, &[debtor(3, RemotePolicy::Auto), lender(8)]);
+        // The instances have all the memory that they began with.
+        fake.fail(call, 1, fake::UNKNOWN);
+        world.submit(0, greedy(prompt(81, 70, 128), 12));
+        world.run();
+        let status = reach(&world, 0);
+        assert_eq!((status.mapped, status.refused, status.attended_mapped), (0, 1, 0), "{call}: {status:?}");
+        assert!(world.sent("partial").0 > 0);
+        assert_equals_single(call, &world, &pool);
+        world.check_empty();
+        drop(world);
+        fake.finish();
+    }
+}
