@@ -5,22 +5,32 @@ use crate::fabric::{GMANAGER, Place};
 use crate::pool::PoolSpec;
 use crate::rng::Rng;
 use lagoon_protocol::{MemoryTier, Role};
+use lagoon_wire::Class;
 
 /// What happens to a pool with roles beside everything else.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Aim {
     /// An instance hears of a role, and not that it was taken back; then another one of its kind is told to change, too.
     TakenBack,
+    /// An instance is declared dead that was told of a role meanwhile, or that has asked for prompts; its questions and their answers
+    /// are on their way when it hears of that, and the worker hears of it late.
+    Fenced,
+    /// Prefill workers find full queues when they answer.
+    Unheard,
+    /// A decode worker whose device is slow lends memory to requests that are cancelled, and reads prompts into it.
+    LateWrites,
 }
 
-/// Instances that the pool has to have for this.
-const NODES: usize = 3;
+/// Requests that are aimed at a moment are numbered from here on.
+const FIRST_ID: usize = 1_000;
 
 impl Aim {
+    pub const ALL: [Self; 4] = [Self::TakenBack, Self::Fenced, Self::Unheard, Self::LateWrites];
+
     /// By its name on the command line.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
-        [Self::TakenBack].into_iter().find(|aim| aim.name() == name)
+        Self::ALL.into_iter().find(|aim| aim.name() == name)
     }
 
     /// On the command line.
@@ -28,26 +38,45 @@ impl Aim {
     pub const fn name(self) -> &'static str {
         match self {
             Self::TakenBack => "taken-back",
+            Self::Fenced => "fenced",
+            Self::Unheard => "unheard",
+            Self::LateWrites => "late-writes",
+        }
+    }
+
+    /// Instances that it needs.
+    pub(super) const fn nodes(self) -> usize {
+        match self {
+            Self::TakenBack | Self::Unheard | Self::LateWrites => 3,
+            // Nobody is declared dead while more than half of them are not heard.
+            Self::Fenced => 4,
         }
     }
 
     /// Makes the pool one in which it can happen, and says what does.
     pub(super) fn draw(self, rng: &mut Rng, pool: &mut PoolSpec, first_us: u64) -> Vec<Op> {
+        for node in &mut pool.nodes {
+            (node.transfers, node.tier) = (true, MemoryTier::Device);
+        }
+        let first_us = first_us + rng.below(2_000_000);
         match self {
             Self::TakenBack => taken_back(rng, pool, first_us),
+            Self::Fenced if rng.once_in(4) => told_before(rng, pool, first_us),
+            Self::Fenced => asked_before(rng, pool, first_us),
+            Self::Unheard => unheard(rng, pool, first_us),
+            Self::LateWrites => late_writes(rng, pool, first_us),
         }
     }
 }
 
-fn taken_back(rng: &mut Rng, pool: &mut PoolSpec, first_us: u64) -> Vec<Op> {
-    pool.nodes.truncate(NODES);
+fn set_roles(pool: &mut PoolSpec, roles: impl IntoIterator<Item = Role>) {
+    pool.nodes.iter_mut().zip(roles).for_each(|(node, role)| node.role = role);
+}
+
+fn taken_back(rng: &mut Rng, pool: &mut PoolSpec, mut at_us: u64) -> Vec<Op> {
     let (role, other) = if rng.once_in(2) { (Role::Prefill, Role::Decode) } else { (Role::Decode, Role::Prefill) };
     let (a, b): (Place, Place) = if rng.once_in(2) { (1, 2) } else { (2, 1) };
-    for (node, place) in pool.nodes.iter_mut().zip(1..) {
-        node.role = if place == a || place == b { role } else { other };
-        (node.transfers, node.tier) = (true, MemoryTier::Device);
-    }
-    let mut at_us = first_us + rng.below(2_000_000);
+    set_roles(pool, [role, role, other]);
     let mut ops = Vec::new();
     let mut then = |after_us: u64, what| {
         at_us += after_us;
@@ -59,5 +88,88 @@ fn taken_back(rng: &mut Rng, pool: &mut PoolSpec, first_us: u64) -> Vec<Op> {
     then(delay_us, What::Partition { a, b: GMANAGER, us });
     then(rng.below(600_000), What::Role { place: a, role });
     then(rng.below(600_000), What::Role { place: b, role: other });
+    ops
+}
+
+fn told_before(rng: &mut Rng, pool: &mut PoolSpec, at_us: u64) -> Vec<Op> {
+    set_roles(pool, [Role::Decode, Role::Prefill, Role::Instance, Role::Instance]);
+    let (place, us) = (3 + rng.index(2), rng.within(7_000_000..=12_000_000));
+    let told_us = at_us + rng.below(1_500_000);
+    let role = rng.pick(&[Role::Prefill, Role::Decode]);
+    vec![
+        Op { at_us, what: What::Partition { a: place, b: GMANAGER, us } },
+        Op { at_us: told_us, what: What::Role { place, role } },
+    ]
+}
+
+/// Short prompts at a decode worker, one after another.
+fn prompts(rng: &mut Rng, pool: &PoolSpec, place: Place, (first_us, every_us): (u64, u64)) -> Vec<Op> {
+    let most = u64::from(4 * pool.block_tokens);
+    let ops = (0..16).map(|n| {
+        let prompt = u32::try_from(rng.within(2..=most)).unwrap_or(2);
+        let what = What::Submit { id: FIRST_ID + n, place, prompt, max_tokens: 2, seed: rng.draw() };
+        Op { at_us: first_us + n as u64 * every_us, what }
+    });
+    ops.collect()
+}
+
+/// Memory for [`prompts`], and places in the queue.
+fn make_room(pool: &mut PoolSpec) {
+    for node in &mut pool.nodes[..2] {
+        (node.blocks, node.stage_blocks) = (node.blocks + 20, if node.stage_blocks > 0 { 60 } else { 0 });
+        (node.lend_blocks_max, node.queue) = (node.blocks, 64);
+    }
+}
+
+fn asked_before(rng: &mut Rng, pool: &mut PoolSpec, at_us: u64) -> Vec<Op> {
+    set_roles(pool, [Role::Decode, Role::Prefill, Role::Instance, Role::Instance]);
+    make_room(pool);
+    let (asker, worker): (Place, Place) = (1, 2);
+    let us = rng.within(7_000_000..=8_500_000);
+    let end_us = at_us + us;
+    let late_us = rng.within(200_000..=1_000_000);
+    let slow = What::Slow { a: asker, b: worker, us: late_us, for_us: 6_000_000 };
+    let mut ops = vec![
+        Op { at_us, what: What::Partition { a: asker, b: GMANAGER, us } },
+        Op { at_us: end_us - 3_000_000, what: What::Partition { a: worker, b: GMANAGER, us: 4_500_000 } },
+        Op { at_us: end_us - 2_500_000, what: slow },
+    ];
+    ops.extend(prompts(rng, pool, asker, (end_us - 2_000_000, 200_000)));
+    ops
+}
+
+fn unheard(rng: &mut Rng, pool: &mut PoolSpec, at_us: u64) -> Vec<Op> {
+    set_roles(pool, [Role::Decode, Role::Prefill, Role::Instance]);
+    make_room(pool);
+    let (asker, worker): (Place, Place) = (1, 2);
+    let mut ops = prompts(rng, pool, asker, (at_us, 200_000));
+    let full = What::Full { place: worker, class: Class::Control };
+    ops.extend((0..16).map(|n| Op { at_us: at_us + n * 200_000 + rng.below(100_000), what: full }));
+    ops
+}
+
+fn late_writes(rng: &mut Rng, pool: &mut PoolSpec, at_us: u64) -> Vec<Op> {
+    set_roles(pool, [Role::Decode, Role::Prefill, Role::Instance]);
+    let (asker, debtor): (Place, Place) = (1, 3);
+    for node in &mut pool.nodes {
+        (node.stage_blocks, node.queue) = (0, 64);
+        (node.lend_blocks_max, node.lend_reserve_blocks) = (0, 0);
+    }
+    let lender = &mut pool.nodes[asker - 1];
+    (lender.blocks, lender.lend_blocks_max, lender.speed.layer_ns) = (18, 18, 4_000_000);
+    // Many writes come at one time.
+    let writer = &mut pool.nodes[debtor - 1];
+    (writer.step_rows, writer.speed.layer_ns) = (64, 20_000);
+    (pool.link.latency_us, pool.link.jitter_us, pool.link.bytes_per_us) = (50, 0, 1_000);
+    let room = u64::from(pool.nodes[debtor - 1].blocks * pool.block_tokens);
+    let mut ops = prompts(rng, pool, asker, (at_us, 150_000));
+    for n in 0..16 {
+        let at_us = at_us + n * 150_000 + rng.below(100_000);
+        let id = 2 * FIRST_ID + usize::try_from(n).unwrap_or(0);
+        let prompt = u32::try_from(rng.within(room..=room + u64::from(10 * pool.block_tokens))).unwrap_or(1);
+        let what = What::Submit { id, place: debtor, prompt, max_tokens: 30, seed: rng.draw() };
+        ops.push(Op { at_us, what });
+        ops.push(Op { at_us: at_us + rng.below(200_000), what: What::Cancel { id } });
+    }
     ops
 }

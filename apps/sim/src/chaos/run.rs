@@ -401,13 +401,16 @@ impl Run<'_> {
     }
 
     /// Repeated until the instance has taken it up: the gManager may be down or without a connection to it. An order to
-    /// drain that is late or waits for a stopped process is under way until long after that.
+    /// drain that is late, or waits for a stopped process or one that the gManager does not hear, is under way until long
+    /// after that.
     fn undrain(&mut self, place: Place) {
         let now = self.world.now_us();
         let Some(process) = self.world.process(place) else { return };
         let (status, stopped) = (process.instance.status(), process.paused_until_us.is_some());
+        let rows = self.world.coordinator.iter().flat_map(|c| c.gmanager.status(c.clock.now_ms(now)));
+        let heard = rows.into_iter().any(|row| row.alive && status.instance.is_some_and(|id| id.0 == row.instance));
         let seen_us = self.drains.entry(place).or_insert(now);
-        if status.draining || stopped {
+        if status.draining || stopped || !heard {
             *seen_us = now;
         }
         let Some(id) = status.instance.filter(|_| now < *seen_us + LATE_US) else {

@@ -24,7 +24,7 @@ pub struct Limits {
     pub faults: bool,
     /// All pools have prefill and decode workers, or none has; `None`: one in four has.
     pub roles: Option<bool>,
-    /// What else happens to every pool.
+    /// What else happens to every pool, whose number of instances and roles follow from it.
     pub aim: Option<Aim>,
     /// Things that happen before a run is ended; 0 runs to its end.
     pub steps: u64,
@@ -54,6 +54,10 @@ impl Scenario {
     /// The seed's scenario.
     #[must_use]
     pub fn draw(seed: u64, limits: Limits) -> Self {
+        let limits = match limits.aim {
+            Some(aim) => Limits { nodes: aim.nodes(), roles: Some(true), ..limits },
+            None => limits,
+        };
         let mut rng = Rng::new(seed ^ 0x6c61_676f_6f6e);
         let mut pool = draw_pool(&mut rng.split(), limits);
         // Of its own: seeds without roles are what they were.
