@@ -75,6 +75,9 @@ pub struct Xxh3 {
     rest_len: usize,
     /// All bytes, while there are at most [`SHORT`].
     short: [u8; SHORT],
+    /// Bytes that there will be, or 0 if nobody said, and the hash if they came at once.
+    expected: u64,
+    whole: Option<u128>,
     /// Something was stored past the caches that has not been waited for.
     unsettled: bool,
 }
@@ -97,6 +100,16 @@ impl Xxh3 {
     /// Longest input of the algorithm's short cases, which are left to the host where a device hashes.
     pub const SHORT: usize = SHORT;
 
+    /// Of at most [`Self::SHORT`] bytes.
+    ///
+    /// # Panics
+    /// If there are more.
+    #[must_use]
+    pub fn short(bytes: &[u8]) -> u128 {
+        assert!(bytes.len() <= SHORT, "a short input");
+        XxHash3_128::oneshot(bytes)
+    }
+
     /// What a device that hashes needs to know: the secret, and the sums' first values.
     #[must_use]
     pub fn tables() -> (&'static [u8; 192], [u64; 8]) {
@@ -115,11 +128,32 @@ impl Xxh3 {
 
     fn of(isa: Isa) -> Self {
         let (last, rest, short) = ([0; STRIPE], [0; STRIPE], [0; SHORT]);
-        Self { isa, bytes: 0, sums: START, stripes: 0, last, rest, rest_len: 0, short, unsettled: false }
+        let (expected, whole) = (0, None);
+        Self {
+            isa,
+            bytes: 0,
+            sums: START,
+            stripes: 0,
+            last,
+            rest,
+            rest_len: 0,
+            short,
+            expected,
+            whole,
+            unsettled: false,
+        }
+    }
+
+    /// As [`Self::reset`], for `bytes` bytes. If all come at once, that takes less than if they come in parts: their end is
+    /// known, and is stored as the rest is.
+    pub fn begin(&mut self, bytes: u64) {
+        self.reset();
+        self.expected = bytes;
     }
 
     /// Begins anew; what was copied is as settled as it was.
     pub fn reset(&mut self) {
+        (self.expected, self.whole) = (0, None);
         (self.bytes, self.sums, self.stripes, self.rest_len) = (0, START, 0, 0);
     }
 
@@ -156,8 +190,18 @@ impl Xxh3 {
     /// # Safety
     /// `from` is readable and `to` writable for so many bytes, and they do not overlap.
     pub(crate) unsafe fn advance(&mut self, from: *const u8, to: *mut u8, bytes: usize) {
+        if bytes == 0 {
+            return;
+        }
+        assert!(self.whole.is_none(), "more bytes than were expected");
         let before = usize::try_from(self.bytes).unwrap_or(usize::MAX);
         self.bytes += bytes as u64;
+        if before == 0 && self.bytes == self.expected && bytes > SHORT && bytes.is_multiple_of(STRIPE) {
+            // SAFETY: so many stripes are within both memories, by the caller's promise.
+            unsafe { self.add(from, to, bytes / STRIPE, true) };
+            self.whole = Some(digest(&self.sums, self.bytes));
+            return;
+        }
         if self.bytes <= SHORT as u64 {
             // SAFETY: there is room for SHORT bytes; the rest is the caller's promise.
             unsafe { take(from, to, &mut self.short[before..before + bytes]) };
@@ -168,10 +212,8 @@ impl Xxh3 {
             // SAFETY: an array, of which `before` bytes are set; nothing is stored.
             unsafe { self.feed(short.as_ptr(), std::ptr::null_mut(), before) };
         }
-        if bytes > 0 {
-            // SAFETY: the caller's promise.
-            unsafe { self.feed(from, to, bytes) };
-        }
+        // SAFETY: the caller's promise.
+        unsafe { self.feed(from, to, bytes) };
     }
 
     /// As [`Self::advance`], for at least one byte of an input that is not short.
@@ -200,7 +242,7 @@ impl Xxh3 {
         let whole = (bytes - 1) / STRIPE;
         if whole > 1 {
             // SAFETY: `whole` stripes are within both memories.
-            unsafe { self.add(from, to, whole - 1) };
+            unsafe { self.add(from, to, whole - 1, false) };
             step!((whole - 1) * STRIPE);
         }
         if whole > 0 {
@@ -217,14 +259,14 @@ impl Xxh3 {
     fn add_last(&mut self) {
         let last = self.last;
         // SAFETY: an array of one stripe; nothing is stored.
-        unsafe { self.add(last.as_ptr(), std::ptr::null_mut(), 1) };
+        unsafe { self.add(last.as_ptr(), std::ptr::null_mut(), 1, false) };
     }
 
-    /// Adds whole stripes, and copies them.
+    /// Adds whole stripes, and copies them. `end`: the last one is the input's.
     ///
     /// # Safety
     /// As [`Self::advance`], for `count` stripes.
-    unsafe fn add(&mut self, from: *const u8, to: *mut u8, count: usize) {
+    unsafe fn add(&mut self, from: *const u8, to: *mut u8, count: usize, end: bool) {
         let place = match to {
             _ if to.is_null() => Place::Nowhere,
             _ if count * STRIPE >= STREAM_BYTES_MIN && to.align_offset(STRIPE) == 0 => {
@@ -233,24 +275,24 @@ impl Xxh3 {
             }
             _ => Place::Caches,
         };
-        let mut at = self.stripes;
+        let (sums, mut at) = (&mut self.sums, self.stripes);
         // SAFETY: the processor has the instruction set (`with`), the memories are the caller's promise, streamed
         // targets are aligned, and fewer than BLOCK_STRIPES stripes are in the current block.
         unsafe {
             match (self.isa, place) {
                 #[cfg(target_arch = "x86_64")]
-                (Isa::Avx512, Place::Nowhere) => x86::avx512::<0>(&mut self.sums, &mut at, from, to, count),
+                (Isa::Avx512, Place::Nowhere) => x86::avx512::<0>(sums, &mut at, from, to, count, end),
                 #[cfg(target_arch = "x86_64")]
-                (Isa::Avx512, Place::Caches) => x86::avx512::<1>(&mut self.sums, &mut at, from, to, count),
+                (Isa::Avx512, Place::Caches) => x86::avx512::<1>(sums, &mut at, from, to, count, end),
                 #[cfg(target_arch = "x86_64")]
-                (Isa::Avx512, Place::PastCaches) => x86::avx512::<2>(&mut self.sums, &mut at, from, to, count),
+                (Isa::Avx512, Place::PastCaches) => x86::avx512::<2>(sums, &mut at, from, to, count, end),
                 #[cfg(target_arch = "x86_64")]
-                (Isa::Avx2, Place::Nowhere) => x86::avx2::<0>(&mut self.sums, &mut at, from, to, count),
+                (Isa::Avx2, Place::Nowhere) => x86::avx2::<0>(sums, &mut at, from, to, count, end),
                 #[cfg(target_arch = "x86_64")]
-                (Isa::Avx2, Place::Caches) => x86::avx2::<1>(&mut self.sums, &mut at, from, to, count),
+                (Isa::Avx2, Place::Caches) => x86::avx2::<1>(sums, &mut at, from, to, count, end),
                 #[cfg(target_arch = "x86_64")]
-                (Isa::Avx2, Place::PastCaches) => x86::avx2::<2>(&mut self.sums, &mut at, from, to, count),
-                _ => portable(&mut self.sums, &mut at, from, to, count),
+                (Isa::Avx2, Place::PastCaches) => x86::avx2::<2>(sums, &mut at, from, to, count, end),
+                _ => portable(sums, &mut at, from, to, count, end),
             }
         }
         self.stripes = at;
@@ -259,6 +301,9 @@ impl Xxh3 {
     /// The hash of all bytes so far.
     #[must_use]
     pub fn finish(&self) -> u128 {
+        if let Some(whole) = self.whole {
+            return whole;
+        }
         if self.bytes <= SHORT as u64 {
             let bytes = usize::try_from(self.bytes).unwrap_or(SHORT);
             return XxHash3_128::oneshot(&self.short[..bytes]);
@@ -269,9 +314,7 @@ impl Xxh3 {
         behind.copy_from_slice(&self.rest[..self.rest_len]);
         let mut sums = self.sums;
         add_stripe(&mut sums, &end, LAST_AT);
-        let low = merge(&sums, LOW_AT, self.bytes.wrapping_mul(PRIME64_1));
-        let high = merge(&sums, HIGH_AT, !self.bytes.wrapping_mul(PRIME64_2));
-        u128::from(high) << 64 | u128::from(low)
+        digest(&sums, self.bytes)
     }
 }
 
@@ -334,16 +377,26 @@ fn merge(sums: &[u64; 8], secret_at: usize, start: u64) -> u64 {
     x ^ (x >> 32)
 }
 
+/// The hash of `bytes` bytes, whose stripes are all in the sums.
+fn digest(sums: &[u64; 8], bytes: u64) -> u128 {
+    let low = merge(sums, LOW_AT, bytes.wrapping_mul(PRIME64_1));
+    let high = merge(sums, HIGH_AT, !bytes.wrapping_mul(PRIME64_2));
+    u128::from(high) << 64 | u128::from(low)
+}
+
 /// For any processor.
 ///
 /// # Safety
 /// As [`Xxh3::add`].
-unsafe fn portable(sums: &mut [u64; 8], at: &mut usize, from: *const u8, to: *mut u8, count: usize) {
+unsafe fn portable(sums: &mut [u64; 8], at: &mut usize, from: *const u8, to: *mut u8, count: usize, end: bool) {
     for stripe in 0..count {
         let mut kept = [0; STRIPE];
         let to = if to.is_null() { to } else { to.wrapping_add(stripe * STRIPE) };
         // SAFETY: the stripe is one of `count` that are within both memories.
         unsafe { take(from.wrapping_add(stripe * STRIPE), to, &mut kept) };
+        if end && stripe + 1 == count {
+            return add_stripe(sums, &kept, LAST_AT);
+        }
         add_stripe(sums, &kept, *at * 8);
         *at += 1;
         if *at == BLOCK_STRIPES {
@@ -361,7 +414,7 @@ mod x86 {
     //! memories hold `count` stripes. Secrets of stripe `at`, below BLOCK_STRIPES, are within the secret.
     #![allow(clippy::undocumented_unsafe_blocks, reason = "one contract for both, stated above")]
 
-    use super::{BLOCK_STRIPES, PRIME32_1, SCRAMBLE_AT, SECRET, STRIPE};
+    use super::{BLOCK_STRIPES, LAST_AT, PRIME32_1, SCRAMBLE_AT, SECRET, STRIPE};
     use std::arch::x86_64::*;
 
     /// How far ahead of the stripe that is read another one is asked for: further than a processor looks by itself,
@@ -374,25 +427,30 @@ mod x86 {
         at: &mut usize,
         mut from: *const u8,
         mut to: *mut u8,
-        mut count: usize,
+        count: usize,
+        end: bool,
     ) {
         unsafe {
             let mut sum = _mm512_loadu_si512(sums.as_ptr().cast());
+            let add = |from: *const u8, to: *mut u8, secret: *const u8| {
+                let data = _mm512_loadu_si512(from.cast());
+                match PLACE {
+                    1 => _mm512_storeu_si512(to.cast(), data),
+                    2 => _mm512_stream_si512(to.cast(), data),
+                    _ => {}
+                }
+                let key = _mm512_xor_si512(data, _mm512_loadu_si512(secret.cast()));
+                let product = _mm512_mul_epu32(key, _mm512_srli_epi64::<32>(key));
+                let swapped = _mm512_shuffle_epi32::<0b01_00_11_10>(data);
+                _mm512_add_epi64(product, swapped)
+            };
+            let mut count = count - usize::from(end);
             while count > 0 {
                 let run = count.min(BLOCK_STRIPES - *at);
                 let mut secret = SECRET.as_ptr().add(*at * 8);
                 for _ in 0..run {
                     _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD).cast());
-                    let data = _mm512_loadu_si512(from.cast());
-                    match PLACE {
-                        1 => _mm512_storeu_si512(to.cast(), data),
-                        2 => _mm512_stream_si512(to.cast(), data),
-                        _ => {}
-                    }
-                    let key = _mm512_xor_si512(data, _mm512_loadu_si512(secret.cast()));
-                    let product = _mm512_mul_epu32(key, _mm512_srli_epi64::<32>(key));
-                    let swapped = _mm512_shuffle_epi32::<0b01_00_11_10>(data);
-                    sum = _mm512_add_epi64(sum, _mm512_add_epi64(product, swapped));
+                    sum = _mm512_add_epi64(sum, add(from, to, secret));
                     (from, to) = (from.wrapping_add(STRIPE), to.wrapping_add(STRIPE));
                     secret = secret.wrapping_add(8);
                 }
@@ -406,6 +464,9 @@ mod x86 {
                     *at = 0;
                 }
             }
+            if end {
+                sum = _mm512_add_epi64(sum, add(from, to, SECRET.as_ptr().add(LAST_AT)));
+            }
             _mm512_storeu_si512(sums.as_mut_ptr().cast(), sum);
         }
     }
@@ -416,27 +477,32 @@ mod x86 {
         at: &mut usize,
         mut from: *const u8,
         mut to: *mut u8,
-        mut count: usize,
+        count: usize,
+        end: bool,
     ) {
         unsafe {
             let mut sum = [0, 1].map(|half| _mm256_loadu_si256(sums.as_ptr().cast::<__m256i>().add(half)));
+            let add = |sum: &mut [__m256i; 2], from: *const u8, to: *mut u8, secret: *const u8| {
+                for (half, sum) in sum.iter_mut().enumerate() {
+                    let data = _mm256_loadu_si256(from.cast::<__m256i>().add(half));
+                    match PLACE {
+                        1 => _mm256_storeu_si256(to.cast::<__m256i>().add(half), data),
+                        2 => _mm256_stream_si256(to.cast::<__m256i>().add(half), data),
+                        _ => {}
+                    }
+                    let key = _mm256_xor_si256(data, _mm256_loadu_si256(secret.cast::<__m256i>().add(half)));
+                    let product = _mm256_mul_epu32(key, _mm256_srli_epi64::<32>(key));
+                    let swapped = _mm256_shuffle_epi32::<0b01_00_11_10>(data);
+                    *sum = _mm256_add_epi64(*sum, _mm256_add_epi64(product, swapped));
+                }
+            };
+            let mut count = count - usize::from(end);
             while count > 0 {
                 let run = count.min(BLOCK_STRIPES - *at);
                 let mut secret = SECRET.as_ptr().add(*at * 8);
                 for _ in 0..run {
                     _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD).cast());
-                    let [low, high] = [0, 1].map(|half| _mm256_loadu_si256(from.cast::<__m256i>().add(half)));
-                    for (half, data) in [low, high].into_iter().enumerate() {
-                        match PLACE {
-                            1 => _mm256_storeu_si256(to.cast::<__m256i>().add(half), data),
-                            2 => _mm256_stream_si256(to.cast::<__m256i>().add(half), data),
-                            _ => {}
-                        }
-                        let key = _mm256_xor_si256(data, _mm256_loadu_si256(secret.cast::<__m256i>().add(half)));
-                        let product = _mm256_mul_epu32(key, _mm256_srli_epi64::<32>(key));
-                        let swapped = _mm256_shuffle_epi32::<0b01_00_11_10>(data);
-                        sum[half] = _mm256_add_epi64(sum[half], _mm256_add_epi64(product, swapped));
-                    }
+                    add(&mut sum, from, to, secret);
                     (from, to) = (from.wrapping_add(STRIPE), to.wrapping_add(STRIPE));
                     secret = secret.wrapping_add(8);
                 }
@@ -451,6 +517,9 @@ mod x86 {
                     }
                     *at = 0;
                 }
+            }
+            if end {
+                add(&mut sum, from, to, SECRET.as_ptr().add(LAST_AT));
             }
             for (half, sum) in sum.into_iter().enumerate() {
                 _mm256_storeu_si256(sums.as_mut_ptr().cast::<__m256i>().add(half), sum);
@@ -485,7 +554,15 @@ mod tests {
             for len in (0..2200).rev().chain([3071, 3072, 3073, 4095, 4096, 4097, 5000]) {
                 hash.reset();
                 hash.update(&all[..len]);
-                assert_eq!(hash.finish(), XxHash3_128::oneshot(&all[..len]), "{isa}, {len} bytes");
+                let expected = XxHash3_128::oneshot(&all[..len]);
+                assert_eq!(hash.finish(), expected, "{isa}, {len} bytes");
+                // The same if the length is known before, whether they come at once or not.
+                for cut in [len, len / 3] {
+                    hash.begin(len as u64);
+                    hash.update(&all[..cut]);
+                    hash.update(&all[cut..len]);
+                    assert_eq!(hash.finish(), expected, "{isa}, {len} bytes, known");
+                }
             }
         }
     }
@@ -495,11 +572,15 @@ mod tests {
     fn what_is_hashed_is_what_is_copied() {
         let all = content(40_000);
         for isa in supported() {
-            for (start, len) in [(0, 40_000), (1, 32_768), (3, 8_191), (64, 4_096 + 64 + 1), (5, 241), (0, 64)] {
+            let parts = [(0, 40_000), (1, 32_768), (3, 8_191), (2, 4_096), (64, 4_096 + 64 + 1), (5, 241), (0, 64)];
+            for ((start, len), known) in parts.into_iter().flat_map(|part| [(part, false), (part, true)]) {
                 for shift in [0, 1, 32, 63] {
                     let mut memory = vec![0xaa; len + 2 * 128];
                     let at = memory.as_ptr().align_offset(64) + shift;
                     let mut hash = Xxh3::with(isa);
+                    if known {
+                        hash.begin(len as u64);
+                    }
                     hash.copy(&all[start..start + len], &mut memory[at..at + len]);
                     assert!(memory[at..at + len] == all[start..start + len], "{isa}, {len} at {shift}");
                     assert!(memory[..at].iter().chain(&memory[at + len..]).all(|byte| *byte == 0xaa));

@@ -1,7 +1,7 @@
 //! The transaction queue: reads in order, merged where both memories go on (KVDirect §4.2).
 //!
 //! Requests that are posted together take turns piece by piece; each request's COMPLETE follows its last read. [`Queue::
-//! pop`] takes reads in order up to the next COMPLETE, and [`coalesce`] merges those whose remote and local ranges are
+//! pop`] takes reads in order up to the next COMPLETE (pieces of one request that lie together on both sides as one), and [`coalesce`] merges those whose remote and local ranges are
 //! both contiguous, also of different requests. Invariants:
 //!
 //! * a request's reads are in transactions of ascending order: none overtakes an earlier one of its request;
@@ -32,20 +32,38 @@ impl std::ops::Deref for Ranges {
     }
 }
 
-/// Longest reads of one piece; longer ones are cut.
+/// Longest reads.
 #[derive(Clone, Copy, Debug)]
 pub struct ReadSizes {
+    /// Of one piece; a longer one is cut.
     pub bytes: u64,
-    /// Of pieces that are plain ([`Read::plain`]).
+    /// The same for pieces that are plain ([`Read::plain`]).
     pub plain: u64,
+    /// Of several plain pieces that lie together on both sides: what would be merged anyway is planned as one.
+    pub run: u64,
 }
 
-/// A read of one piece, or of a part of it.
+/// How much [`Queue::pop`] takes: until it has both `bytes` and `reads`, but no more than about `bytes_max`.
+#[derive(Clone, Copy, Debug)]
+pub struct Portion {
+    pub bytes: u64,
+    pub reads: usize,
+    pub bytes_max: u64,
+}
+
+impl Portion {
+    /// All up to the next COMPLETE.
+    pub const ALL: Self = Self { bytes: u64::MAX, reads: usize::MAX, bytes_max: u64::MAX };
+}
+
+/// A read of one piece, of a part of it, or of several plain ones that lie together on both sides.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Read {
     pub request: u64,
     pub export: u64,
     pub piece: usize,
+    /// Consecutive pieces from that one on, all of the same size: 1 unless they are plain.
+    pub pieces: usize,
     /// One range, or (staged) all of a piece's.
     pub remote: Ranges,
     /// `None`: to a buffer.
@@ -72,6 +90,8 @@ pub struct Segment {
 pub struct Part {
     pub request: u64,
     pub piece: usize,
+    /// As in [`Read`].
+    pub pieces: usize,
     /// First byte in the transaction.
     pub at: u64,
     pub bytes: u64,
@@ -99,7 +119,8 @@ impl Transaction {
 
     fn push(&mut self, read: &Read) {
         let bytes = read.bytes();
-        self.parts.push(Part { request: read.request, piece: read.piece, at: self.bytes, bytes, plain: read.plain });
+        let Read { request, piece, pieces, plain, .. } = *read;
+        self.parts.push(Part { request, piece, pieces, at: self.bytes, bytes, plain });
         for range in &*read.remote {
             match self.segments.last_mut() {
                 Some(last) if last.export == read.export && follows(&last.remote, range) => {
@@ -130,8 +151,8 @@ impl Transaction {
             }
             let local = self.local.map(|local| Local { region: local.region, offset: local.offset + part.at });
             let (export, remote) = self.cut(part.at, part.bytes);
-            let (request, piece, plain, remote) = (part.request, part.piece, part.plain, Ranges::Many(remote));
-            let read = Read { request, export, piece, remote, local, plain };
+            let Part { request, piece, pieces, plain, .. } = *part;
+            let read = Read { request, export, piece, pieces, remote: Ranges::Many(remote), local, plain };
             match out.last_mut() {
                 Some(last) if open => last.push(&read),
                 _ => out.push(Self::new(&read)),
@@ -268,6 +289,17 @@ impl Cursor {
         })
     }
 
+    /// Pieces from the next one on that lie together, of up to `bytes` bytes, if they are several.
+    fn next_run(&mut self, bytes: u64) -> Option<Read> {
+        if self.only.is_some() || self.next >= self.pull.pieces() {
+            return None;
+        }
+        let (remote, local, pieces) = self.pull.plain_run(self.next, bytes)?;
+        let (piece, request, export) = (self.next, self.request, self.export);
+        self.next += pieces;
+        Some(Read { request, export, piece, pieces, remote: Ranges::One(remote), local: Some(local), plain: true })
+    }
+
     fn is_empty(&self) -> bool {
         self.only.as_ref().map_or(self.next >= self.pull.pieces(), VecDeque::is_empty)
     }
@@ -335,17 +367,22 @@ impl Queue {
         self.groups.clear();
     }
 
-    /// Takes reads in order up to the next COMPLETE, or about `bytes` of them.
-    pub fn pop(&mut self, bytes: u64, sizes: ReadSizes) -> Batch {
+    /// Takes reads in order up to the next COMPLETE, or a portion of them.
+    pub fn pop(&mut self, portion: Portion, sizes: ReadSizes) -> Batch {
         let mut batch = Batch::default();
         let mut taken = 0;
-        while taken < bytes {
+        while taken < portion.bytes_max && (taken < portion.bytes || batch.reads.len() < portion.reads) {
             let Some(group) = self.groups.front_mut() else { break };
             let Some(mut cursor) = group.pop_front() else {
                 self.groups.pop_front();
                 continue;
             };
-            if let Some(piece) = cursor.next_piece() {
+            // Those that take turns do so piece by piece.
+            let run = if group.is_empty() { sizes.run.min(portion.bytes_max - taken) } else { 0 };
+            if let Some(read) = cursor.next_run(run) {
+                taken += read.bytes();
+                batch.reads.push(read);
+            } else if let Some(piece) = cursor.next_piece() {
                 taken += read_piece(&cursor, piece, sizes, &mut batch.reads);
             }
             if cursor.is_empty() {
@@ -365,8 +402,9 @@ impl Queue {
 fn read_piece(cursor: &Cursor, piece: usize, sizes: ReadSizes, reads: &mut Vec<Read>) -> u64 {
     let Cursor { request, export, .. } = *cursor;
     if let Some((remote, local)) = cursor.pull.plain_read(piece).filter(|(remote, _)| remote.bytes <= sizes.plain) {
-        reads.push(Read { request, export, piece, remote: Ranges::One(remote), local: Some(local), plain: true });
-        return remote.bytes;
+        let (bytes, remote) = (remote.bytes, Ranges::One(remote));
+        reads.push(Read { request, export, piece, pieces: 1, remote, local: Some(local), plain: true });
+        return bytes;
     }
     let plain = cursor.pull.is_plain(piece);
     let mut bytes = 0;
@@ -382,6 +420,7 @@ fn read_piece(cursor: &Cursor, piece: usize, sizes: ReadSizes, reads: &mut Vec<R
                 request,
                 export,
                 piece,
+                pieces: 1,
                 remote: Ranges::One(Remote { offset: remote.offset + at, bytes: len, ..remote }),
                 local: Some(Local { offset: place.offset + at, ..place }),
                 plain: plain && len == remote.bytes,
@@ -391,7 +430,7 @@ fn read_piece(cursor: &Cursor, piece: usize, sizes: ReadSizes, reads: &mut Vec<R
     });
     if !staged.is_empty() {
         let remote = Ranges::Many(staged);
-        reads.push(Read { request, export, piece, remote, local: None, plain: false });
+        reads.push(Read { request, export, piece, pieces: 1, remote, local: None, plain: false });
     }
     bytes
 }

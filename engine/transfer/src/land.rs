@@ -2,7 +2,7 @@
 
 use crate::{
     check::{Check, Checker},
-    coalesce::{Part, Transaction},
+    coalesce::Transaction,
     pull::Pull,
     region::{Region, RegionError},
 };
@@ -119,10 +119,14 @@ pub fn land_on_device(
     }
     assert_eq!(at, transaction.bytes, "a transaction has the bytes of its segments");
     from.peer.copy(&moves)?;
-    let plain: Vec<&Part> = transaction.parts.iter().filter(|part| verify && part.plain).collect();
-    let ranges: Vec<(u64, u64)> = plain.iter().map(|part| (local.offset + part.at, part.bytes)).collect();
-    let checks = plain.iter().zip(own.checks(&ranges)?);
-    let checks = checks.map(|(part, check)| (part.request, part.piece, check)).collect();
+    let (mut of, mut ranges) = (Vec::new(), Vec::new());
+    for part in transaction.parts.iter().filter(|part| verify && part.plain) {
+        let each = part.bytes / part.pieces as u64;
+        of.extend((part.piece..part.piece + part.pieces).map(|piece| (part.request, piece)));
+        ranges.extend((0..part.pieces as u64).map(|n| (local.offset + part.at + n * each, each)));
+    }
+    let checks = of.iter().zip(own.checks(&ranges)?);
+    let checks = checks.map(|((request, piece), check)| (*request, *piece, check)).collect();
     Ok(Landed { checks, ..Landed::default() })
 }
 
@@ -134,9 +138,12 @@ pub struct Lander<'a> {
     regions: &'a [Arc<dyn Region>],
     verify: bool,
     at: u64,
-    /// The next part, or the one that is arriving, and its check in the making.
+    /// The next part, or the one that is arriving.
     part: usize,
+    /// The piece of it that is arriving, its check in the making, and where in the transaction it ends.
+    piece: usize,
     checker: Checker,
+    end: u64,
     /// All bytes until the end, where they are converted then, or brought to a device at once.
     buffer: Option<Vec<u8>>,
     landed: Landed,
@@ -155,7 +162,9 @@ impl<'a> Lander<'a> {
             verify,
             at: 0,
             part: 0,
+            piece: 0,
             checker: Checker::default(),
+            end: 0,
             buffer: gathers.then(room),
             landed: Landed::default(),
         }
@@ -225,29 +234,32 @@ impl<'a> Lander<'a> {
         result
     }
 
-    /// Fills what is next, one part at a time, so that its check ends where it does.
+    /// Fills what is next, one piece at a time, so that its check ends where it does.
     fn fill_parts(&mut self, mut target: &mut [u8], fill: Fill<'_>) -> Result<(), RegionError> {
         while !target.is_empty() {
             let part = self.transaction.parts[self.part];
-            let room = usize::try_from(part.at + part.bytes - self.at).unwrap_or(usize::MAX);
+            let checked = self.verify && part.plain;
+            if self.at == self.end {
+                let each = part.bytes / part.pieces as u64;
+                self.end += each;
+                self.checker.0.begin(each);
+            }
+            let room = usize::try_from(self.end - self.at).unwrap_or(usize::MAX);
             let (now, later) = target.split_at_mut(room.min(target.len()));
-            fill(now, (self.verify && part.plain).then_some(&mut self.checker.0))?;
+            fill(now, checked.then_some(&mut self.checker.0))?;
             self.at += now.len() as u64;
-            self.end_part(&part);
+            if self.at == self.end {
+                if checked {
+                    self.landed.checks.push((part.request, part.piece + self.piece, self.checker.finish()));
+                }
+                self.piece += 1;
+                if self.piece == part.pieces {
+                    (self.part, self.piece) = (self.part + 1, 0);
+                }
+            }
             target = later;
         }
         Ok(())
-    }
-
-    fn end_part(&mut self, part: &Part) {
-        if self.at < part.at + part.bytes {
-            return;
-        }
-        self.part += 1;
-        if self.verify && part.plain {
-            self.landed.checks.push((part.request, part.piece, self.checker.finish()));
-            self.checker.0.reset();
-        }
     }
 
     /// All bytes came: converts what is in the buffer.

@@ -313,7 +313,9 @@ impl Pull {
     /// view.
     #[must_use]
     pub fn piece(&self, n: usize) -> (usize, usize) {
-        if self.by_layer {
+        if self.plain.len() == 1 {
+            (n, 0)
+        } else if self.by_layer {
             (n % self.remote.len(), n / self.remote.len())
         } else {
             (n / self.layers(), n % self.layers())
@@ -390,14 +392,39 @@ impl Pull {
         })
     }
 
+    /// The one read of full blocks of a plain layer from piece `n` on that lie together on both sides, of up to `bytes` bytes;
+    /// and how many they are: two or more.
+    pub(crate) fn plain_run(&self, n: usize, bytes: u64) -> Option<(Remote, Local, usize)> {
+        let (block, layer) = self.piece(n);
+        let Plain { remote, local } = self.plain[layer].as_ref()?;
+        let size = self.writer.block_tokens();
+        let each = u64::from(size) * remote.token_bytes;
+        let alike = self.reader.block_tokens() == size && self.local_first == 0;
+        if !self.by_layer || !alike || remote.block_bytes != each || local.block_bytes != each {
+            return None;
+        }
+        let full = (self.tokens / size) as usize;
+        let most = usize::try_from(bytes / each).unwrap_or(usize::MAX).min(full.saturating_sub(block));
+        let pairs = self.remote[block..].iter().zip(&self.local[block..]).take(most);
+        let (from, into) = (self.remote[block], self.local[block]);
+        let pieces = (0..)
+            .zip(pairs)
+            .take_while(|(k, (r, l))| from.checked_add(*k) == Some(**r) && into.checked_add(*k) == Some(**l))
+            .count();
+        (pieces > 1).then(|| {
+            let from = Remote { region: remote.region, offset: remote.offset(from, 0), bytes: each * pieces as u64 };
+            (from, Local { region: local.region, offset: local.offset(into, 0) }, pieces)
+        })
+    }
+
     /// Bytes of a piece in the writer's memory.
     #[must_use]
     pub fn piece_bytes(&self, n: usize) -> u64 {
-        if let Some((remote, _)) = self.plain_read(n) {
-            return remote.bytes;
-        }
-        let (block, _) = self.piece(n);
+        let (block, layer) = self.piece(n);
         let tokens = self.block_tokens(block);
+        if let Some(plain) = &self.plain[layer] {
+            return u64::from(tokens) * plain.remote.token_bytes;
+        }
         let bytes = |cell: &Cell| {
             self.box_of(tokens, &cell.kv).iter().map(|size| u64::from(*size)).product::<u64>() * cell.grid.elem_bytes
         };

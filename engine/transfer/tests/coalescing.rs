@@ -5,7 +5,7 @@
 #[path = "sim/memory.rs"]
 mod memory;
 
-use lagoon_transfer::coalesce::{Bounds, Post, Queue, Read, ReadSizes, coalesce};
+use lagoon_transfer::coalesce::{Bounds, Portion, Post, Queue, Read, ReadSizes, coalesce};
 use lagoon_transfer::{
     Axis, Dim, HeapRegion, Lander, Layout, LayoutError, LayoutParts, Mismatch, Part, Plane, Pull, PullError, Pulls,
     Region, Transaction, Way, plan,
@@ -74,14 +74,14 @@ fn case(seed: u64, dtype: DType) -> Case {
 }
 
 fn same(bytes: u64) -> ReadSizes {
-    ReadSizes { bytes, plain: bytes }
+    ReadSizes { bytes, plain: bytes, run: bytes }
 }
 
 /// The batches of a queue, and which requests' COMPLETEs ended them.
 fn batches(queue: &mut Queue, sizes: ReadSizes) -> (Vec<Vec<Read>>, Vec<u64>) {
     let (mut out, mut completes) = (Vec::new(), Vec::new());
     while !queue.is_empty() {
-        let batch = queue.pop(u64::MAX, sizes);
+        let batch = queue.pop(Portion::ALL, sizes);
         completes.extend(batch.complete);
         out.push(batch.reads);
     }
@@ -124,17 +124,22 @@ proptest! {
         seed: u64,
         read_bytes in 8u64..600,
         plain in 8u64..1200,
+        runs: bool,
         segments in 1usize..20,
     ) {
         let mut case = case(seed, DType::BF16);
-        let (batches, completes) = batches(&mut case.queue, ReadSizes { bytes: read_bytes, plain });
+        let (batches, completes) = batches(&mut case.queue, ReadSizes { bytes: read_bytes, plain, run: if runs { read_bytes } else { 0 } });
         prop_assert_eq!(completes.len(), case.pulls.len(), "one COMPLETE for each request");
         let mut all = Vec::new();
         for (n, reads) in batches.iter().enumerate() {
             for read in reads {
                 let pull = &case.pulls[&read.request];
-                let whole = pull.is_plain(read.piece) && pull.piece_bytes(read.piece) <= plain.max(read_bytes);
-                prop_assert_eq!(read.plain, whole, "what comes at once is checked while it lands");
+                for piece in read.piece..read.piece + read.pieces {
+                    let whole = pull.is_plain(piece) && pull.piece_bytes(piece) <= plain.max(read_bytes);
+                    prop_assert_eq!(read.plain, whole, "what comes at once is checked while it lands");
+                }
+                let bytes: u64 = read.remote.iter().map(|range| range.bytes).sum();
+                prop_assert!(read.pieces == 1 || runs && bytes <= read_bytes && bytes == pull.piece_bytes(read.piece) * read.pieces as u64);
             }
             let last = completes.get(n);
             let merged = coalesce(reads, Bounds { bytes: read_bytes, segments });
@@ -143,11 +148,12 @@ proptest! {
             prop_assert!(ranges <= reads.iter().map(|read| read.remote.len()).sum());
             // Order: a request's reads are in ascending transactions, and ascending within each.
             for request in case.pulls.keys() {
-                let order = |parts: &mut dyn Iterator<Item = (u64, usize)>| -> Vec<usize> {
-                    parts.filter(|(r, _)| r == request).map(|(_, piece)| piece).collect()
+                let order = |parts: &mut dyn Iterator<Item = (u64, usize, usize)>| -> Vec<usize> {
+                    parts.filter(|part| part.0 == *request).flat_map(|(_, piece, pieces)| piece..piece + pieces).collect()
                 };
-                let before = order(&mut reads.iter().map(|read| (read.request, read.piece)));
-                let after = order(&mut merged.iter().flat_map(|t| &t.parts).map(|part| (part.request, part.piece)));
+                let before = order(&mut reads.iter().map(|read| (read.request, read.piece, read.pieces)));
+                let parts = merged.iter().flat_map(|t| &t.parts);
+                let after = order(&mut parts.map(|part| (part.request, part.piece, part.pieces)));
                 prop_assert_eq!(before, after);
                 // After a request's COMPLETE none of its reads follows.
                 let ended = completes[..n].contains(request) && Some(request) != last;
@@ -202,7 +208,7 @@ fn reads_of_two_requests_merge() {
     let mut queue = Queue::default();
     let post = |request, pull| Post { request, export: 10 + request, pull, only: None };
     queue.post(vec![post(1, pull(0, 5)), post(2, pull(1, 6))]);
-    let batch = queue.pop(u64::MAX, same(1 << 20));
+    let batch = queue.pop(Portion::ALL, same(1 << 20));
     assert_eq!((batch.reads.len(), batch.complete), (2 * LAYERS as usize - 1, Some(1)));
     let merged = coalesce(&batch.reads, Bounds { bytes: 1 << 20, segments: 16 });
     assert_eq!(merged.len(), LAYERS as usize, "one for each layer");

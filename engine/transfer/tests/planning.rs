@@ -2,7 +2,7 @@
 //! been read if all had been planned at once.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-use lagoon_transfer::coalesce::{Bounds, Post, Queue, ReadSizes, coalesce};
+use lagoon_transfer::coalesce::{Bounds, Portion, Post, Queue, ReadSizes, coalesce};
 use lagoon_transfer::{
     Axis, Check, ConnId, Dim, HeapRegion, Lander, Layout, LayoutParts, Part, Plane, Pull, PullId, Pulls, Reader,
     ReaderConfig, ReaderOutput, Region, Transaction, Writer, WriterConfig, WriterOutput, check_block, plan,
@@ -21,8 +21,9 @@ const BLOCKS: u32 = 1024;
 const REQUEST: usize = 300;
 /// Blocks of one read.
 const READ_BLOCKS: u64 = 8;
-/// Full reads that one call plans at most.
+/// Full reads that one call plans, and ranges: at most what is more.
 const PORTION_READS: u64 = 4;
+const PLANNED: usize = 16;
 
 /// One layer of `[slot][k | v][heads][dim]`.
 fn layout() -> Layout {
@@ -50,7 +51,8 @@ fn layout() -> Layout {
 fn config() -> ReaderConfig {
     let conn_bytes = u64::from(BLOCKS) * BLOCK_BYTES;
     let read_bytes = READ_BLOCKS * BLOCK_BYTES;
-    ReaderConfig { conn_bytes, bytes: conn_bytes, read_bytes, piece_bytes: read_bytes, ..ReaderConfig::default() }
+    let (piece_bytes, planned) = (read_bytes, PLANNED);
+    ReaderConfig { conn_bytes, bytes: conn_bytes, read_bytes, piece_bytes, planned, ..ReaderConfig::default() }
 }
 
 /// A writer, a reader that is connected to it, and what the reader read, in order.
@@ -135,7 +137,7 @@ impl World {
     fn run(&mut self) {
         self.call(Reader::pump);
         let first = self.reader.stats().reads;
-        let most = 2 * self.targets.len() as u64 * READ_BLOCKS;
+        let most = (2 * self.targets.len() as u64).max(PLANNED as u64) * READ_BLOCKS;
         assert!(first > 0 && first <= most, "{first} blocks are planned before the first bytes move, {most} at most");
         let mut next = 0;
         while let Some((read, transaction)) = self.reads.get(next).cloned() {
@@ -168,9 +170,9 @@ impl World {
             Post { request, export: request, pull: Arc::new(pull.unwrap()), only: None }
         };
         queue.post((0..).zip(requests).map(post).collect());
-        let (sizes, mut out) = (ReadSizes { bytes: READ_BLOCKS * BLOCK_BYTES, plain: BLOCK_BYTES }, Vec::new());
+        let (sizes, mut out) = (ReadSizes { bytes: READ_BLOCKS * BLOCK_BYTES, plain: BLOCK_BYTES, run: 0 }, Vec::new());
         while !queue.is_empty() {
-            out.extend(coalesce(&queue.pop(u64::MAX, sizes).reads, Bounds { bytes: sizes.bytes, segments: 1024 }));
+            out.extend(coalesce(&queue.pop(Portion::ALL, sizes).reads, Bounds { bytes: sizes.bytes, segments: 1024 }));
         }
         out
     }
@@ -184,8 +186,11 @@ fn blocks<'a>(transactions: impl Iterator<Item = &'a Transaction>) -> Vec<(u64, 
             (0..segment.remote.bytes / BLOCK_BYTES).map(|n| segment.remote.offset + n * BLOCK_BYTES)
         });
         for part in &transaction.parts {
+            assert_eq!(part.bytes, part.pieces as u64 * BLOCK_BYTES);
             let local = transaction.local.unwrap().offset + part.at;
-            out.push((part.request, part.piece, remote.next().unwrap(), local));
+            let local = (local..).step_by(usize::try_from(BLOCK_BYTES).unwrap());
+            let pieces = (part.piece..part.piece + part.pieces).zip(local);
+            out.extend(pieces.map(|(piece, local)| (part.request, piece, remote.next().unwrap(), local)));
         }
     }
     let first = out.iter().map(|(request, ..)| *request).min().unwrap();
@@ -213,7 +218,7 @@ fn compare(requests: &[(Vec<u32>, Vec<u32>)]) -> (usize, usize) {
     let mut world = World::new(requests);
     world.run();
     // Of requests that take turns a portion has two reads of each.
-    let bound = PORTION_READS.max(2 * requests.len() as u64) * READ_BLOCKS;
+    let bound = PORTION_READS.max(2 * requests.len() as u64).max(PLANNED as u64) * READ_BLOCKS;
     assert!(world.planned_max <= bound, "{} blocks planned by one call, {bound} at most", world.planned_max);
     let total: usize = requests.iter().map(|(from, _)| from.len()).sum();
     let (transactions, at_once) = (world.reads.len(), World::at_once(requests));

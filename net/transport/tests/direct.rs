@@ -294,6 +294,7 @@ fn reads_proceed_while_the_owner_sleeps() {
             parts: vec![lagoon_transfer::TransactionPart {
                 request: 1,
                 piece: 0,
+                pieces: 1,
                 at: 0,
                 bytes: BLOCK_BYTES as u64,
                 plain: true,
@@ -325,7 +326,14 @@ fn what_is_not_exported_is_refused_and_a_cut_path_goes_down() {
             segments: vec![lagoon_transfer::Segment { export, remote }],
             bytes: 100,
             local: Some(lagoon_transfer::Local { region: 0, offset: 0 }),
-            parts: vec![lagoon_transfer::TransactionPart { request: 1, piece: 0, at: 0, bytes: 100, plain: false }],
+            parts: vec![lagoon_transfer::TransactionPart {
+                request: 1,
+                piece: 0,
+                pieces: 1,
+                at: 0,
+                bytes: 100,
+                plain: false,
+            }],
         };
         path.read(ReadJob { read: offset, transaction: Arc::new(transaction), pulls: BTreeMap::new() });
         rig.events.1.recv_timeout(PATIENCE).unwrap()
@@ -351,7 +359,14 @@ fn what_is_not_exported_is_refused_and_a_cut_path_goes_down() {
         segments: vec![lagoon_transfer::Segment { export, remote }],
         bytes: 100,
         local: Some(lagoon_transfer::Local { region: 0, offset: 0 }),
-        parts: vec![lagoon_transfer::TransactionPart { request: 1, piece: 0, at: 0, bytes: 100, plain: false }],
+        parts: vec![lagoon_transfer::TransactionPart {
+            request: 1,
+            piece: 0,
+            pieces: 1,
+            at: 0,
+            bytes: 100,
+            plain: false,
+        }],
     };
     path.read(ReadJob { read: 5, transaction: Arc::new(transaction), pulls: BTreeMap::new() });
     assert_eq!(code(rig.events.1.recv_timeout(PATIENCE).unwrap()), "StaleEpoch");

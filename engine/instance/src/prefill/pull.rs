@@ -59,7 +59,9 @@ impl Instance {
             TransferEvent::Exported { job, export } => self.on_exported(job, export),
             TransferEvent::Freed { export } => self.on_export_freed(export),
             TransferEvent::Read { conn, read, result } => {
-                reader.into_iter().for_each(|r| r.on_read(conn, read, result.clone(), now_ms));
+                if let Some(reader) = reader {
+                    reader.on_read(conn, read, result, now_ms);
+                }
             }
             TransferEvent::Down { conn } => reader.into_iter().for_each(|r| r.on_path_down(conn, now_ms)),
             TransferEvent::Checked { pull, piece, check } => {

@@ -1,20 +1,86 @@
 //! Reads within credits, what arrives, and what is checked.
 
-use super::{ConnId, Failure, PullId, ReadFailure, Reader, ReaderOutput, conn::InFlight, conn::State};
+use super::{ConnId, Failure, PullId, Pulling, ReadFailure, Reader, ReaderOutput, conn::InFlight, conn::State};
 use crate::{
     check::{Check, Checker},
-    coalesce::{Batch, Bounds, Post, ReadSizes, Transaction, coalesce},
+    coalesce::{Batch, Bounds, Part, Portion, Post, ReadSizes, Transaction, coalesce},
     land::Landed,
     mutants::{self, Mutant},
 };
 use lagoon_protocol::TransferOutcome;
 use lagoon_types::limits;
-use std::sync::Arc;
+use std::{ops::Range, sync::Arc};
 
-/// Full reads in a portion, at least.
+/// Full reads in a portion, at least, however many ranges they are of.
 const READS_PLANNED: u64 = 4;
 /// The same while nothing moves: one is copied while the next portion is planned, which the other's end asks for.
 const READS_PLANNED_FIRST: u64 = 2;
+
+/// What is to be done about pieces that arrived.
+enum Arrived {
+    /// Nothing.
+    All,
+    /// The owner checks a piece where it is.
+    Unchecked(usize),
+    Block(BlockEnd),
+}
+
+/// What is to be done about a block that is here and checked.
+enum BlockEnd {
+    /// It was the last one that the pull waited for.
+    Last,
+    /// It is not what the writer sealed.
+    Damaged { block: usize, got: Check, expected: Check },
+}
+
+impl Pulling {
+    /// Takes `pieces`, which are of `part` and were written, up to the first one about which something is to be done.
+    fn arrived(&mut self, part: &Part, pieces: &mut Range<usize>, verify: bool, checker: &mut Checker) -> Arrived {
+        for piece in pieces.by_ref() {
+            // What is plain arrives whole.
+            if !part.plain && !self.is_whole(piece, part.bytes) {
+                continue;
+            }
+            if verify && self.checks[piece].is_none() {
+                self.checking += 1;
+                return Arrived::Unchecked(piece);
+            }
+            if let Some(end) = self.piece_done(piece, verify, checker) {
+                return Arrived::Block(end);
+            }
+        }
+        Arrived::All
+    }
+
+    /// Whether all of a piece is here with these bytes of it.
+    fn is_whole(&mut self, piece: usize, bytes: u64) -> bool {
+        let all = self.pull.piece_bytes(piece);
+        let here = self.partly.remove(&piece).unwrap_or(0) + bytes;
+        if here < all {
+            self.partly.insert(piece, here);
+        }
+        here == all
+    }
+
+    /// A piece is here, and checked. `checker` is any.
+    fn piece_done(&mut self, piece: usize, verify: bool, checker: &mut Checker) -> Option<BlockEnd> {
+        let (block, _) = self.pull.piece(piece);
+        self.unchecked[block] -= 1;
+        if self.unchecked[block] > 0 {
+            return None;
+        }
+        if verify {
+            let checks = (0..self.pull.layers()).map(|layer| self.checks[self.pull.piece_at(block, layer)]);
+            let got = checker.combine(checks.map(Option::unwrap_or_default));
+            let expected = self.expected[block];
+            if got != expected && !mutants::is(Mutant::CheckIgnored) {
+                return Some(BlockEnd::Damaged { block, got, expected });
+            }
+        }
+        self.blocks_left -= 1;
+        (self.blocks_left == 0).then_some(BlockEnd::Last)
+    }
+}
 
 impl Reader {
     /// Starts reads as long as there are credits, one connection after the other. Of each connection one portion of what
@@ -55,8 +121,10 @@ impl Reader {
             // What takes turns can only be merged with what is in the same portion.
             let least = if conn.in_flight.is_empty() { READS_PLANNED_FIRST } else { READS_PLANNED };
             let reads = least.max(2 * conn.queue.turns() as u64);
-            let portion = self.config.read_bytes.saturating_mul(reads).min(credit);
-            let sizes = ReadSizes { bytes: self.config.read_bytes, plain: self.config.piece_bytes };
+            let bytes = self.config.read_bytes.saturating_mul(reads);
+            let portion = Portion { bytes, reads: self.config.planned, bytes_max: credit };
+            let run = if self.config.coalesce { self.config.read_bytes } else { 0 };
+            let sizes = ReadSizes { bytes: self.config.read_bytes, plain: self.config.piece_bytes, run };
             let batch = conn.queue.pop(portion, sizes);
             self.fill_ready(id, &batch);
         }
@@ -73,7 +141,7 @@ impl Reader {
         let segments = if self.config.coalesce { limits::TRANSFER_SEGMENTS_MAX } else { 1 };
         let bytes = if self.config.coalesce { self.config.read_bytes } else { 0 };
         let transactions = coalesce(&batch.reads, Bounds { bytes, segments });
-        self.stats.reads += batch.reads.len() as u64;
+        self.stats.reads += batch.reads.iter().map(|read| read.pieces as u64).sum::<u64>();
         self.stats.transactions += transactions.len() as u64;
         let Some(conn) = self.conns.get_mut(&id) else { return };
         conn.ready.extend(transactions);
@@ -165,21 +233,14 @@ impl Reader {
             of.iter().for_each(|(_, piece, check)| pulling.checks[*piece] = Some(*check));
         }
         let mut checker = Checker::default();
-        for of in transaction.parts.chunk_by(|a, b| a.request == b.request) {
-            let id = PullId(of[0].request);
-            for part in of {
-                // Looked up anew only after a block that ends or fails its pull.
+        for part in &transaction.parts {
+            let (id, mut pieces) = (PullId(part.request), part.piece..part.piece + part.pieces);
+            while !pieces.is_empty() {
                 let Some(pulling) = self.pulls.get_mut(&id).filter(|pulling| pulling.failed.is_none()) else { break };
-                pulling.missing[part.piece] -= part.bytes;
-                if pulling.missing[part.piece] > 0 {
-                    continue;
-                }
-                match pulling.checks[part.piece] {
-                    None if self.config.verify => {
-                        pulling.checking += 1;
-                        self.out.push_back(ReaderOutput::Check { pull: id, piece: part.piece });
-                    }
-                    _ => self.piece_done(id, part.piece, &mut checker),
+                match pulling.arrived(part, &mut pieces, self.config.verify, &mut checker) {
+                    Arrived::All => {}
+                    Arrived::Unchecked(piece) => self.out.push_back(ReaderOutput::Check { pull: id, piece }),
+                    Arrived::Block(end) => self.block_ended(id, end),
                 }
             }
         }
@@ -193,34 +254,20 @@ impl Reader {
         match check {
             Ok(check) => {
                 pulling.checks[piece] = Some(check);
-                if pulling.failed.is_none() {
-                    self.piece_done(pull, piece, &mut Checker::default());
-                }
+                let live = pulling.failed.is_none();
+                let end = live.then(|| pulling.piece_done(piece, self.config.verify, &mut Checker::default()));
+                end.flatten().into_iter().for_each(|end| self.block_ended(pull, end));
             }
             Err(error) => self.fail(pull, Failure::Memory(error)),
         }
         self.release(pull);
     }
 
-    /// A piece is here, and checked. `checker` is any.
-    fn piece_done(&mut self, id: PullId, piece: usize, checker: &mut Checker) {
-        let Some(pulling) = self.pulls.get_mut(&id) else { return };
-        let (block, _) = pulling.pull.piece(piece);
-        pulling.unchecked[block] -= 1;
-        if pulling.unchecked[block] > 0 {
-            return;
-        }
-        if self.config.verify {
-            let checks = (0..pulling.pull.layers()).map(|layer| pulling.checks[pulling.pull.piece_at(block, layer)]);
-            let got = checker.combine(checks.map(Option::unwrap_or_default));
-            let expected = pulling.expected[block];
-            if got != expected && !mutants::is(Mutant::CheckIgnored) {
-                return self.damaged(id, block, got, expected);
-            }
-        }
-        pulling.blocks_left -= 1;
-        if pulling.blocks_left == 0 {
-            self.done(id);
+    /// A block that is the last one, or damaged.
+    fn block_ended(&mut self, id: PullId, end: BlockEnd) {
+        match end {
+            BlockEnd::Last => self.done(id),
+            BlockEnd::Damaged { block, got, expected } => self.damaged(id, block, got, expected),
         }
     }
 
@@ -236,7 +283,6 @@ impl Reader {
         let layers = pulling.pull.layers();
         let pieces: Vec<usize> = (0..layers).map(|layer| pulling.pull.piece_at(block, layer)).collect();
         for piece in &pieces {
-            pulling.missing[*piece] = pulling.pull.piece_bytes(*piece);
             pulling.checks[*piece] = None;
         }
         pulling.unchecked[block] = layers;
@@ -275,7 +321,7 @@ impl Reader {
     /// A failed pull is over when nothing of it is under way: then its memory is the owner's again, and the writer may
     /// free its own.
     pub(super) fn release(&mut self, id: PullId) {
-        let busy = |pulling: &super::Pulling| pulling.reads > 0 || pulling.checking > 0;
+        let busy = |pulling: &Pulling| pulling.reads > 0 || pulling.checking > 0;
         let Some(pulling) = self.pulls.get(&id).filter(|pulling| pulling.failed.is_some()) else { return };
         if busy(pulling) && !mutants::is(Mutant::ReleasedUnderReads) {
             return;

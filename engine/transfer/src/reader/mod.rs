@@ -41,6 +41,9 @@ pub struct ConnId(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PullId(pub u64);
 
+/// Ranges that are planned at once: some 10 us.
+const PLANNED: usize = 128;
+
 /// How a reader behaves.
 #[derive(Clone, Debug)]
 pub struct ReaderConfig {
@@ -54,6 +57,8 @@ pub struct ReaderConfig {
     pub read_bytes: u64,
     /// The same where it is one piece that is checked while it lands.
     pub piece_bytes: u64,
+    /// Ranges that are planned at once: the first bytes move, and other calls are answered, before the next are.
+    pub planned: usize,
     /// Pulls and unacknowledged COMPLETEs of one connection.
     pub conn_requests_max: usize,
     /// A read that takes longer costs its path.
@@ -83,6 +88,7 @@ impl Default for ReaderConfig {
             bytes: limits::TRANSFER_BYTES,
             read_bytes: limits::TRANSFER_READ_BYTES,
             piece_bytes: limits::TRANSFER_PIECE_BYTES,
+            planned: PLANNED,
             conn_requests_max: limits::TRANSFER_CONN_REQUESTS_MAX,
             read_ms: limits::TRANSFER_READ_MS,
             request_ms: limits::TRANSFER_REQUEST_MS,
@@ -230,8 +236,9 @@ struct Pulling {
     export: u64,
     pull: Arc<Pull>,
     expected: Vec<Check>,
-    /// Bytes that each piece misses, and its check when it was computed.
-    missing: Vec<u64>,
+    /// Pieces that arrived in part, with the bytes that did.
+    partly: BTreeMap<usize, u64>,
+    /// The checks of pieces that were computed.
     checks: Vec<Option<Check>>,
     /// Pieces of each block that are not checked.
     unchecked: Vec<usize>,
@@ -416,7 +423,7 @@ impl Reader {
             conn,
             export,
             expected: offered.checks.split_off(first as usize),
-            missing: (0..pull.pieces()).map(|piece| pull.piece_bytes(piece)).collect(),
+            partly: BTreeMap::new(),
             checks: vec![None; pull.pieces()],
             unchecked: vec![layers; pull.blocks()],
             blocks_left: pull.blocks(),

@@ -12,6 +12,7 @@
 
 #[cfg(target_os = "linux")]
 mod host;
+mod jobs;
 mod lanes;
 mod memory;
 mod probe;
