@@ -6,17 +6,15 @@ mod relay;
 mod support;
 
 use lagoon_protocol::{BulkFrame, PartialsFrame};
-use lagoon_transport::{Bound, Class, Frame, Node, PeerId, SendError, TransportConfig};
+use lagoon_transport::{Bound, Class, Event, Frame, Node, PeerId, SendError, TransportConfig};
 use std::{
     collections::BTreeSet,
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering::Relaxed},
-    },
-    time::{Duration, Instant},
+    net::UdpSocket,
+    sync::{Arc, atomic::Ordering::Relaxed},
+    time::Duration,
 };
 use support::*;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lossy_path_delivers_everything_in_order() {
@@ -95,32 +93,63 @@ impl Ledger {
     }
 }
 
-/// Sessions that have carried partials and bulk so far.
-type Seen = Arc<[AtomicUsize; 2]>;
+/// What one side has seen.
+#[derive(Clone, Copy, Debug, Default)]
+struct Progress {
+    /// There is a session.
+    up: bool,
+    /// Sessions that have carried partials and bulk so far, and frames of each.
+    sessions: [usize; 2],
+    frames: [u64; 2],
+}
 
-/// Receives until `end`, and counts sessions in `seen`.
-async fn check_numbers(mut bound: Bound, seen: Seen, end: Arc<Notify>) {
+impl Progress {
+    /// Both classes have carried more since, in as many sessions more.
+    fn is_beyond(&self, before: &Self, sessions: usize) -> bool {
+        (0..2).all(|class| {
+            self.frames[class] > before.frames[class] && self.sessions[class] >= before.sessions[class] + sessions
+        })
+    }
+}
+
+/// Receives until `end`, and says what it has seen.
+async fn check_numbers(mut bound: Bound, seen: watch::Sender<Progress>, end: Arc<Notify>) {
     let (mut partials, mut bulk) = (Ledger::default(), Ledger::default());
+    let mut now = *seen.borrow();
     loop {
         tokio::select! {
             () = end.notified() => return,
-            _ = bound.events.recv() => {}
+            Some(event) = bound.events.recv() => match event {
+                Event::Up { .. } => now.up = true,
+                Event::Down { .. } => now.up = false,
+                _ => {}
+            },
             Some(inbound) = bound.partials.recv() => {
                 let PartialsFrame::Query { step, .. } = inbound.frame else { panic!() };
                 partials.note(inbound.session, step.0);
+                now.frames[0] += 1;
             }
             Some(inbound) = bound.bulk.recv() => {
                 let BulkFrame::Write { lease, .. } = inbound.frame else { panic!() };
                 bulk.note(inbound.session, lease.0);
+                now.frames[1] += 1;
             }
         }
-        seen[0].store(partials.sessions.len(), Relaxed);
-        seen[1].store(bulk.sessions.len(), Relaxed);
+        now.sessions = [partials.sessions.len(), bulk.sessions.len()];
+        seen.send_replace(now);
     }
 }
 
-/// Both sides send all the time while the path is cut again and again, for longer and shorter than a peer's silence may
-/// last, and loses datagrams: no session has a gap, and nothing comes twice.
+/// Waits until both sides are as `is` wants them, against what they were.
+async fn wait(sides: &mut [watch::Receiver<Progress>; 2], what: &str, is: impl Fn(usize, &Progress) -> bool) {
+    for (side, seen) in sides.iter_mut().enumerate() {
+        let found = tokio::time::timeout(3 * PATIENCE, seen.wait_for(|now| is(side, now))).await;
+        assert!(found.is_ok_and(|found| found.is_ok()), "{what}: side {side} has seen {:?}", seen.borrow());
+    }
+}
+
+/// Both sides send all the time while the path is cut again and again, until the peers have given each other up and for
+/// shorter than their silence may last, and loses datagrams: no session has a gap, and nothing comes twice.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sessions_have_no_gaps_while_they_come_and_go() {
     let config = TransportConfig {
@@ -129,30 +158,35 @@ async fn sessions_have_no_gaps_while_they_come_and_go() {
         connect_deadline: Duration::from_millis(300),
         ..TransportConfig::default()
     };
-    let (a, mut b) = (node_at(loopback(), config.clone()), node_at(loopback(), config));
+    // Where the other one would dial it nobody answers: it would come past the path that is cut.
+    let nobody = UdpSocket::bind(loopback()).unwrap();
+    let announcing = TransportConfig { advertise: nobody.local_addr().ok(), ..config.clone() };
+    let (a, mut b) = (node_at(loopback(), announcing), node_at(loopback(), config));
     let path = relay::start(b.node.local_addr(), 1).await;
     let to_b = a.node.connect(path.addr, &Class::ALL).unwrap();
     let (to_a, _, _) = next_up(&mut b.events).await;
     let (sending_a, sending_b) =
         (tokio::spawn(send_numbers(a.node.clone(), to_b)), tokio::spawn(send_numbers(b.node.clone(), to_a)));
-    let [seen_a, seen_b] = [(); 2].map(|()| Seen::default());
+    let (tell_a, seen_a) = watch::channel(Progress::default());
+    let (tell_b, seen_b) = watch::channel(Progress { up: true, ..Progress::default() });
     let end = [(); 2].map(|()| Arc::new(Notify::new()));
     let checking = [
-        tokio::spawn(check_numbers(a, Arc::clone(&seen_a), Arc::clone(&end[0]))),
-        tokio::spawn(check_numbers(b, Arc::clone(&seen_b), Arc::clone(&end[1]))),
+        tokio::spawn(check_numbers(a, tell_a, Arc::clone(&end[0]))),
+        tokio::spawn(check_numbers(b, tell_b, Arc::clone(&end[1]))),
     ];
-    let enough = || [&seen_a, &seen_b].iter().all(|seen| seen.iter().all(|sessions| sessions.load(Relaxed) >= 3));
-    let start = Instant::now();
-    // On a busy machine a session takes longer to come back than the path is left alone: then it is cut more often.
-    for (cuts, cut_ms) in [500, 150, 600, 400].into_iter().cycle().enumerate() {
-        if cuts >= 4 && enough() {
-            break;
-        }
-        assert!(start.elapsed() < 3 * PATIENCE, "{seen_a:?} and {seen_b:?} sessions: the path was not cut enough");
-        tokio::time::sleep(Duration::from_millis(600)).await;
+    let mut sides = [seen_a, seen_b];
+    wait(&mut sides, "at first", |_, now| now.is_beyond(&Progress::default(), 1)).await;
+    for long in [true, false, true, false, true] {
         path.cut.store(true, Relaxed);
-        tokio::time::sleep(Duration::from_millis(cut_ms)).await;
+        if long {
+            wait(&mut sides, "the path is cut", |_, now| !now.up).await;
+        } else {
+            tokio::time::sleep(Duration::from_millis(150)).await;
+        }
+        let before = [*sides[0].borrow(), *sides[1].borrow()];
         path.cut.store(false, Relaxed);
+        let came_back = |side: usize, now: &Progress| now.is_beyond(&before[side], usize::from(long));
+        wait(&mut sides, "the path is whole", came_back).await;
     }
     end.iter().for_each(|end| end.notify_one());
     for task in checking {
