@@ -100,55 +100,48 @@ uint16_t element(uint64_t descriptor, uint32_t other, uint32_t k, bool across) {
     return x;
 }
 
-// The 16 rows of one warp.
+// The 16 rows of a warp, by its number in its warpgroup.
 void multiply_rows(const Product& product, uint32_t warp) {
-    const Operands* operands = product.operands + warp * 32;
-    const Operands& first = operands[0];
-    const bool registers = first.registers != nullptr;
+    const Factors& factors = product.factors;
+    const bool registers = product.registers[0] != nullptr;
     static thread_local float a[16][16], b[16][256];
     for (uint32_t row = 0; row < 16; row++) {
         for (uint32_t k = 0; k < 16; k++) {
             if (registers) {
                 // Rows g and g + 8; columns 2 t, 2 t + 8 and the ones after.
                 const uint32_t lane = row % 8 * 4 + k % 8 / 2, i = row / 8 + k / 8 * 2;
-                const uint32_t word = operands[lane].registers[i];
+                const uint32_t word = product.registers[lane][i];
                 a[row][k] = product.widen(static_cast<uint16_t>(k % 2 ? word >> 16 : word));
             } else {
-                a[row][k] = product.widen(element(first.a, warp * 16 + row, k, false));
+                a[row][k] = product.widen(element(factors.a, warp * 16 + row, k, false));
             }
         }
     }
     for (uint32_t k = 0; k < 16; k++) {
-        for (uint32_t column = 0; column < product.n; column++) {
+        for (uint32_t column = 0; column < factors.n; column++) {
             // Values, which meet weights from registers, lie across.
-            b[k][column] = product.widen(element(first.b, column, k, registers));
+            b[k][column] = product.widen(element(factors.b, column, k, registers));
         }
     }
     for (uint32_t lane = 0; lane < 32; lane++) {
-        const Operands& mine = operands[lane];
+        float* d = product.d[lane];
         const uint32_t g = lane / 4, t = lane % 4;
-        for (uint32_t i = 0; i < product.n / 2; i++) {
+        for (uint32_t i = 0; i < factors.n / 2; i++) {
             const uint32_t row = g + i / 2 % 2 * 8, column = i / 4 * 8 + 2 * t + i % 2;
-            float sum = mine.add ? mine.d[i] : 0;
+            float sum = factors.add ? d[i] : 0;
             for (uint32_t k = 0; k < 16; k++) sum += a[row][k] * b[k][column];
-            mine.d[i] = sum;
+            d[i] = sum;
         }
     }
 }
 
-// The first product of which this warp has not made its rows, if that is of a group before `until`.
+// The first product of a warp that is under way, if that is of a group before `until`.
 bool finish_product(uint32_t warp, uint32_t until) {
-    std::deque<Product>& products = block->warpgroups[warp / 4].products;
-    const uint32_t bit = 1u << warp % 4;
-    for (Product& product : products) {
-        if (product.done & bit) continue;
-        if (product.operands[0].group >= until) return false;
-        product.done |= bit;
-        multiply_rows(product, warp % 4);
-        while (!products.empty() && products.front().done == 15) products.pop_front();
-        return true;
-    }
-    return false;
+    std::deque<Product>& products = block->warps[warp].products;
+    if (products.empty() || products.front().factors.group >= until) return false;
+    multiply_rows(products.front(), warp % 4);
+    products.pop_front();
+    return true;
 }
 
 }  // namespace
@@ -176,7 +169,7 @@ void arrive(uintptr_t address) {
     if (barrier.pending == 0) fail("more arrivals at a barrier than it has in a phase");
     barrier.pending--;
     complete(barrier);
-    pause();
+    pause(4);
 }
 
 void wait_for_phase(uintptr_t address, uint32_t parity) {
@@ -247,29 +240,28 @@ void take_registers(uint32_t n) {
     }
 }
 
-void start_product(const Operands& mine, uint32_t n, float (*widen)(uint16_t)) {
+void start_product(Factors factors, float* d, const uint32_t* registers, float (*widen)(uint16_t)) {
     if (!self->fenced) fail("a product without a fence since the last wait");
-    for (const uint64_t descriptor : {mine.a, mine.b}) {
+    for (const uint64_t descriptor : {factors.a, factors.b}) {
         if (descriptor != 0 && descriptor >> 62 != 1) fail("a descriptor without the 128-byte swizzle");
     }
-    Warpgroup& group = block->warpgroups[self->warp / 4];
-    Product& next = group.next;
-    Operands& slot = next.operands[self->thread.x % 128];
-    slot = mine;
-    slot.group = self->commits;
+    factors.group = self->commits;
     self->issued = self->commits + 1;
-    next.n = n;
-    next.widen = widen;
+    Warp& warp = block->warps[self->warp];
+    // Warps of a warpgroup need not be there at one time, but multiply the same.
+    if (warp.barrier.arrived == 0) warp.next.factors = factors;
+    std::vector<Factors>& history = block->warpgroups[self->warp / 4].history;
+    if (history.size() == warp.issued) history.push_back(factors);
+    if (!(factors == history[warp.issued]) || !(factors == warp.next.factors)) fail("a warpgroup's threads disagree");
+    warp.next.widen = widen;
+    warp.next.d[self->lane] = d;
+    warp.next.registers[self->lane] = registers;
     const auto last = [](void* context) {
-        Warpgroup& group = *static_cast<Warpgroup*>(context);
-        const Operands& first = group.next.operands[0];
-        for (const Operands& mine : group.next.operands) {
-            const bool same = mine.a == first.a && mine.b == first.b && mine.add == first.add && mine.group == first.group;
-            if (!same) fail("a warpgroup's threads disagree");
-        }
-        group.products.push_back(group.next);
+        Warp& warp = *static_cast<Warp*>(context);
+        warp.products.push_back(warp.next);
+        warp.issued++;
     };
-    meet_at(group.barrier, 128, "wgmma", last, &group);
+    meet_at(warp.barrier, 32, "wgmma", last, &warp);
     if (block->eager_copies) finish_product(self->warp);
 }
 
@@ -287,6 +279,9 @@ void finish_products(uint32_t but) {
 
 void finish_block() {
     if (!block->bulk.empty()) report("a block ends while its copies are under way");
+    for (uint32_t warp = 0; warp < block->warps.size(); warp++) {
+        if (block->warps[warp].issued != block->warpgroups[warp / 4].history.size()) report("a warpgroup's threads disagree");
+    }
     for (const auto& [address, barrier] : block->barriers) {
         if (barrier.bytes != 0) report("a block ends while a barrier expects bytes");
     }

@@ -46,9 +46,9 @@ inline uint64_t describe(SharedAddress start, uint32_t leading, uint32_t stride)
 
 template <typename T, int N>
 void wgmma_shared(float (&d)[N / 2], uint64_t a, uint64_t b, bool add) {
-    shim::start_product({d, nullptr, a, b, add}, N, [](uint16_t x) { return widen(T{x}); });
+    shim::start_product({a, b, add, N}, d, nullptr, [](uint16_t x) { return widen(T{x}); });
 }
 template <typename T, int N>
 void wgmma_registers(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool add) {
-    shim::start_product({d, a, 0, b, add}, N, [](uint16_t x) { return widen(T{x}); });
+    shim::start_product({0, b, add, N}, d, a, [](uint16_t x) { return widen(T{x}); });
 }

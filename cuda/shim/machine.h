@@ -87,35 +87,40 @@ struct Slot {
     uint64_t words[8];
 };
 
+// What a warpgroup's threads agree on in a product, and the group that it is of.
+struct Factors {
+    uint64_t a = 0, b = 0;
+    bool add = false;
+    uint32_t n = 0, group = 0;
+    bool operator==(const Factors& other) const {
+        return a == other.a && b == other.b && add == other.add && n == other.n && group == other.group;
+    }
+};
+
+// A warp's 16 rows of a product that has not happened yet; by lane.
+struct Product {
+    Factors factors;
+    float (*widen)(uint16_t) = nullptr;
+    float* d[32] = {};
+    const uint32_t* registers[32] = {};
+};
+
 struct Warp {
     Barrier barrier;
+    // Products under way, the one that lanes are issuing, and how many there were.
+    std::deque<Product> products;
+    Product next;
+    size_t issued = 0;
     // By parity of the generation: a fast lane may bring the next instruction's before a slow one has taken this one's.
     Slot slots[2][32];
     // Fences of its lanes for the asynchronous proxy.
     uint32_t fences = 0;
 };
 
-// What a thread of a warpgroup brings to a product, and the group that it is of.
-struct Operands {
-    float* d = nullptr;
-    const uint32_t* registers = nullptr;
-    uint64_t a = 0, b = 0;
-    bool add = false;
-    uint32_t group = 0;
-};
-
-// A product of a warpgroup, of which each warp makes its 16 rows; `done` has a bit for each that has.
-struct Product {
-    Operands operands[128];
-    uint32_t done = 0;
-    uint32_t n = 0;
-    float (*widen)(uint16_t) = nullptr;
-};
-
 struct Warpgroup {
     Barrier barrier;
-    Product next;
-    std::deque<Product> products;
+    // What its warps' products have to be, in order.
+    std::vector<Factors> history;
     // Of each thread.
     uint32_t registers = 0;
 };
@@ -164,9 +169,9 @@ void report(const char* what);
 [[noreturn]] void stop();
 [[noreturn]] void fail(const char* what);
 bool has_failed();
-// Gives others their turn until the barrier's generation is another; or, in the random order, for a while at times.
+// Gives others their turn until the barrier's generation is another; or, in the random order, for a while, once in `chance` times.
 void wait_at(Barrier& barrier);
-void pause();
+void pause(uint32_t chance);
 // Arrives at a barrier of `count` and waits there. The last to arrive runs `last` first.
 void meet_at(Barrier& barrier, uint32_t count, const char* what, void (*last)(void*), void* context);
 
@@ -218,7 +223,7 @@ void start_copy(uintptr_t to, const void* map, int32_t column, int32_t row, uint
 void fence_async();
 void keep_registers(uint32_t n);
 void take_registers(uint32_t n);
-void start_product(const Operands& mine, uint32_t n, float (*widen)(uint16_t));
+void start_product(Factors factors, float* d, const uint32_t* registers, float (*widen)(uint16_t));
 // Waits until at most `but` of this thread's groups are under way.
 void finish_products(uint32_t but);
 // Whether there was such a copy under way, or a product of that warp; it happens now.

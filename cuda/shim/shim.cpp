@@ -284,14 +284,15 @@ void meet_at(Barrier& barrier, uint32_t count, const char* what, void (*last)(vo
         if (last) last(context);
         barrier.arrived = 0;
         barrier.generation++;
-        return;
+    } else {
+        wait_at(barrier);
     }
-    wait_at(barrier);
+    pause(32);
 }
 
-void pause() {
-    if (order != RANDOM || random_below(4) != 0) return;
-    self->pauses = random_below(64);
+void pause(uint32_t chance) {
+    if (order != RANDOM || random_below(chance) != 0) return;
+    self->pauses = random_below(1u << random_below(11));
     yield();
 }
 

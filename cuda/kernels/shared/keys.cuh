@@ -43,10 +43,12 @@ struct PaddedRows {
     DEVICE static uint32_t offset(uint32_t key, uint32_t chunk) { return key * ROW + chunk * 16; }
 };
 
-// Copies K and V of 16 keys at a time to shared memory, by THREADS threads together, V's plane `plane` bytes after K's. A group within one run, the common case, costs one
-// address and its strides; only others look at each key. Keys beyond the item become zeros at NOWHERE.
-template <typename T, int D, uint32_t THREADS, typename Layout = PaddedRows<D>>
+// Copies K and V of 16 keys at a time to shared memory, by THREADS threads together, V's plane `plane` bytes after K's. A group
+// within one run, the common case, costs one address and its strides; only others look at each key. Keys beyond the item
+// become zeros at NOWHERE.
+template <typename T, int D, uint32_t THREADS>
 struct KeyCopy {
+    using Layout = PaddedRows<D>;
     static constexpr uint32_t CHUNKS = D / 8, COPIES = KEY_GROUP * CHUNKS;
     KeyWalk walk;
     const T* k;

@@ -1,6 +1,6 @@
-// The machine, once: every PTX instruction that a kernel uses is wrapped here in one function. With LAGOON_SHIM the same
-// functions come from cuda/shim/machine.h, which models them on the host; kernels include this file and no other header of a
-// toolkit.
+// The machine, once: every PTX instruction that a kernel uses is wrapped in one function, here, or in bulk.cuh and wgmma.cuh
+// for what only compute capability 9.0 has. With LAGOON_SHIM the same functions come from cuda/shim/machine.h, which models
+// them on the host; kernels include these files and no other header of a toolkit.
 //
 // Invariants: all 32 lanes of a warp call a warp's function together; all threads of a block call sync_block together.
 #pragma once

@@ -35,7 +35,7 @@ fn groups_of_every_size() {
         check_orders(Case { geometry: geometry(2 * group, 2, 64), seqs, ..Case::default() });
     }
     // One token of many heads; one warpgroup without rows, and one with a single row.
-    for (heads, rows, pos0) in [(20, 1, 150), (64, 1, 0), (65, 1, 127), (127, 1, 128), (128, 1, 129)] {
+    for (heads, rows, pos0) in [(20, 1, 150), (64, 1, 400), (65, 1, 127), (127, 1, 128), (128, 1, 129)] {
         check_orders(Case { geometry: geometry(heads, 1, 128), seqs: vec![(rows, pos0)], ..Case::default() });
     }
 }
