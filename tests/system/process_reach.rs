@@ -107,6 +107,28 @@ fn a_request_that_outgrows_its_process_is_attended_to_in_anothers_memory() {
     }
 }
 
+/// An instance borrows from the memory that it lends itself, like from another one's.
+#[test]
+fn an_instance_attends_to_what_it_lends_itself() {
+    let Some(on) = OnFake::find("an_instance_attends_to_what_it_lends_itself") else { return };
+    let (model, prompt) = golden_prompt();
+    let prompt: Vec<u32> = prompt.iter().cycle().take(PROMPT).copied().collect();
+    let cluster = Cluster::new();
+    let server = serve(&on, &cluster, "one", &["--kv-tokens=64", "--lend-device-tokens=128"], &[]);
+    let client = server.client();
+    wait_for_pool(&client, 8 + LENT);
+    assert_eq!(client.complete(&prompt, 1, &json!({})).status, 200);
+    client.wait_until("/lagoon/status", "its own memory mapped", |s| number(s, "reach/mapped") == 1);
+    let extra = json!({"return_logits": true});
+    assert_says(
+        &client.complete(&prompt, 14, &extra).json(),
+        &single(&on, &model).client().complete(&prompt, 14, &extra).json(),
+    );
+    let status = client.wait_until("/lagoon/status", "given back", |s| number(s, "lent/blocks_free") == LENT);
+    let of = |field: &str| number(&status, &format!("reach/{field}"));
+    assert!(of("attended_mapped") > of("attended_shipped") && of("reused") == 0, "{status}");
+}
+
 /// The lender is killed while its memory is attended to: what was there is computed again elsewhere.
 #[test]
 fn a_killed_lender_costs_what_it_lent_and_nothing_else() {

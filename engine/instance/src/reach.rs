@@ -138,9 +138,12 @@ impl Instance {
 
     /// The device has mapped a creditor's memory, or it could not be.
     pub(crate) fn on_mapped(&mut self, map: MapId, mapped: bool) {
-        let wanted = self.reaches.mappings.values_mut().find(|mapping| mapping.map == map);
+        let wanted = self.reaches.mappings.iter_mut().find(|(_, mapping)| mapping.map == map);
         match wanted {
-            Some(mapping) => mapping.stands = mapped,
+            Some((creditor, mapping)) => {
+                mapping.stands = mapped;
+                self.rm.set_near(*creditor, mapped);
+            }
             // The peer went meanwhile.
             None if mapped => self.effects.push(Effect::Runner(Command::Unmap { map })),
             None => {}
@@ -151,6 +154,7 @@ impl Instance {
     /// A creditor's memory is not attended to any more: its sequences' steps have ended.
     pub(crate) fn unmap(&mut self, creditor: InstanceId) {
         if let Some(Mapping { map, stands: true, .. }) = self.reaches.mappings.remove(&creditor) {
+            self.rm.set_near(creditor, false);
             self.effects.push(Effect::Runner(Command::Unmap { map }));
         }
     }

@@ -161,6 +161,8 @@ pub(super) struct Debtor {
     late: BTreeMap<u64, Late>,
     /// Creditors that recalled blocks, and until when nothing is borrowed from them.
     paused: BTreeMap<InstanceId, u64>,
+    /// Creditors whose memory is mapped here.
+    near: BTreeSet<InstanceId>,
     pub(super) held: HeldLeases,
 }
 
@@ -173,8 +175,18 @@ impl Debtor {
             borrows: BTreeMap::new(),
             late: BTreeMap::new(),
             paused: BTreeMap::new(),
+            near: BTreeSet::new(),
             held,
         }
+    }
+
+    /// See [`super::RManager::set_near`].
+    pub(super) fn set_near(&mut self, creditor: InstanceId, near: bool) {
+        if near {
+            self.near.insert(creditor)
+        } else {
+            self.near.remove(&creditor)
+        };
     }
 
     pub(super) fn instance(&self) -> Option<InstanceId> {
@@ -396,6 +408,8 @@ impl Debtor {
             c.instance != 0 && Some(instance) != self.instance && !asked
         };
         borrow.candidates = advice.candidates.iter().filter(usable).take(limits::CANDIDATES).cloned().collect();
+        let near = &self.near;
+        borrow.candidates.make_contiguous().sort_by_key(|c| !near.contains(&InstanceId(c.instance)));
         if borrow.candidates.is_empty() {
             let reason = if borrow.asked.is_empty() { BorrowFailure::NoCreditors } else { BorrowFailure::Refused };
             return self.fail(id, reason, now_ms);

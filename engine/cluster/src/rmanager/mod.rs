@@ -168,6 +168,11 @@ impl RManager {
         self.debtor.set_instance(instance);
     }
 
+    /// Whether a creditor's memory is mapped here: of the candidates that the gManager names, such are asked first.
+    pub fn set_near(&mut self, creditor: InstanceId, near: bool) {
+        self.debtor.set_near(creditor, near);
+    }
+
     /// Numbers blocks by addresses behind which memory is mapped. To be called before anything is allocated.
     ///
     /// # Errors

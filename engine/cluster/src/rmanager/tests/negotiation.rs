@@ -429,3 +429,21 @@ fn a_heartbeat_tells_what_is_lent_and_borrowed() {
     assert_eq!((hb.requests_running, hb.requests_waiting), (3, 4));
     assert_eq!(rm.heartbeat(0, 0, Vec::new()).seq, 2);
 }
+
+/// Whose memory is mapped is asked first, the others in the gManager's order, and so it is again when it is unmapped.
+#[test]
+fn creditors_whose_memory_is_mapped_are_asked_first() {
+    let mut rm = manager();
+    rm.set_near(C, true);
+    for (seq, first) in [(5, C), (6, A)] {
+        rm.borrow(SeqId(seq), 2, 0);
+        let q = query(&mut rm);
+        advise(&mut rm, q.query, &[A, B, C], 0);
+        let (creditor, r) = asked(&mut rm);
+        assert_eq!(creditor, first);
+        refuse(&mut rm, creditor, r.request, 1);
+        let next = if first == C { A } else { B };
+        assert!(outputs(&mut rm).iter().any(|o| matches!(o, Output::ToPeer { instance, .. } if *instance == next)));
+        rm.set_near(C, false);
+    }
+}
