@@ -235,12 +235,18 @@ fn as_f64(n: usize) -> f64 {
 pub(crate) fn describe() {
     describe_gauge!("lagoon_kv_blocks_total", "rBlocks of this instance.");
     describe_gauge!("lagoon_kv_blocks_free", "rBlocks that nobody has.");
-    describe_gauge!("lagoon_kv_blocks_lent", "rBlocks that other instances have borrowed here.");
+    describe_gauge!(
+        "lagoon_kv_blocks_lent",
+        "rBlocks that other instances have borrowed here, one that several leases share as often."
+    );
     describe_gauge!("lagoon_kv_blocks_borrowed", "rBlocks that this instance has borrowed elsewhere.");
     describe_counter!("lagoon_kv_blocks_borrowed_total", "rBlocks that were lent to this instance's requests.");
     describe_gauge!("lagoon_host_kv_blocks_total", "rBlocks in host memory (--host-kv-tokens).");
     describe_gauge!("lagoon_host_kv_blocks_free", "rBlocks in host memory that nobody has.");
-    describe_gauge!("lagoon_host_kv_blocks_lent", "rBlocks in host memory that instances have borrowed, this one too.");
+    describe_gauge!(
+        "lagoon_host_kv_blocks_lent",
+        "rBlocks in host memory that instances have borrowed, this one too, by lease."
+    );
     describe_reach();
     describe_gauge!("lagoon_requests_running", "Sequences in the batch.");
     describe_gauge!("lagoon_requests_waiting", "Sequences that wait for memory.");

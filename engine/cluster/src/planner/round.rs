@@ -5,6 +5,7 @@ use super::view::{InstanceView, PoolView, RequestView, link_between};
 use super::{Order, Plan, PlannerConfig, Why};
 use crate::perf::{CreditorState, DebtorState, LinkView, Pair, Rates};
 use lagoon_types::{InstanceId, SeqId};
+use std::cell::OnceCell;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -30,6 +31,7 @@ pub(super) struct Node<'a> {
     pub(super) borrowed: i64,
     /// As debtor, once it is looked at.
     owes: Option<Owes>,
+    sequence_blocks: OnceCell<i64>,
 }
 
 /// A debtor's side of its debts, orders of this round included.
@@ -79,9 +81,14 @@ impl Node<'_> {
         blocked || self.borrowed > 0 || self.local_tokens * self.rates.attention_us >= share * rest_us
     }
 
-    fn sequence_blocks(&self) -> i64 {
-        let used = i64::from(self.view.blocks_total) - i64::from(self.view.blocks_free) - self.lent;
-        (used / i64::from(self.view.load.batch.max(1))).max(1)
+    /// What a preemption frees on average: blocks that one request alone has, which are those of its whole ones that it could
+    /// give away, and the one that it fills. What it has less what is lent says nothing of that: both count what several share
+    /// as often.
+    pub(super) fn sequence_blocks(&self) -> i64 {
+        *self.sequence_blocks.get_or_init(|| {
+            let alone = self.view.requests.values().map(|r| i64::from(r.local_sealed.saturating_add(1).min(r.local)));
+            (alone.sum::<i64>() / i64::from(self.view.load.batch.max(1))).max(1)
+        })
     }
 }
 
@@ -394,6 +401,7 @@ fn node<'a>(
         borrowed: i64::from(view.borrowed),
         freed: 0,
         owes: None,
+        sequence_blocks: OnceCell::new(),
     };
     let step_us = rates.other_us(load.batch) + (node.local_tokens + node.guest_tokens) * rates.attention_us;
     if load.batch > 0 && step_us > 0.0 {

@@ -80,8 +80,8 @@ fn throughput(view: &PoolView, config: &PlannerConfig, creditors: &BTreeSet<Inst
         let load = &node.view.load;
         let (mut batch, mut spare) = (load.batch, node.free - node.growth);
         let mut local = node.local_tokens;
-        let used = i64::from(node.view.blocks_total - node.view.blocks_free) - node.lent;
-        let mean = (used / i64::from(batch.max(1))).max(1);
+        let alone: u32 = node.view.requests.values().map(|r| (r.local_sealed + 1).min(r.local)).sum();
+        let mean = i64::from(alone / batch.max(1)).max(1);
         // Pairs value a creditor's running batch only: what it can spare leaves room for its growth and queue.
         if !creditors.contains(&node.id) {
             if spare < 0 {

@@ -1,6 +1,7 @@
 //! Pools drawn by hand, each with the order that anybody would give.
 
 use crate::perf::{LinkView, ModelConfig, ModelShape};
+use crate::planner::round::Round;
 use crate::planner::{InstanceView, Order, Planner, PlannerConfig, PoolView, RemoteBlocks, RequestView, Why, dispatch};
 use lagoon_protocol::{BatchPoint, Calibration, Load, Role};
 use lagoon_types::{InstanceId, SeqId};
@@ -72,6 +73,22 @@ fn lend(view: &mut PoolView, (debtor, seq): (u32, u64), creditor: u32, blocks: u
     c.load.guest_tokens += tokens;
     c.blocks_free -= blocks;
     c.blocks_lendable -= blocks;
+}
+
+/// Four requests of 20 blocks where others have 80 in leases that share all but ten of them.
+#[test]
+fn what_a_preemption_frees_is_what_a_request_has_alone() {
+    let of = |scene: &InstanceView| {
+        let view = pool(vec![scene.clone(), instance(&[10], &[])]);
+        Round::new(&view, &PlannerConfig::default()).nodes[0].sequence_blocks()
+    };
+    let lent = vec![(InstanceId(2), 80)];
+    let mut lends = InstanceView { blocks_free: 1_000 - 80 - 10, lent, ..instance(&[20; 4], &[]) };
+    assert_eq!(of(&lends), 20, "no less for what is lent");
+    // They begin with 15 blocks that all of them have.
+    lends.requests.values_mut().for_each(|request| request.local_sealed = 4);
+    assert_eq!(of(&lends), 5);
+    assert_eq!(of(&instance(&[], &[])), 1);
 }
 
 #[test]
