@@ -113,6 +113,7 @@ struct State {
     uint64_t fail_after = 0;
     bool fail_on = false;
     int fail_code = 0, sticky = OK;
+    std::string trap;
     std::set<Stream*> streams;
     std::map<void*, std::shared_ptr<Event>> events;
     std::map<uint64_t, Buffer> buffers;
@@ -238,6 +239,11 @@ void lagoon_fake_device(int major, int minor, int shared_bytes) {
     state().shared_bytes = shared_bytes;
 }
 
+void lagoon_fake_trap(const char* kernels) {
+    LOCK;
+    state().trap = kernels;
+}
+
 void lagoon_fake_devices(int devices, int uuid, int peers) {
     LOCK;
     state().devices = devices;
@@ -266,6 +272,15 @@ int cuInit(unsigned) {
     if (devices != nullptr) state().devices = atoi(devices);
     const char* uuid = getenv("LAGOON_FAKE_UUID");
     if (uuid != nullptr) state().uuid = atoi(uuid);
+    // "9.0": the compute capability, with what such a device gives a block of shared memory.
+    const char* capability = getenv("LAGOON_FAKE_CAPABILITY");
+    int major = 0, minor = 0;
+    if (capability != nullptr && sscanf(capability, "%d.%d", &major, &minor) == 2) {
+        lagoon_fake_device(major, minor, (major >= 9 ? 227 : 163) << 10);
+    }
+    // Kernels whose name contains this fail as a trap does.
+    const char* trap = getenv("LAGOON_FAKE_TRAP");
+    if (trap != nullptr) lagoon_fake_trap(trap);
     // "NAME NTH CODE": as `lagoon_fake_fail_from`.
     const char* fail = getenv("LAGOON_FAKE_FAIL");
     char name[64];

@@ -28,6 +28,9 @@ void lagoon_fake_fail_from(const char* function, uint64_t nth, int code);
 void lagoon_fake_memory(uint64_t bytes_max, uint64_t granularity);
 // Compute capability, and bytes of shared memory that a block may ask for.
 void lagoon_fake_device(int major, int minor, int shared_bytes);
+// Every kernel whose name contains this text fails with CUDA_ERROR_LAUNCH_FAILED, which every later call of the process returns,
+// as after a trap on a device; an empty text takes it back. LAGOON_FAKE_TRAP and LAGOON_FAKE_CAPABILITY ("9.0") are for programs.
+void lagoon_fake_trap(const char* kernels);
 // Devices that are seen (all are the same one), the last byte of the first one's name, which LAGOON_FAKE_UUID sets for
 // programs, and whether each can access the others' memory. LAGOON_FAKE_FAIL="cuMemMap 3 2" is `lagoon_fake_fail_from`
 // for programs.

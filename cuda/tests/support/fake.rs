@@ -95,6 +95,7 @@ impl Fake {
         unsafe { symbol::<unsafe extern "C" fn(u64, u64)>("lagoon_fake_memory")(memory, granularity) };
         fake.schedule(schedule);
         fake.device(8, 0, 163 << 10);
+        fake.trap("");
         fake.devices(1, 0, false);
         fake.sharing(true, true);
         fake.before = fake.counts();
@@ -129,6 +130,14 @@ impl Fake {
         unsafe {
             symbol::<unsafe extern "C" fn(i32, i32, i32)>("lagoon_fake_device")(major, minor, shared_bytes);
         }
+    }
+
+    /// Every kernel whose name contains this text traps; none where it is empty.
+    pub(crate) fn trap(&self, kernels: &str) {
+        let name = CString::new(kernels).expect("a name");
+        let set = symbol::<unsafe extern "C" fn(*const i8)>("lagoon_fake_trap");
+        // SAFETY: the function has this type and copies the name.
+        unsafe { set(name.as_ptr().cast()) };
     }
 
     /// Devices that are seen, the last byte of the first one's name, and whether they can access each other's memory.
