@@ -59,7 +59,7 @@ pub(crate) struct BenchArgs {
     /// Tokens that each request generates.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     max_tokens: u32,
-    /// A CSV file with columns arrival_s, prompt_tokens and output_tokens (`lagoon sim trace` writes such): replaces
+    /// A CSV file with columns arrival_s, prompt_tokens and output_tokens (`lagoon-sim trace` writes such): replaces
     /// --requests, --prompt-tokens, --max-tokens and --rate.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["rate", "requests", "prompt_tokens", "max_tokens", "concurrency"])]
     trace: Option<PathBuf>,

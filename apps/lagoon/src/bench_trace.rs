@@ -40,7 +40,7 @@ pub(crate) fn drawn(
 }
 
 /// Reads a CSV file with a header that names at least `arrival_s`, `prompt_tokens` and `output_tokens`, as
-/// `lagoon sim trace` writes them. Times are divided by `speed`.
+/// `lagoon-sim trace` writes them. Times are divided by `speed`.
 pub(crate) fn read(path: &Path, speed: f64) -> anyhow::Result<Vec<Planned>> {
     let text = std::fs::read_to_string(path).with_context(|| format!("read the trace {}", path.display()))?;
     let planned = parse(&text, speed).with_context(|| format!("parse the trace {}", path.display()))?;

@@ -46,8 +46,6 @@ mod replay;
 mod role;
 mod serve;
 mod shutdown;
-mod sim;
-mod sim_paper;
 mod status;
 mod table;
 mod transfer_addr;
@@ -100,8 +98,6 @@ enum Command {
     Role(role::RoleArgs),
     /// Where requests' rBlocks are, and moving them by hand.
     Kv(kv::KvArgs),
-    /// The pool's protocols under simulated time, with faults from a seed.
-    Sim(sim::SimArgs),
     /// The cluster's certificates.
     Certs(certs::CertsArgs),
     /// What this machine offers: adapters, UDP buffers, ports, versions.
@@ -139,7 +135,6 @@ fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
             Command::Drain(args) => drain::run(args).await.map(done),
             Command::Role(args) => role::run(args).await.map(done),
             Command::Kv(args) => kv::run(args).await.map(done),
-            Command::Sim(args) => sim::run(&args),
             Command::Certs(args) => certs::run(args).map(done),
             Command::Doctor(args) => doctor::run(args).await.map(done),
         }

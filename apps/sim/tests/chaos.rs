@@ -30,7 +30,7 @@ fn run_all(seeds: Range<u64>, limits: Limits, how: &str) -> Summary {
             trace.iter().for_each(|line| writeln!(said, "{line}").unwrap());
         }
     }
-    assert!(sweep.failures.is_empty(), "replay with `lagoon sim --seed N{how}`\n{said}");
+    assert!(sweep.failures.is_empty(), "replay with `lagoon-sim --seed N{how}`\n{said}");
     sweep.total
 }
 

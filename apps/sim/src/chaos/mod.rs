@@ -1,4 +1,4 @@
-//! Random pools, workloads and faults from a seed, with every checker on: what `lagoon sim` runs.
+//! Random pools, workloads and faults from a seed, with every checker on: what `lagoon-sim` runs.
 //!
 //! A [`Scenario`] is a pure function of the seed: a pool, and a list of [`Op`]s with their times. [`run`] plays it. When
 //! a checker fails, [`shrink`] plays ever shorter lists until it finds none that fails the same way.

@@ -1,4 +1,4 @@
-//! `lagoon sim paper` and `lagoon sim trace`: the papers' figures in simulation, and their workloads as files.
+//! `lagoon-sim paper` and `lagoon-sim trace`: the papers' figures in simulation, and their workloads as files.
 
 use anyhow::Context as _;
 use lagoon_sim::paper::serving;
@@ -8,16 +8,16 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::Instant;
 
-/// What `lagoon sim` does besides seeds.
+/// What `lagoon-sim` runs besides seeds.
 #[derive(Clone, Debug, clap::Subcommand)]
-pub(crate) enum SimCommand {
+pub(crate) enum Suite {
     /// The tables and figures of the Infinite-LLM papers, in simulation: CSV, SVG and Markdown.
     Paper(PaperArgs),
     /// The papers' workloads as files: arrival, prompt and output of every request.
     Trace(TraceArgs),
 }
 
-/// `lagoon sim paper`.
+/// `lagoon-sim paper`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct PaperArgs {
     /// Fewer requests: minutes on two cores instead of the better part of an hour.
@@ -33,7 +33,7 @@ pub(crate) struct PaperArgs {
     out: PathBuf,
 }
 
-/// `lagoon sim trace`.
+/// `lagoon-sim trace`.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct TraceArgs {
     /// 0 to 8: Infinite-LLM v2 Table 1. Without this or --dataset, everything.
@@ -63,10 +63,10 @@ fn positive(text: &str) -> Result<f64, String> {
 }
 
 /// Runs the command.
-pub(crate) fn run(command: &SimCommand) -> anyhow::Result<()> {
+pub(crate) fn run(command: &Suite) -> anyhow::Result<()> {
     match command {
-        SimCommand::Paper(args) => paper(args),
-        SimCommand::Trace(args) => trace(args),
+        Suite::Paper(args) => paper(args),
+        Suite::Trace(args) => trace(args),
     }
 }
 

@@ -1,19 +1,23 @@
-//! `lagoon sim`: the shipped instances and gManager under simulated time, with faults from a seed and every checker on.
+//! `lagoon-sim`: runs the shipped instances and gManager under simulated time, with faults from a seed and every checker on.
+#![forbid(unsafe_code)]
 
-use crate::sim_paper::{self, SimCommand};
+mod suites;
+
+use crate::suites::Suite;
 use anyhow::Context as _;
+use clap::Parser as _;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use lagoon_sim::chaos::{Aim, Failure, Limits, Scenario, Shrunk, Summary, replay, shrink, sweep};
 use std::ops::Range;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-/// `lagoon sim`.
-#[derive(Clone, Debug, clap::Args)]
-#[command(args_conflicts_with_subcommands = true)]
-pub(crate) struct SimArgs {
+/// Runs pools of instances under simulated time, with faults from a seed and every checker on.
+#[derive(Clone, Debug, clap::Parser)]
+#[command(name = "lagoon-sim", version, args_conflicts_with_subcommands = true)]
+struct SimArgs {
     #[command(subcommand)]
-    command: Option<SimCommand>,
+    command: Option<Suite>,
     /// Replay one run.
     #[arg(long, value_name = "N", conflicts_with = "seeds")]
     seed: Option<u64>,
@@ -66,10 +70,11 @@ fn parse_seeds(text: &str) -> Result<Range<u64>, String> {
     parsed.filter(|r| r.start < r.end).ok_or_else(|| "expected A..B, as 0..1000".to_owned())
 }
 
-/// Runs, prints, and fails if a checker did.
-pub(crate) fn run(args: &SimArgs) -> anyhow::Result<ExitCode> {
+/// Runs, prints, and exits with 1 if a checker failed.
+fn main() -> anyhow::Result<ExitCode> {
+    let args = &SimArgs::parse();
     if let Some(command) = &args.command {
-        return sim_paper::run(command).map(|()| ExitCode::SUCCESS);
+        return suites::run(command).map(|()| ExitCode::SUCCESS);
     }
     let SimArgs { nodes, requests, seconds, steps, roles, aim, .. } = *args;
     let limits = Limits { nodes, requests, seconds, steps, roles, aim, faults: !args.no_faults };
@@ -161,7 +166,7 @@ fn report(args: &SimArgs, scenario: &Scenario, failure: &Failure) -> anyhow::Res
     }
     let roles = args.roles.map_or_else(String::new, |roles| format!(" --roles {roles}"));
     let aim = args.aim.map_or_else(String::new, |aim| format!(" --aim {}", aim.name()));
-    println!("replay: lagoon sim --seed {}{roles}{aim}", scenario.seed);
+    println!("replay: lagoon-sim --seed {}{roles}{aim}", scenario.seed);
     Ok(())
 }
 
