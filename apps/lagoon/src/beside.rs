@@ -13,9 +13,11 @@ use crate::device::{self, Sizes};
 use crate::engine::node_status;
 use crate::loop_thread::LoopThread;
 use crate::model::OpenModel;
-use crate::node::{About, Input, NodeLoop, NodeStatus, Pool, Shared};
+use crate::node::{Input, NodeLoop, Pool, Shared};
+use crate::node_status::{About, NodeStatus};
 use crate::placement::Chosen;
 use crate::reach::{self, Offer};
+use crate::tier_kind::TierKind;
 use anyhow::Context;
 use lagoon_instance::{Instance, InstanceConfig};
 use lagoon_protocol::{MemoryTier, Role};
@@ -26,42 +28,10 @@ use tokio_util::sync::CancellationToken;
 /// Questions about its state that wait at most.
 const INPUTS_MAX: usize = 64;
 
-/// Which memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
-    Host,
-    /// Of the device, lent to be mapped.
-    Lent,
-}
-
-impl Kind {
-    /// What names end with, and the field of `/lagoon/status`.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Host => "host",
-            Self::Lent => "lent",
-        }
-    }
-
-    fn flag(self) -> &'static str {
-        match self {
-            Self::Host => "--host-kv-tokens",
-            Self::Lent => "--lend-device-tokens",
-        }
-    }
-
-    fn tokens(self, args: &EngineArgs) -> Option<u32> {
-        match self {
-            Self::Host => args.host_kv_tokens,
-            Self::Lent => Some(args.lend_device_tokens).filter(|tokens| *tokens > 0),
-        }
-    }
-}
-
 /// Such a node that is ready to run.
 #[derive(Debug)]
 pub(crate) struct Tier {
-    kind: Kind,
+    kind: TierKind,
     pub(crate) thread: LoopThread,
     pub(crate) node: NodeLoop,
     /// Of what is lent.
@@ -71,7 +41,7 @@ pub(crate) struct Tier {
 
 /// Asks one that runs for its state.
 #[derive(Clone, Debug)]
-pub(crate) struct TierStatus(Kind, mpsc::Sender<Input>);
+pub(crate) struct TierStatus(TierKind, mpsc::Sender<Input>);
 
 impl TierStatus {
     /// Under which name.
@@ -88,7 +58,7 @@ impl Tier {
     /// The memory of this kind that `args` ask for beside the instance `of`, which is on `chosen`. `join` opens its endpoint in the
     /// pool.
     pub(crate) fn start(
-        kind: Kind,
+        kind: TierKind,
         chosen: Chosen,
         args: &EngineArgs,
         model: &OpenModel,
@@ -102,7 +72,7 @@ impl Tier {
             "{flag} {tokens} is less than one rBlock of {} tokens\nhint: raise it, or leave it out",
             args.block_tokens
         );
-        let (blocks, lend) = (tokens / args.block_tokens, kind == Kind::Lent);
+        let (blocks, lend) = (tokens / args.block_tokens, kind == TierKind::Lent);
         anyhow::ensure!(
             !lend || matches!(chosen, Chosen::Cuda { .. }),
             "{flag} lends memory of a CUDA device, and this instance is on {}\n\

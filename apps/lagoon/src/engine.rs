@@ -1,6 +1,7 @@
 //! The HTTP server's engine: requests go to the node's loop, events come back.
 
-use crate::node::{Input, NodeStatus, Shared, gone};
+use crate::node::{Input, Shared, gone};
+use crate::node_status::NodeStatus;
 use lagoon_http::{CancelGuard, Engine, EngineInfo, Generation};
 use lagoon_types::{GenerateRequest, RequestError, SeqId};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};

@@ -8,97 +8,38 @@ use crate::args::TlsArgs;
 use crate::pool_client::PoolClient;
 use crate::pool_watch::PoolWatch;
 use crate::replay::{self, Attempts, Repeatable, ReplayLimits};
+use crate::upstreams::{Backend, Backends, Upstreams, count, end_to_end, none_alive};
 use anyhow::Context;
 use axum::{
     Json, Router,
     body::Body,
     extract::{Request, State},
-    http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header},
+    http::{HeaderMap, HeaderName, HeaderValue, header},
     response::{IntoResponse, Response},
     routing::get,
 };
 use lagoon_http::{ApiError, server};
 use metrics_exporter_prometheus::PrometheusHandle;
 use serde_json::json;
-use std::{
-    collections::BTreeMap,
-    net::SocketAddr,
-    sync::{Arc, Mutex, PoisonError},
-    time::{Duration, Instant},
-};
+use std::{net::SocketAddr, sync::Arc};
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 
-/// Time to connect to an instance.
-const CONNECT_DEADLINE: Duration = Duration::from_secs(2);
-/// Longest silence of an instance. Its own deadlines are shorter.
-const SILENCE_DEADLINE: Duration = Duration::from_secs(3700);
-/// Instances that one request is tried on.
-const ATTEMPTS_MAX: usize = 4;
-/// How long a request counts against its instance here; after that the instance's own reports have it.
-const CHARGE_LIFETIME: Duration = Duration::from_secs(1);
 /// Names the instance that answered.
 const INSTANCE_HEADER: HeaderName = HeaderName::from_static("x-lagoon-instance");
-/// Headers that concern one connection only (RFC 9110, section 7.6.1), and the ones that are set anew.
-const HOP_HEADERS: [HeaderName; 9] = [
-    header::CONNECTION,
-    header::PROXY_AUTHENTICATE,
-    header::PROXY_AUTHORIZATION,
-    header::TE,
-    header::TRAILER,
-    header::TRANSFER_ENCODING,
-    header::UPGRADE,
-    header::HOST,
-    header::CONTENT_LENGTH,
-];
-
-/// An instance's HTTP server, and its load as last reported.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Backend {
-    /// What `x-lagoon-instance` says: letters, digits and signs.
-    pub(crate) name: String,
-    pub(crate) http_addr: SocketAddr,
-    /// Tokens that its KV memory has room for.
-    pub(crate) free_tokens: u64,
-    pub(crate) running: u64,
-    pub(crate) waiting: u64,
-}
-
-/// Which instances there are, as of now. It is asked for every request and must not block.
-pub(crate) trait Backends: Send + Sync {
-    /// Those that take requests.
-    fn serving(&self) -> Vec<Backend>;
-
-    /// Whether the one that serves here is known to be dead. One of which nothing is known is not.
-    fn is_dead(&self, http_addr: SocketAddr) -> bool;
-}
-
-/// A list of servers of which nothing more is known.
-impl Backends for Vec<Backend> {
-    fn serving(&self) -> Vec<Backend> {
-        self.clone()
-    }
-
-    fn is_dead(&self, _http_addr: SocketAddr) -> bool {
-        false
-    }
-}
-
 /// The proxy.
 pub(crate) struct Gateway {
-    pub(crate) backends: Arc<dyn Backends>,
-    pub(crate) http: reqwest::Client,
-    pub(crate) limits: ReplayLimits,
+    upstreams: Arc<Upstreams>,
+    limits: ReplayLimits,
     bodies: Arc<Semaphore>,
     metrics: PrometheusHandle,
     /// Guards the gateway's own `/metrics`; requests for instances carry their key there.
     api_key: Option<String>,
-    dispatch: Mutex<Dispatch>,
 }
 
 impl std::fmt::Debug for Gateway {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Gateway").field("dispatch", &self.dispatch).finish_non_exhaustive()
+        f.debug_struct("Gateway").field("upstreams", &self.upstreams).finish_non_exhaustive()
     }
 }
 
@@ -110,18 +51,8 @@ impl Gateway {
         metrics: PrometheusHandle,
         api_key: Option<String>,
     ) -> anyhow::Result<Self> {
-        let http = reqwest::Client::builder()
-            .connect_timeout(CONNECT_DEADLINE)
-            .read_timeout(SILENCE_DEADLINE)
-            // A kept connection may turn out dead after part of a request was sent; a new one costs microseconds.
-            .pool_max_idle_per_host(0)
-            .tcp_nodelay(true)
-            .no_proxy()
-            .redirect(reqwest::redirect::Policy::none())
-            .build()
-            .context("set up the gateway's HTTP client")?;
-        let (limits, bodies) = (ReplayLimits::default(), replay::bodies());
-        Ok(Self { backends, http, limits, bodies, metrics, api_key, dispatch: Mutex::default() })
+        let upstreams = Arc::new(Upstreams::new(backends)?);
+        Ok(Self { upstreams, limits: ReplayLimits::default(), bodies: replay::bodies(), metrics, api_key })
     }
 
     #[cfg(test)]
@@ -138,54 +69,10 @@ impl Gateway {
             .method_not_allowed_fallback(server::wrong_method)
             .with_state(Arc::new(self))
     }
-
-    /// Instances to try, best first, those of `last` behind all others, and a charge on the first one.
-    pub(crate) fn candidates(&self, tokens: u64, last: &[Backend]) -> Vec<Backend> {
-        let backends = self.backends.serving();
-        let mut dispatch = self.dispatch.lock().unwrap_or_else(PoisonError::into_inner);
-        dispatch.candidates(backends, last, tokens, Instant::now())
-    }
-}
-
-/// What was dispatched lately, which the instances' reports may not show yet: without it, a burst between two reports
-/// would go to one instance.
-#[derive(Debug, Default)]
-struct Dispatch {
-    /// Per instance: when, and how many tokens.
-    charges: BTreeMap<SocketAddr, Vec<(Instant, u64)>>,
-    round: usize,
-}
-
-impl Dispatch {
-    /// Most free memory first, then the fewest requests, then in turn.
-    fn candidates(&mut self, mut backends: Vec<Backend>, last: &[Backend], tokens: u64, now: Instant) -> Vec<Backend> {
-        let alive = |at: &Instant| now.saturating_duration_since(*at) < CHARGE_LIFETIME;
-        self.charges.retain(|_, charges| {
-            charges.retain(|(at, _)| alive(at));
-            !charges.is_empty()
-        });
-        if backends.is_empty() {
-            return backends;
-        }
-        self.round = self.round.wrapping_add(1);
-        let turn = self.round % backends.len();
-        backends.rotate_left(turn);
-        backends.sort_by_cached_key(|backend| {
-            let charges = self.charges.get(&backend.http_addr).map_or(&[][..], Vec::as_slice);
-            let charged: u64 = charges.iter().map(|(_, tokens)| tokens).sum();
-            let recent = u64::try_from(charges.len()).unwrap_or(u64::MAX);
-            let free = backend.free_tokens.saturating_sub(charged);
-            let last = last.iter().any(|other| other.http_addr == backend.http_addr);
-            (last, std::cmp::Reverse(free), backend.running + backend.waiting + recent)
-        });
-        self.charges.entry(backends[0].http_addr).or_default().push((now, tokens));
-        backends.truncate(ATTEMPTS_MAX);
-        backends
-    }
 }
 
 async fn health(State(gateway): State<Arc<Gateway>>) -> Result<impl IntoResponse, ApiError> {
-    match gateway.backends.serving().len() {
+    match gateway.upstreams.serving().len() {
         0 => Err(none_alive()),
         instances => Ok(Json(json!({ "status": "ok", "instances": instances }))),
     }
@@ -198,35 +85,11 @@ async fn show_metrics(State(gateway): State<Arc<Gateway>>, headers: HeaderMap) -
     Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], gateway.metrics.render()))
 }
 
-pub(crate) fn none_alive() -> ApiError {
-    ApiError::unavailable("no instance is alive")
-}
-
 async fn proxy(State(gateway): State<Arc<Gateway>>, request: Request) -> Result<Response, ApiError> {
     let request = Repeatable::read(&gateway.bodies, request).await?;
-    let mut attempts = Attempts::new(gateway, request);
+    let mut attempts = Attempts::new(Arc::clone(&gateway.upstreams), gateway.limits, request);
     let (backend, response) = attempts.respond(None).await?;
     Ok(forward(attempts, backend, response))
-}
-
-/// The answer to a request that was lost with an instance.
-pub(crate) fn lost(name: &str, why: &str) -> ApiError {
-    let message = format!("the connection to {name} broke: {why}\nhint: send the request again");
-    ApiError::new(StatusCode::SERVICE_UNAVAILABLE, Some("instance_lost"), message)
-}
-
-pub(crate) fn count(backend: &Backend, status: &str) {
-    let labels = [("instance", backend.name.clone()), ("status", status.to_owned())];
-    metrics::counter!("lagoon_gateway_requests_total", &labels).increment(1);
-}
-
-/// Headers without those that concern one connection only.
-pub(crate) fn end_to_end(headers: &HeaderMap) -> HeaderMap {
-    let mut kept = headers.clone();
-    for name in HOP_HEADERS {
-        kept.remove(name);
-    }
-    kept
 }
 
 /// The instance's response, streamed on.

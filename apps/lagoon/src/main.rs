@@ -34,6 +34,7 @@ mod loop_thread;
 mod model;
 mod node;
 mod node_metrics;
+mod node_status;
 mod partial_waits;
 mod path_probe;
 mod placement;
@@ -48,6 +49,7 @@ mod serve;
 mod shutdown;
 mod status;
 mod table;
+mod tier_kind;
 mod transfer_addr;
 #[cfg(target_os = "linux")]
 mod transfers;
@@ -55,6 +57,7 @@ mod transfers;
 #[path = "transfers_none.rs"]
 mod transfers;
 mod up;
+mod upstreams;
 mod watch;
 #[cfg(target_os = "linux")]
 mod writers_here;

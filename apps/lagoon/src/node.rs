@@ -1,14 +1,14 @@
 //! The loop around `Instance::handle`: it turns what comes from the transport, the device thread, HTTP and the clock
 //! into events, and carries out the effects. All decisions are in the instance.
 
-use crate::beside::Kind;
 use crate::leader::Leader;
 use crate::node_metrics::{NodeMetrics, record_prefill_times};
+use crate::node_status::{About, NodeStatus};
 use crate::partial_waits::PartialWaits;
-use crate::path_probe::PathRow;
-use crate::pool_client::{CalibrationRow, role_name, tier_name};
+use crate::pool_client::role_name;
 use crate::reach::{Fetched, Fetches};
-use crate::transfers::{Carried, Told, Transfers};
+use crate::tier_kind::TierKind;
+use crate::transfers::{Told, Transfers};
 use anyhow::Context as _;
 use lagoon_backend::DeviceError;
 use lagoon_instance::{Effect, Event, Instance, InstanceConfig, InstanceStatus, PeerKey, TICK_MS};
@@ -32,51 +32,6 @@ pub(crate) enum Input {
     Submit { seq: SeqId, request: GenerateRequest, events: mpsc::Sender<TokenEvent> },
     Cancel { seq: SeqId },
     Status { reply: oneshot::Sender<NodeStatus> },
-}
-
-/// What does not change while a node runs.
-#[derive(Clone, Debug, Serialize)]
-pub(crate) struct About {
-    pub(crate) name: String,
-    pub(crate) backend: String,
-    /// `device` or `host`.
-    pub(crate) tier: &'static str,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) calibration: Option<CalibrationRow>,
-}
-
-impl About {
-    pub(crate) fn new(config: &InstanceConfig) -> Self {
-        Self {
-            name: config.name.clone(),
-            backend: config.backend.clone(),
-            tier: tier_name(config.tier.into()),
-            calibration: config.calibration.as_ref().map(CalibrationRow::from),
-        }
-    }
-}
-
-/// What `/lagoon/status` answers.
-#[derive(Clone, Debug, Serialize)]
-pub(crate) struct NodeStatus {
-    #[serde(flatten)]
-    pub(crate) about: About,
-    /// As in `lagoon status`, and the one that it changes to.
-    pub(crate) role: &'static str,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) becoming: Option<&'static str>,
-    #[serde(flatten)]
-    pub(crate) instance: InstanceStatus,
-    /// Bytes of frames sent to peers, by class, since the start.
-    pub(crate) control_bytes_sent: u64,
-    pub(crate) partials_bytes_sent: u64,
-    pub(crate) bulk_bytes_sent: u64,
-    /// Paths to prefill workers' KV, as they were measured.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub(crate) paths: Vec<PathRow>,
-    /// What paths have carried, of an instance whose KV is shared.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) carried: Option<Carried>,
 }
 
 /// What HTTP handlers may know without asking the loop.
@@ -216,7 +171,7 @@ impl NodeLoop {
 
     /// It is memory beside an instance, in its process: metrics tell the two apart.
     #[must_use]
-    pub(crate) fn beside(self, kind: Kind) -> Self {
+    pub(crate) fn beside(self, kind: TierKind) -> Self {
         Self { metrics: NodeMetrics::beside(kind), ..self }
     }
 

@@ -1,9 +1,9 @@
 //! What a node's loop tells Prometheus of its instance: set from its status, twice a second.
 //!
-//! A process may have several nodes: the instance, and memory beside it ([`crate::beside`]), whose names say what it is.
+//! A process may have several nodes: the instance, and memory beside it (`beside.rs`), whose names say what it is.
 
-use crate::beside::Kind;
-use crate::node::NodeStatus;
+use crate::node_status::NodeStatus;
+use crate::tier_kind::TierKind;
 use crate::transfers::Carried;
 use lagoon_backend::{KvCounters, LaunchCounters};
 use lagoon_instance::{LastTimes, MoveStatus, PrefillStatus, PrefixStatus, ReachStatus};
@@ -13,25 +13,25 @@ use std::time::Duration;
 /// See the module's documentation.
 #[derive(Debug, Default)]
 pub(crate) struct NodeMetrics {
-    beside: Option<Kind>,
+    beside: Option<TierKind>,
 }
 
 impl NodeMetrics {
     /// Of memory beside an instance.
-    pub(crate) fn beside(kind: Kind) -> Self {
+    pub(crate) fn beside(kind: TierKind) -> Self {
         Self { beside: Some(kind) }
     }
 
     pub(crate) fn record(&self, status: &NodeStatus) {
         let of = &status.instance;
         match self.beside {
-            Some(Kind::Host) => {
+            Some(TierKind::Host) => {
                 gauge!("lagoon_host_kv_blocks_total").set(of.blocks_total);
                 gauge!("lagoon_host_kv_blocks_free").set(of.blocks_free);
                 gauge!("lagoon_host_kv_blocks_lent").set(of.blocks_lent);
                 return;
             }
-            Some(Kind::Lent) => {
+            Some(TierKind::Lent) => {
                 gauge!("lagoon_lent_kv_blocks_total").set(of.blocks_total);
                 gauge!("lagoon_lent_kv_blocks_free").set(of.blocks_free);
                 gauge!("lagoon_lent_kv_blocks_lent").set(of.blocks_lent);

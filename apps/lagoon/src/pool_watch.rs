@@ -2,9 +2,9 @@
 //! few times a second; when none answers the last state stands.
 
 use crate::admin;
-use crate::gateway::{Backend, Backends};
 use crate::pool_client::{PoolClient, PoolRow, PoolState};
 use crate::serve::guarded;
+use crate::upstreams::{Backend, Backends};
 use axum::Json;
 use axum::routing::{get, post};
 use std::net::SocketAddr;

@@ -8,7 +8,7 @@
 //! Invariants: only whole events reach the client, and none twice; a request runs at one instance at a time as far as
 //! the gateway can tell (dropping a connection cancels there); when the client goes away, everything here is dropped.
 
-use crate::gateway::{Backend, Gateway, count, end_to_end, lost};
+use crate::upstreams::{Backend, Upstreams, count, end_to_end, lost, none_alive};
 use axum::body::{Body, Bytes, HttpBody as _, to_bytes};
 use axum::extract::Request;
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
@@ -18,7 +18,6 @@ use lagoon_http::journal::{self, Journal, Read, Resume};
 use lagoon_http::{ApiError, Limits};
 use std::convert::Infallible;
 use std::net::SocketAddr;
-use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -124,7 +123,8 @@ enum Unanswered {
 /// A request, and what became of it so far.
 #[derive(Debug)]
 pub(crate) struct Attempts {
-    gateway: Arc<Gateway>,
+    upstreams: Arc<Upstreams>,
+    limits: ReplayLimits,
     request: Repeatable,
     /// Instances that were lost under it, and when the last one was.
     lost: Vec<Backend>,
@@ -134,8 +134,8 @@ pub(crate) struct Attempts {
 }
 
 impl Attempts {
-    pub(crate) fn new(gateway: Arc<Gateway>, request: Repeatable) -> Self {
-        Self { gateway, request, lost: Vec::new(), lost_at: Instant::now(), streaming: false }
+    pub(crate) fn new(upstreams: Arc<Upstreams>, limits: ReplayLimits, request: Repeatable) -> Self {
+        Self { upstreams, limits, request, lost: Vec::new(), lost_at: Instant::now(), streaming: false }
     }
 
     /// What an instance answers; with `resume`, to the request whose answer was begun.
@@ -143,7 +143,7 @@ impl Attempts {
         let body = resume.map_or_else(|| self.request.body.clone(), |r| r.request(&self.request.body).into());
         let mut refused = None;
         loop {
-            for backend in self.gateway.candidates(self.request.tokens(), &self.lost) {
+            for backend in self.upstreams.candidates(self.request.tokens(), &self.lost) {
                 match self.send(&backend, body.clone()).await {
                     Ok(response) if !self.streaming || is_event_stream(&response) => return Ok((backend, response)),
                     Ok(response) => match self.refusal(&backend, response).await {
@@ -166,9 +166,9 @@ impl Attempts {
                 }
             }
             let Some(last) = self.lost.last() else {
-                return Err(refused.unwrap_or_else(crate::gateway::none_alive));
+                return Err(refused.unwrap_or_else(none_alive));
             };
-            let limits = self.gateway.limits;
+            let limits = self.limits;
             if self.lost_at.elapsed() >= limits.deadline {
                 let why = refused.map_or_else(|| "no instance is alive".to_owned(), |error| error.message);
                 return Err(given_up(lost(
@@ -183,11 +183,11 @@ impl Attempts {
     async fn send(&self, backend: &Backend, body: Bytes) -> Result<reqwest::Response, Unanswered> {
         let Repeatable { method, target, headers, .. } = &self.request;
         let url = format!("http://{}{target}", backend.http_addr);
-        let mut request = self.gateway.http.request(method.clone(), url).headers(headers.clone());
+        let mut request = self.upstreams.http.request(method.clone(), url).headers(headers.clone());
         if !body.is_empty() {
             request = request.body(body);
         }
-        match self.gateway.unless_dead(backend.http_addr, request.send()).await {
+        match self.unless_dead(backend.http_addr, request.send()).await {
             Some(Ok(response)) => Ok(response),
             Some(Err(error)) if error.is_connect() => Err(Unanswered::Unreachable(reason(error))),
             Some(Err(error)) => Err(Unanswered::Lost(reason(error))),
@@ -195,11 +195,16 @@ impl Attempts {
         }
     }
 
+    /// Waits for `answer` of an instance; `None` when it was silent, and is dead to the pool.
+    async fn unless_dead<T>(&self, addr: SocketAddr, answer: impl Future<Output = T>) -> Option<T> {
+        self.upstreams.unless_dead(addr, self.limits.silence, answer).await
+    }
+
     /// What an instance says that does not go on with a stream.
     async fn refusal(&self, backend: &Backend, response: reqwest::Response) -> ApiError {
         let status = response.status();
         let body = Body::from_stream(response.bytes_stream());
-        let read = tokio::time::timeout(self.gateway.limits.deadline, to_bytes(body, REFUSAL_BYTES_MAX)).await;
+        let read = tokio::time::timeout(self.limits.deadline, to_bytes(body, REFUSAL_BYTES_MAX)).await;
         let body = read.ok().and_then(Result::ok).unwrap_or_default();
         let said = serde_json::from_slice::<serde_json::Value>(&body).unwrap_or_default();
         let said = said["error"]["message"].as_str().unwrap_or("nothing more");
@@ -217,7 +222,7 @@ impl Attempts {
         if !self.request.pure {
             return Err(lost(&backend.name, "the request may have been carried out"));
         }
-        let replays = self.gateway.limits.replays_max;
+        let replays = self.limits.replays_max;
         if self.lost.len() > replays {
             let why = format!("the request was lost with {} instances, and is not given to another", self.lost.len());
             return Err(given_up(lost(&backend.name, &why)));
@@ -263,20 +268,6 @@ pub(crate) fn is_event_stream(response: &reqwest::Response) -> bool {
     response.status() == StatusCode::OK && kind.is_some_and(|kind| kind.starts_with("text/event-stream"))
 }
 
-impl Gateway {
-    /// Waits for something of an instance; `None` when it was silent, and is dead to the pool.
-    async fn unless_dead<T>(&self, addr: SocketAddr, answer: impl Future<Output = T>) -> Option<T> {
-        let (silence, mut answer) = (self.limits.silence, pin!(answer));
-        loop {
-            match tokio::time::timeout(silence, answer.as_mut()).await {
-                Ok(answer) => return Some(answer),
-                Err(_elapsed) if self.backends.is_dead(addr) => return None,
-                Err(_elapsed) => {}
-            }
-        }
-    }
-}
-
 /// What went wrong and what caused it, in a line.
 fn reason(error: reqwest::Error) -> String {
     format!("{:#}", anyhow::Error::from(error.without_url()))
@@ -302,7 +293,7 @@ impl Events {
                     return Some((event.into(), None));
                 }
                 Some(Read::Error { event, .. }) => String::from_utf8_lossy(&event).into_owned(),
-                None => match self.attempts.gateway.unless_dead(self.addr, self.chunks.next()).await {
+                None => match self.attempts.unless_dead(self.addr, self.chunks.next()).await {
                     Some(Some(Ok(chunk))) => match self.pending.push(&chunk) {
                         Ok(()) => continue,
                         Err(error) => return Some((last_words(&error), None)),

@@ -1,8 +1,8 @@
 //! Instances that are lost in the middle of answers: real servers with scripted engines, cut at every event.
 
 use super::*;
-use crate::gateway::Backends;
 use crate::gateway::tests::{backend, broken_server, complete, dead, gateway_with};
+use crate::upstreams::Backends;
 use lagoon_http::scripted::{self, ScriptedEngine, Step};
 use lagoon_types::{GenerateRequest, RequestError};
 use serde_json::{Value, json};

@@ -1,16 +1,18 @@
 //! `lagoon serve`: one instance (or kv node) with its OpenAI endpoint, alone or in a pool.
 
 use crate::args::{EngineArgs, RemoteArg, StageMemoryArg, TlsArgs};
-use crate::beside::{Kind, Tier, TierStatus};
+use crate::beside::{Tier, TierStatus};
 use crate::capacity::{Beside, default_kv_tokens};
 use crate::device::{self, FETCH_TOKENS, Sizes};
 use crate::engine::NodeEngine;
 use crate::loop_thread::LoopThread;
 use crate::model::{OpenModel, defaults, resolve, short_name};
-use crate::node::{About, NodeLoop, Pool, Shared};
+use crate::node::{NodeLoop, Pool, Shared};
+use crate::node_status::About;
 use crate::placement::{self, Chosen};
 use crate::reach;
 use crate::shutdown::{self, Ending};
+use crate::tier_kind::TierKind;
 use crate::transfer_addr::{self, InterfaceArg, Wanted};
 use crate::transfers::{self, Transfers};
 use anyhow::Context;
@@ -272,8 +274,8 @@ fn sizes(args: &ServeArgs, model: &OpenModel, chosen: Chosen) -> anyhow::Result<
 /// The endpoint of memory beside the instance's own.
 fn join_beside(args: &ServeArgs, kind: Kind) -> anyhow::Result<Pool> {
     let listen = match kind {
-        Kind::Host => args.host_quic,
-        Kind::Lent => args.lend_quic,
+        TierKind::Host => args.host_quic,
+        TierKind::Lent => args.lend_quic,
     };
     let listen = listen.unwrap_or(SocketAddr::new(args.quic.ip(), 0));
     let advertise = args.advertise.map(|addr| SocketAddr::new(addr.ip(), listen.port()));
@@ -290,7 +292,7 @@ fn start_beside(
 ) -> anyhow::Result<Vec<Tier>> {
     let join = |kind| join_beside(args, kind);
     let start = |kind| Tier::start(kind, chosen, &args.engine, model, of, stop, || join(kind)).transpose();
-    [Kind::Host, Kind::Lent].into_iter().filter_map(start).collect()
+    [TierKind::Host, TierKind::Lent].into_iter().filter_map(start).collect()
 }
 
 /// Runs until Ctrl-C (or the end of standard input, if asked).

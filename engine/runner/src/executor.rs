@@ -1,80 +1,21 @@
 //! The executor: one device, its memory, and the work queued for it.
 
+use crate::config::ExecutorConfig;
+use crate::forward::{Forward, Model, Shared};
 use crate::guest::{AttentionShape, GuestBuffers};
 use crate::lane::{LaneBuffers, RemoteBuffers};
+use crate::memory::{KvArena, KvMemory, KvWindow, PeerMemory};
 use crate::pass::{Pass, Progress};
 use crate::sampling::Sampler;
 use crate::stage::{Beside, Stages};
 use crate::work::{Command, GuestQuery, GuestRead, GuestTag, GuestWrite, MapId, Report, ShareId};
-use lagoon_backend::{Device, DeviceError, KvCounters, LaunchCounters, SampleRow, SampledRow};
-use lagoon_model::{LlamaWeights, ModelConfig, Rope};
-use lagoon_types::{DType, Epoch, KvShape, KvSpace, Lane};
+use lagoon_backend::{Device, DeviceError, KvCounters, LaunchCounters};
+use lagoon_model::ModelConfig;
+use lagoon_types::{Epoch, KvShape, Lane};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::slice;
 use std::time::Duration;
-
-/// Sizes that are fixed for an executor's life.
-#[derive(Clone, Copy, Debug)]
-pub struct ExecutorConfig {
-    /// The KV store's rBlocks.
-    pub kv: KvSpace,
-    /// Element type of the KV.
-    pub kv_dtype: DType,
-    /// Rows of the largest step.
-    pub step_rows: usize,
-    /// Sequences whose logits one step may ask for.
-    pub step_seqs: usize,
-    /// Largest piece of remote KV that is fetched at once, in tokens; 0 where nothing is ever fetched.
-    pub fetch_tokens: usize,
-    /// The KV store is to lie in memory of the device that other processes on the host map, to attend to it there. It has no rows
-    /// then, and is not shared in other ways.
-    pub lend: bool,
-    /// Tokens of an rBlock, if the KV store is to lie in memory that others read and fill by whole rBlocks (KV transfer).
-    pub share_blocks: Option<u32>,
-    /// rBlocks of the memory beside the store that others read and fill where they cannot read and fill the store itself;
-    /// 0 for none.
-    pub stage_blocks: u32,
-    /// That memory is to be the device's own, where other processes can map it; else the host's.
-    pub stage_on_device: bool,
-}
-
-/// Memory of one layer's KV that others may read and fill.
-#[cfg(target_os = "linux")]
-pub type KvArena = lagoon_backend::SharedArena;
-/// Memory is not shared on this system.
-#[cfg(not(target_os = "linux"))]
-pub type KvArena = std::convert::Infallible;
-
-/// A window of the device, as transports use it.
-#[cfg(target_os = "linux")]
-pub type KvWindow = std::sync::Arc<dyn lagoon_backend::Window>;
-/// Memory is not shared on this system.
-#[cfg(not(target_os = "linux"))]
-pub type KvWindow = std::convert::Infallible;
-
-/// A creditor's memory, to be mapped.
-#[cfg(target_os = "linux")]
-pub type PeerMemory = lagoon_backend::PeerMemory;
-/// Memory is not shared on this system.
-#[cfg(not(target_os = "linux"))]
-pub type PeerMemory = std::convert::Infallible;
-
-/// Where transports read KV and fill it: the store itself, or memory beside it.
-#[derive(Clone, Debug)]
-pub enum KvMemory {
-    /// Of the host, one arena a layer; none where nothing is shared.
-    Host(Vec<KvArena>),
-    /// Of the device, layers of so many bytes one behind the other.
-    Device { window: KvWindow, layers: u32, layer_bytes: usize },
-}
-
-impl KvMemory {
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        matches!(self, Self::Host(arenas) if arenas.is_empty())
-    }
-}
 
 /// A KV store, and memory beside it if there is any.
 type Store<K> = (K, KvMemory, Option<Stages>);
@@ -135,41 +76,6 @@ fn no_lending() -> DeviceError {
 #[cfg(not(target_os = "linux"))]
 fn store<D: Device>(device: &mut D, shape: KvShape, config: &ExecutorConfig) -> Result<Store<D::Kv>, DeviceError> {
     Ok((device.kv_in(shape, &config.kv)?, KvMemory::Host(Vec::new()), None))
-}
-
-/// A model on a device.
-#[derive(Debug)]
-pub struct Model<D: Device> {
-    pub weights: LlamaWeights<D>,
-    pub rope: Rope,
-}
-
-/// Weights and what a forward pass works in.
-#[derive(Debug)]
-pub(crate) struct Forward<D: Device> {
-    pub(crate) config: ModelConfig,
-    pub(crate) model: Model<D>,
-    pub(crate) lanes: [LaneBuffers<D>; 2],
-    pub(crate) remote: RemoteBuffers<D>,
-    pub(crate) sampler: Sampler,
-    /// What a device that samples is asked for, and says.
-    pub(crate) draws: (Vec<SampleRow>, Vec<SampledRow>),
-    /// Host staging, kept between calls.
-    pub(crate) host: Vec<f32>,
-}
-
-/// Everything that passes share, borrowed by [`Pass::advance`].
-#[derive(Debug)]
-pub(crate) struct Shared<'a, D: Device> {
-    pub(crate) device: &'a mut D,
-    pub(crate) forward: &'a mut Forward<D>,
-    pub(crate) kv: &'a mut D::Kv,
-    pub(crate) reached: &'a BTreeMap<MapId, D::Kv>,
-    pub(crate) kv_shape: KvShape,
-    pub(crate) attention: AttentionShape,
-    pub(crate) config: ExecutorConfig,
-    /// The other lane has no pass.
-    pub(crate) alone: bool,
 }
 
 /// What one turn came to.

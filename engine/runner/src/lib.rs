@@ -7,16 +7,22 @@
 //! What must not be here: sockets, clocks, block accounting, scheduling decisions.
 #![forbid(unsafe_code)]
 
+mod config;
 mod executor;
+mod forward;
 mod guest;
 mod lane;
+mod memory;
 mod pass;
 pub mod sampling;
 mod stage;
 mod thread;
 mod work;
 
-pub use executor::{Executor, ExecutorConfig, KvArena, KvMemory, KvWindow, Model, PeerMemory, Turn};
+pub use config::ExecutorConfig;
+pub use executor::{Executor, Turn};
+pub use forward::Model;
+pub use memory::{KvArena, KvMemory, KvWindow, PeerMemory};
 pub use thread::{ExecutorThread, spawn};
 pub use work::{
     Command, Fetch, GuestQuery, GuestRead, GuestTag, GuestWrite, MapId, PassError, Reach, RemotePart, RemoteWork,

@@ -8,7 +8,7 @@
 //! Nothing here waits for a device that queues its work: a pass that needs a result says so, and while it has company
 //! it queues one layer at a time, so that the other lane's next layer is at most one layer away.
 
-use crate::executor::{Forward, Shared};
+use crate::forward::{Forward, Shared};
 use crate::sampling::{SampleError, Sampler};
 use crate::work::{
     Fetch, PassError, Reach, RemotePart, RemoteWork, Report, SampleOut, SampleSpec, SealedBlock, SeqRows, Ship,

@@ -1,7 +1,7 @@
 //! KV between a store that only the device can read and memory beside it that transports read and fill: the host's, or the
 //! device's own that other processes map.
 
-use crate::executor::KvArena;
+use crate::memory::KvArena;
 use crate::work::{Report, StageWork};
 use lagoon_backend::{Device, DeviceError, KvPiece, WindowId};
 use std::collections::VecDeque;

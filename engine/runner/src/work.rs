@@ -1,6 +1,6 @@
 //! What the runner is told and what it answers: plain data.
 
-use crate::executor::PeerMemory;
+use crate::memory::PeerMemory;
 use bytes::Bytes;
 use lagoon_backend::{AttnRows, DeviceError, KvCounters, LaunchCounters};
 use lagoon_types::{

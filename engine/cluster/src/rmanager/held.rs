@@ -7,7 +7,7 @@
 //! * a release is repeated until it is acknowledged, or the creditor is another process, or the creditor's own time to
 //!   live has done its work.
 
-use super::debtor::{BorrowId, Output};
+use super::output::{BorrowId, Output};
 use crate::mutants::{self, Mutant};
 use lagoon_kv::RangeSet;
 use lagoon_protocol::{ControlBody, LeaseRelease, LeaseReleased, LeaseRenew, LeaseRenewed, LeaseSealed};

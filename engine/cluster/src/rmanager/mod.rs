@@ -17,13 +17,14 @@ mod creditor;
 mod debtor;
 mod fence;
 mod held;
+mod output;
 mod recall;
 mod report;
 #[cfg(test)]
 mod tests;
 
 pub use creditor::{LeaseEnded, LentEntry, WritePiece};
-pub use debtor::{BorrowFailure, BorrowId, BorrowedLease, Output};
+pub use output::{BorrowFailure, BorrowId, BorrowedLease, Output};
 pub use recall::{Revoked, Unmet};
 pub use report::PlacementReport;
 
