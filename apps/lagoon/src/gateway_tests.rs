@@ -3,6 +3,8 @@
 use super::*;
 use lagoon_http::scripted::{self, ScriptedEngine, Step};
 use serde_json::Value;
+use std::collections::BTreeMap;
+use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const LONG: Duration = Duration::from_secs(10);
