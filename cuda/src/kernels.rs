@@ -30,15 +30,15 @@ mod names;
 
 pub use names::{ALL, SM90, dynamic_shared_bytes_max};
 
-/// The kernels: machine code for compute capabilities 8.0 and 9.0, and PTX of 8.0 for what comes after.
-pub const FATBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
+/// The kernels: machine code for compute capabilities 8.0 and 9.0, and PTX of 8.0 for what comes after. `cargo xtask kernels`
+/// builds it.
+pub const FATBIN: &[u8] = include_bytes!("../kernels/kernels.fatbin");
 
-/// Where [`FATBIN`] is from, for people: `nvcc` and its version, or `committed`.
-pub const FATBIN_SOURCE: &str = env!("LAGOON_FATBIN_SOURCE");
+/// What compiled [`FATBIN`], for people.
+pub const FATBIN_SOURCE: &str = "NVRTC 12.2.140";
 
-/// CUDA version of the compiler of the committed kernels, which an older driver may not load: 1000 times the major and 10 times
-/// the minor version.
-pub const COMMITTED_BY: u32 = 13_000;
+/// The oldest CUDA version whose drivers load [`FATBIN`]: 1000 times the major and 10 times the minor version of NVRTC.
+pub const CUDA_VERSION_MIN: u32 = 12_020;
 
 /// Dynamic shared memory that a launch may use without asking.
 pub const SHARED_BYTES_DEFAULT: u32 = 48 << 10;

@@ -44,12 +44,13 @@ enum Command {
     },
     /// Validate every shader with tint, where it is installed
     Wgsl,
-    /// Build the CUDA kernels' fatbin with a pinned compiler, and hold what they use against their budget
+    /// Build the CUDA kernels' fatbin with a pinned NVRTC (pip installs it into the cache on first use), and hold the
+    /// machine code against budget.toml and sass.toml
     Kernels {
-        /// Compare with what is committed, and write nothing
+        /// Build and hold the same, compare the fatbin with the committed one, and write nothing
         #[arg(long)]
         check: bool,
-        /// Take what the kernels use now as their budget
+        /// Write what the kernels use now as their budget, too
         #[arg(long, conflicts_with = "check")]
         budget: bool,
     },

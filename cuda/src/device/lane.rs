@@ -53,16 +53,15 @@ impl Kernels {
     }
 }
 
-/// Says of kernels that do not load where the driver may be too old for the compiler that made them.
+/// Adds that the driver is too old to an error of loading the kernels, where it is.
 fn older(error: CudaError, driver_version: u32) -> CudaError {
     match error {
-        CudaError::Unsupported(why) if driver_version < kernels::COMMITTED_BY => {
+        CudaError::Unsupported(why) if driver_version < kernels::CUDA_VERSION_MIN => {
             let version = |n: u32| format!("{}.{}", n / 1000, n % 1000 / 10);
             CudaError::Unsupported(format!(
-                "{why}; the driver supports CUDA {}, and the kernels that Lagoon comes with are made by {} (driver R580 or newer)\n\
-                 hint: update the driver, or build Lagoon with an nvcc of the driver's version in the path",
+                "{why}; the driver supports CUDA {}, the kernels need {}\nhint: install driver R535 or newer",
                 version(driver_version),
-                version(kernels::COMMITTED_BY),
+                version(kernels::CUDA_VERSION_MIN),
             ))
         }
         other => other,
@@ -380,13 +379,16 @@ mod tests {
     #[test]
     fn an_old_driver_is_named_where_kernels_do_not_load() {
         let refused = || CudaError::Unsupported("the kernels do not load".to_owned());
-        let text = older(refused(), 12_040).to_string();
-        assert!(text.contains("supports CUDA 12.4") && text.contains("R580") && text.contains("\nhint: "), "{text}");
-        assert_eq!(older(refused(), kernels::COMMITTED_BY), refused());
+        let text = older(refused(), 12_010).to_string();
+        assert!(text.contains("supports CUDA 12.1, the kernels need 12.2\nhint: install driver R535"), "{text}");
+        assert_eq!(older(refused(), kernels::CUDA_VERSION_MIN), refused());
         let lost = || CudaError::Library { call: "cublasLtCreate", status: 1 };
-        assert_eq!(older(lost(), 12_040), lost());
+        assert_eq!(older(lost(), 12_010), lost());
         // The compiler that `cargo xtask kernels` installs.
-        let version = format!("=={}.{}.", kernels::COMMITTED_BY / 1000, kernels::COMMITTED_BY % 1000 / 10);
-        assert!(include_str!("../../../xtask/src/kernels.rs").contains(&version), "another compiler");
+        let release = kernels::FATBIN_SOURCE.strip_prefix("NVRTC ").expect("NVRTC compiles the kernels");
+        let version = format!("{}.{}.", kernels::CUDA_VERSION_MIN / 1000, kernels::CUDA_VERSION_MIN % 1000 / 10);
+        assert!(release.starts_with(&version), "{release} makes code that drivers of {version} do not load");
+        let pinned = include_str!("../../../xtask/src/kernels/toolkit.rs");
+        assert!(pinned.contains(&format!("nvidia-cuda-nvrtc-cu12=={release}")), "another compiler");
     }
 }
