@@ -71,6 +71,7 @@ pub(crate) struct ShimDevice {
 pub(crate) const TUNING: Tuning = Tuning {
     sms: 8,
     shared_bytes_max: SHARED_BYTES_MAX,
+    sm_shared_bytes: SHARED_BYTES_MAX,
     classes: [
         DecodeClass { warps: 2, stages: 4, blocks_per_sm: 1, piece_keys_min: 48 },
         DecodeClass { warps: 4, stages: 2, blocks_per_sm: 2, piece_keys_min: 96 },
