@@ -1,18 +1,26 @@
-// The Gaussian error linear unit (Hendrycks and Gimpel 2016), exact or by its tanh approximation. 8 bytes an element.
+// The Gaussian error linear unit (Hendrycks and Gimpel 2016), exact or by its tanh approximation. 8 bytes an element. A thread has
+// four elements: a load and a store of 128 bits, or, where the array is not aligned or at its end, of 32 bits each.
 #include "shared/common.cuh"
+
+DEVICE float gelu_of(float v, bool tanh) {
+    if (tanh) {
+        const float inner = 0.7978845608028654f * (v + 0.044715f * v * v * v);
+        // 1 + tanh(a) = 2 / (1 + exp(-2 a)), which loses nothing where tanh is close to -1.
+        return v / (1.0f + expf(-2.0f * inner));
+    }
+    return 0.5f * v * erfcf(-0.7071067811865476f * v);
+}
 
 KERNEL(gelu, 256, 1, GeluParams) {
     const float* x = at<const float>(p.x);
     float* out = at<float>(p.out);
-    const uint64_t first = static_cast<uint64_t>(blockIdx.x) * 4 * blockDim.x + threadIdx.x;
-    for (uint64_t i = first; i < p.count && i < first + 4 * blockDim.x; i += blockDim.x) {
-        const float v = x[i];
-        if (p.tanh) {
-            const float inner = 0.7978845608028654f * (v + 0.044715f * v * v * v);
-            // 1 + tanh(a) = 2 / (1 + exp(-2 a)), which loses nothing where tanh is close to -1.
-            out[i] = v / (1.0f + expf(-2.0f * inner));
-        } else {
-            out[i] = 0.5f * v * erfcf(-0.7071067811865476f * v);
-        }
+    const uint64_t first = (static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * WIDE;
+    if (first + WIDE <= p.count && is_wide(WIDE, p.x, p.out)) {
+        Part<WIDE> part = load_part<WIDE>(x + first);
+#pragma unroll
+        for (uint32_t e = 0; e < WIDE; e++) part.x[e] = gelu_of(part.x[e], p.tanh);
+        store_part(out + first, part);
+    } else {
+        for (uint64_t i = first; i < p.count && i < first + WIDE; i++) out[i] = gelu_of(x[i], p.tanh);
     }
 }

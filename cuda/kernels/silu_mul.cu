@@ -1,13 +1,37 @@
-// The gated activation of Llama's feed-forward layer (SwiGLU, Shazeer 2020). 12 bytes an output element: bound by memory.
+// The gated activation of Llama's feed-forward layer (SwiGLU, Shazeer 2020). 12 bytes an output element: bound by memory. A thread
+// has four columns: two loads and a store of 128 bits, or, where rows are not aligned, four of 32 bits each.
 #include "shared/common.cuh"
 
-KERNEL(silu_mul, 256, 1, GateParams) {
+template <int W>
+DEVICE void silu_mul_row(const GateParams& p) {
     const float* gate = at<const float>(p.x) + static_cast<uint64_t>(blockIdx.y) * 2 * p.n;
     float* out = at<float>(p.out) + static_cast<uint64_t>(blockIdx.y) * p.n;
-    // Four columns a thread, a block's width apart: loads coalesce and several are under way.
-    const uint32_t first = blockIdx.x * 4 * blockDim.x + threadIdx.x;
-    for (uint32_t i = first; i < p.n && i < first + 4 * blockDim.x; i += blockDim.x) {
+    // A block has 4 times as many columns as threads.
+    constexpr uint32_t COUNT = WIDE / W;
+    const uint32_t first = blockIdx.x * WIDE * blockDim.x;
+    Part<W> a[COUNT], b[COUNT];
+#pragma unroll
+    for (uint32_t i = 0; i < COUNT; i++) {
+        const uint32_t column = first + part_column<W>(i);
+        if (column >= p.n) continue;
+        a[i] = load_part<W>(gate + column);
+        b[i] = load_part<W>(gate + p.n + column);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < COUNT; i++) {
+        const uint32_t column = first + part_column<W>(i);
+        if (column >= p.n) continue;
         // The exponential of a steeply negative gate overflows to infinity, and the quotient is zero, as it should be.
-        out[i] = gate[i] / (1.0f + expf(-gate[i])) * gate[p.n + i];
+#pragma unroll
+        for (int e = 0; e < W; e++) a[i].x[e] = a[i].x[e] / (1.0f + expf(-a[i].x[e])) * b[i].x[e];
+        store_part(out + column, a[i]);
+    }
+}
+
+KERNEL(silu_mul, 256, 1, GateParams) {
+    if (is_wide(p.n, p.x, p.out)) {
+        silu_mul_row<WIDE>(p);
+    } else {
+        silu_mul_row<1>(p);
     }
 }

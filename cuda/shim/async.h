@@ -36,6 +36,7 @@ void take_registers() {
 }
 template <int N>
 void hold(float (&)[N]) {}
+inline void compute_before_wait(float) {}
 
 inline uint64_t describe(SharedAddress start, uint32_t leading, uint32_t stride) {
     // An offset in shared memory, which starts at a multiple of 1024.

@@ -50,6 +50,11 @@ KERNEL(faulty, 64, 1, GatherParams) {
             copy_async(shared_address(shared), at<unsigned char>(p.x), true);
             copy_commit();
             break;
+        case 9:  // a masked copy from an address without memory (or, for `pad`, with)
+            copy_async(shared_address(shared + 16 * thread), at<unsigned char>(p.pad ? p.x : 4096), false);
+            copy_commit();
+            copy_wait<0>();
+            break;
         default:
             break;
     }

@@ -244,6 +244,7 @@ struct bf16 {
     uint16_t bits;
 };
 inline float as_float(uint32_t from) { return shim::bits<float>(from); }
+inline uint32_t as_bits(float from) { return shim::bits<uint32_t>(from); }
 inline float widen(float x) { return x; }
 inline float widen(f16 x) { return shim::f16_to_f32(x.bits); }
 inline float widen(bf16 x) { return shim::bf16_to_f32(x.bits); }
@@ -305,9 +306,11 @@ inline void perform(const Copy& copy) {
 }  // namespace shim
 
 inline void copy_async(SharedAddress to, const void* from, bool valid) {
-    if (to % 16 != 0 || (valid && reinterpret_cast<uintptr_t>(from) % 16 != 0)) {
+    if (to % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) {
         shim::fail("cp.async between addresses that are not aligned to 16 bytes");
     }
+    // An address is translated also where nothing is copied from it.
+    static_cast<void>(*static_cast<const volatile unsigned char*>(from));
     const shim::Copy copy = {to, from, valid};
     if (shim::block->eager_copies) {
         shim::perform(copy);
@@ -371,6 +374,25 @@ inline uint4 load_once(const void* from) {
     memcpy(&x, from, sizeof x);
     return x;
 }
+
+namespace shim {
+template <typename T>
+T load(const void* from) {
+    if (reinterpret_cast<uintptr_t>(from) % sizeof(T) != 0) fail("a wide load that is not aligned");
+    T x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+template <typename T>
+void store(void* to, const T& x) {
+    if (reinterpret_cast<uintptr_t>(to) % sizeof(T) != 0) fail("a wide store that is not aligned");
+    memcpy(to, &x, sizeof x);
+}
+}  // namespace shim
+inline uint64_t load_8(const void* from) { return shim::load<uint64_t>(from); }
+inline void store_8(void* to, uint64_t x) { shim::store(to, x); }
+inline float4 load_16(const void* from) { return shim::load<float4>(from); }
+inline void store_16(void* to, float4 x) { shim::store(to, x); }
 
 // One fiber runs at a time: plain additions are atomic.
 inline uint64_t add_shared(uint64_t* to, uint64_t x) {

@@ -27,6 +27,7 @@ pub mod sample;
 pub mod tune;
 
 mod names;
+mod pieces;
 
 pub use names::{ALL, SM90, dynamic_shared_bytes_max};
 

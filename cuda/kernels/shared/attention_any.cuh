@@ -75,11 +75,12 @@ DEVICE void attention_any(const AttentionParams& p) {
     }
 }
 
-// The reduction of an output row's pieces, one warp a head: reads 4 bytes an element and piece. Grid: blocks of heads, rows.
-DEVICE void attention_merge_rows(const AttentionMergeParams& p) {
-    const MergeItem item = at<const MergeItem>(p.merges)[blockIdx.y];
-    const uint32_t head = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (item.pieces == 0 || head >= p.heads) return;
+// The reduction of an output row's pieces, one warp a head: reads 4 bytes an element and piece, by 128-bit loads where heads are
+// aligned. The weight of a piece is computed once for each 32 (or, wide, 128) elements and not for each. Grid: blocks of heads,
+// rows.
+template <int W>
+DEVICE void attention_merge_head(const AttentionMergeParams& p, const MergeItem& item, uint32_t head, float* weights) {
+    const uint32_t lane = threadIdx.x % 32;
     const uint64_t step = static_cast<uint64_t>(item.stride) * p.heads;
     const uint64_t first = static_cast<uint64_t>(item.piece_row) * p.heads + head;
     const float* lse = at<const float>(p.piece_lse) + first;
@@ -91,14 +92,40 @@ DEVICE void attention_merge_rows(const AttentionMergeParams& p) {
     for (uint32_t i = lane; i < item.pieces; i += 32) sum += expf(lse[i * step] - base);
     sum = warp_sum(sum);
     const uint64_t row = static_cast<uint64_t>(item.row) * p.heads + head;
-    float* out = at<float>(p.out) + row * p.head_dim;
-    for (uint32_t d = lane; d < p.head_dim; d += 32) {
-        float total = 0;
-        for (uint32_t i = 0; i < item.pieces; i++) {
-            const float weight = expf(lse[i * step] - base);
-            if (weight > 0) total = fmaf(weight, pieces[i * step * p.head_dim + d], total);
+    const float factor = sum > 0 ? 1.0f / sum : 0.0f;
+    for (uint32_t d0 = 0; d0 < p.head_dim; d0 += 32 * W) {
+        const uint32_t d = d0 + lane * W;
+        Part<W> total = {};
+        for (uint32_t i0 = 0; i0 < item.pieces; i0 += 32) {
+            sync_warp();
+            if (i0 + lane < item.pieces) weights[lane] = expf(lse[(i0 + lane) * step] - base) * factor;
+            sync_warp();
+            if (d >= p.head_dim) continue;
+            const uint32_t count = min(32u, item.pieces - i0);
+#pragma unroll 4
+            for (uint32_t i = 0; i < count; i++) {
+                const Part<W> part = load_part<W>(pieces + (i0 + i) * step * p.head_dim + d);
+                const float weight = weights[i];
+                // A piece without weight may hold anything.
+#pragma unroll
+                for (int e = 0; e < W; e++) total.x[e] = weight > 0 ? fmaf(weight, part.x[e], total.x[e]) : total.x[e];
+            }
         }
-        out[d] = sum > 0 ? total / sum : 0.0f;
+        if (d < p.head_dim) store_part(at<float>(p.out) + row * p.head_dim + d, total);
     }
     if (lane == 0) at<float>(p.lse)[row] = sum > 0 ? max + logf(sum) : 0.0f;
+}
+
+constexpr uint32_t MERGE_WARPS = 4;
+
+DEVICE void attention_merge_rows(const AttentionMergeParams& p) {
+    SHARED float weights[MERGE_WARPS][32];
+    const MergeItem item = at<const MergeItem>(p.merges)[blockIdx.y];
+    const uint32_t warp = threadIdx.x / 32, head = blockIdx.x * MERGE_WARPS + warp;
+    if (item.pieces == 0 || head >= p.heads) return;
+    if (is_wide(p.head_dim, p.piece_out, p.out)) {
+        attention_merge_head<WIDE>(p, item, head, weights[warp]);
+    } else {
+        attention_merge_head<1>(p, item, head, weights[warp]);
+    }
 }

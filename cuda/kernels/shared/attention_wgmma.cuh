@@ -1,9 +1,10 @@
 // Prefill micro attention on warpgroup products (compute capability 9.0), with one term, fed by the copy engine; as
 // FlashAttention-3 (Shah et al. 2024).
 //
-// One warp feeds stages of 128 keys, another one those of their values, to two warpgroups of 64 packed rows. Within a warpgroup this
-// tile's outputs are under way while the next one's scores are softened; between the two, products take turns, so that one
-// multiplies while the other softens.
+// One warp feeds stages of 128 keys, another one those of their values, to two warpgroups of 64 packed rows. Within a warpgroup the
+// outputs of the tile before are under way while a tile's scores are softened: in the machine code all 66 exponentials of a thread
+// stand between the start of these products and the wait for them. Between the two, products take turns, so that one multiplies
+// while the other softens.
 //
 // For a tile of 128 keys at D = 128 a multiprocessor's tensor cores work 2,048 clocks (4 times 64 * 128 * 128 products, 2,048
 // a clock). Of shared memory's 128 bytes a clock, scores take 96 (queries and keys from there: with 64 keys they would take
@@ -216,17 +217,16 @@ struct WgmmaWarp {
         warpgroup_commit();
     }
 
-    // Scores of a tile become weights, while the outputs of the one before are still under way; then outputs are scaled.
-    DEVICE void soften(uint32_t tile) {
+    // Scores of a tile become weights: f32, in their registers. Its keys' stage is free. Whether outputs have to be scaled.
+    DEVICE bool soften(uint32_t tile, float (&kept)[1][2]) {
         const uint32_t stage = tile % WGMMA_STAGES;
-        float kept[1][2];
         state.mask(p, shared.positions(stage), s);
         warp_arrive(shared.keys_free(stage));
-        const bool changed = state.soften(s, kept);
-        warpgroup_wait<0>();
-        hold(outputs());
-        if (tile > 0) warp_arrive(shared.values_free((tile - 1) % WGMMA_STAGES));
-        if (changed) state.scale(kept);
+        return state.soften(s, kept);
+    }
+
+    // Rounds weights to the products' registers, which belong to the products of the tile before until these are waited for.
+    DEVICE void pack_weights() {
 #pragma unroll
         for (int k = 0; k < NT / 2; k++) {
 #pragma unroll
@@ -237,24 +237,35 @@ struct WgmmaWarp {
         }
     }
 
+    // No product is under way over the loop's back edge, where ptxas may give up and wait after each: an iteration waits for all that
+    // it starts.
     DEVICE void run(const PrefillTile& tile) {
         const uint32_t tiles = (tile.item.keys + WGMMA_KEYS - 1) / WGMMA_KEYS;
+        float kept[1][2];
         load_queries(tile);
         begin_turn(0);
         start_scores(0);
         end_turn();
         warpgroup_wait<0>();
         hold(scores());
+        soften(0, kept);
+        pack_weights();
         for (uint32_t next = 1; next < tiles; next++) {
-            soften(next - 1);
             begin_turn(next);
             start_scores(next);
             start_outputs(next - 1);
             end_turn();
             warpgroup_wait<1>();
             hold(scores());
+            // The exponentials' time is that of the outputs' products.
+            const bool changed = soften(next, kept);
+            compute_before_wait(state.sum[0][0] + state.sum[0][1]);
+            warpgroup_wait<0>();
+            hold(outputs());
+            warp_arrive(shared.values_free((next - 1) % WGMMA_STAGES));
+            if (changed) state.scale(kept);
+            pack_weights();
         }
-        soften(tiles - 1);
         start_outputs(tiles - 1);
         warpgroup_wait<0>();
         hold(outputs());

@@ -31,6 +31,79 @@ DEVICE void store_any(Address array, uint32_t type, uint64_t i, float x) {
     }
 }
 
+// W consecutive elements, which a thread loads and stores at once: four by 128-bit accesses to f32 (64-bit ones to f16 and
+// bf16) where rows and addresses are aligned (`is_wide`), else one.
+constexpr uint32_t WIDE = 4;
+template <int W>
+struct Part {
+    float x[W];
+};
+
+// Whether every row of `cols` f32 of arrays at these addresses can be accessed by four.
+DEVICE bool is_wide(uint32_t cols, Address a, Address b = 0, Address c = 0, Address d = 0) {
+    return cols % WIDE == 0 && (a | b | c | d) % 16 == 0;
+}
+
+template <int W>
+DEVICE Part<W> load_part(const float* from) {
+    if constexpr (W == 1) return {{*from}};
+    else {
+        const float4 x = load_16(from);
+        return {{x.x, x.y, x.z, x.w}};
+    }
+}
+template <int W>
+DEVICE void store_part(float* to, const Part<W>& part) {
+    if constexpr (W == 1) *to = part.x[0];
+    else store_16(to, {part.x[0], part.x[1], part.x[2], part.x[3]});
+}
+// The elements from `i` of an array of any type, as they are stored: 16-bit ones in the lower halves. Widening them is apart
+// (`widened`), because it waits for the load, and other loads come first.
+template <int W>
+DEVICE Part<W> load_stored(Address array, uint32_t type, uint64_t i) {
+    if (type == TYPE_F32) return load_part<W>(at<const float>(array) + i);
+    if constexpr (W == 1) return {{as_float(at<const uint16_t>(array)[i])}};
+    else {
+        const uint64_t bits = load_8(at<const uint16_t>(array) + i);
+        return {{as_float(static_cast<uint32_t>(bits)), as_float(static_cast<uint32_t>(bits >> 32))}};
+    }
+}
+template <int W>
+DEVICE Part<W> widened(const Part<W>& stored, uint32_t type) {
+    if (type == TYPE_F32) return stored;
+    Part<W> part;
+#pragma unroll
+    for (int e = 0; e < W; e++) {
+        const uint16_t bits = static_cast<uint16_t>(as_bits(stored.x[e / 2]) >> 16 * (e % 2));
+        part.x[e] = type == TYPE_F16 ? widen(f16{bits}) : widen(bf16{bits});
+    }
+    return part;
+}
+template <int W>
+DEVICE Part<W> load_part_any(Address array, uint32_t type, uint64_t i) {
+    return widened(load_stored<W>(array, type, i), type);
+}
+template <int W>
+DEVICE void store_part_any(Address array, uint32_t type, uint64_t i, const Part<W>& part) {
+    if constexpr (W == 1) store_any(array, type, i, part.x[0]);
+    else if (type == TYPE_F32) store_part(at<float>(array) + i, part);
+    else {
+        const bool half = type == TYPE_F16;
+        const uint64_t low = half ? pack<f16>(part.x[0], part.x[1]) : pack<bf16>(part.x[0], part.x[1]);
+        const uint64_t high = half ? pack<f16>(part.x[2], part.x[3]) : pack<bf16>(part.x[2], part.x[3]);
+        store_8(at<uint16_t>(array) + i, low | high << 32);
+    }
+}
+
+// Parts that a thread of a block has of a row, and loads together: 4,096 elements by four for 256 threads.
+constexpr uint32_t PARTS = 4;
+
+// The column of a thread's part `i`, where a block shares a row in turns.
+template <int W>
+DEVICE uint32_t part_column(uint32_t i) {
+    return (threadIdx.x + i * blockDim.x) * W;
+}
+
 DEVICE float warp_sum(float x) {
     for (int mask = 16; mask > 0; mask /= 2) x += shuffle_xor(x, mask);
     return x;

@@ -99,7 +99,8 @@ struct KeyCopy {
             const uint32_t key = i / CHUNKS, chunk = i % CHUNKS, index = first + key;
             const bool valid = index < keys;
             if (valid) here.seek(index);
-            const T* address = k + (valid ? here.slot(index) * token_stride : 0) + chunk * 8;
+            // A masked copy names a key of the item, too: the store's first slot need not have memory.
+            const T* address = k + (valid ? here.slot(index) : here.run.base) * token_stride + chunk * 8;
             copy_async(to + Layout::offset(key, chunk), address, valid);
             copy_async(to + plane + Layout::offset(key, chunk), address + to_value, valid);
             if (chunk == 0) positions[key] = valid ? here.position(index) : NOWHERE;

@@ -32,6 +32,7 @@ struct bf16 {
 };
 
 DEVICE float as_float(uint32_t bits) { return __uint_as_float(bits); }
+DEVICE uint32_t as_bits(float x) { return __float_as_uint(x); }
 DEVICE float widen(float x) { return x; }
 DEVICE float widen(f16 x) {
     float y;
@@ -111,7 +112,8 @@ DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], SharedAddress row) {
                  : "memory");
 }
 
-// Copies 16 bytes to shared memory, or zeroes them there, without waiting; past the first-level cache.
+// Copies 16 bytes to shared memory, or zeroes them there, without waiting; past the first-level cache. `from` is an address of
+// 16 accessible bytes also where nothing is copied: the manual does not say that it is not translated.
 DEVICE void copy_async(SharedAddress to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)),
                  "r"(valid ? 16 : 0)
@@ -145,6 +147,17 @@ DEVICE uint4 load_once(const void* from) {
                  : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w)
                  : "l"(__cvta_generic_to_global(from)));
     return y;
+}
+
+// Accesses of 8 and 16 bytes to global memory, at addresses aligned to as many.
+DEVICE uint64_t load_8(const void* from) { return *static_cast<const uint64_t*>(from); }
+DEVICE void store_8(void* to, uint64_t x) { *static_cast<uint64_t*>(to) = x; }
+DEVICE float4 load_16(const void* from) { return *static_cast<const float4*>(from); }
+// nvcc makes four stores of some assignments of float4.
+DEVICE void store_16(void* to, float4 x) {
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)), "f"(x.x), "f"(x.y), "f"(x.z),
+                 "f"(x.w)
+                 : "memory");
 }
 
 DEVICE uint64_t add_shared(uint64_t* to, uint64_t x) {

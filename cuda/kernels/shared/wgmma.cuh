@@ -32,6 +32,11 @@ DEVICE void hold(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
+// Has what `x` is computed from done before the next warpgroup_wait: ptxas moves that wait up over arithmetic (of 66 exponentials, 56
+// came after it), but not over an instruction with a side effect. `x` is not negative, so that this one never runs.
+DEVICE void compute_before_wait(float x) {
+    asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p nanosleep.u32 0;}" ::"f"(x) : "memory");
+}
 
 // A matrix in shared memory in 128-byte swizzled atoms of 8 rows. `leading` and `stride` are in bytes: for rows along k, the
 // distance of 8 rows is `stride` (and `leading` unused); for rows along the other side (values), that of 8 rows along k is

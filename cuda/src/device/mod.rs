@@ -26,7 +26,7 @@ pub use memory::{CudaKv, CudaTensor, CudaWeight};
 pub use tuner::{Tried, TuneFor};
 
 use crate::driver::{Buffer, Context, Event, Pinned, Priority, copy_to_host};
-use crate::kernels::attention::{Buffers, SHARED_BYTES_LEAST, SHARED_BYTES_MAX, Tuning};
+use crate::kernels::attention::{Buffers, SHARED_BYTES_LEAST, SHARED_BYTES_MAX, SHARED_BYTES_RESERVED, Tuning};
 use crate::kernels::linear::Product;
 use crate::kernels::pointwise::{self as p, per_row};
 use crate::kernels::sample::{self, SampleParams};
@@ -109,6 +109,7 @@ impl CudaDevice {
         }
         let mut tuning = options.tuning.unwrap_or_else(|| Tuning::untuned(attributes.multiprocessors));
         tuning.shared_bytes_max = tuning.shared_bytes_max.min(shared_bytes_max);
+        tuning.sm_shared_bytes = attributes.shared_bytes_per_block + SHARED_BYTES_RESERVED;
         let linear = Linear::open(&context, &options.linear, options.tf32);
         let lanes =
             [Lane::new(&context, kernels.clone(), Priority::Normal)?, Lane::new(&context, kernels, Priority::High)?];

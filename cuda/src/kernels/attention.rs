@@ -18,6 +18,7 @@
 //! * `attention_any_*`: whatever is left: f32 stores, odd head sizes, planes that are not aligned. Plain f32 arithmetic.
 
 use super::boxes::{AttentionBoxesParams, KvMaps, wgmma_shared_bytes};
+use super::pieces::{Part, piece_keys, wave};
 use super::{Launch, WARP};
 use bytemuck::{Pod, Zeroable};
 use lagoon_backend::{AttnBatch, AttnRows};
@@ -42,6 +43,8 @@ pub const WINDOW_NONE: u32 = 1 << 31;
 pub const SHARED_BYTES_MAX: u32 = 163 << 10;
 /// The same on 8.6, 8.9 and 12.0 (A10, L4, RTX 4090): the least that any device has which the kernels run on.
 pub const SHARED_BYTES_LEAST: u32 = 99 << 10;
+/// What a multiprocessor has beyond what one block may have: the driver keeps it of each block's.
+pub const SHARED_BYTES_RESERVED: u32 = 1 << 10;
 
 /// How queries and weights enter the tensor cores where there are many rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -182,7 +185,7 @@ pub struct DecodeClass {
     pub warps: u32,
     /// Stages of each warp's pipeline: 2 to 4.
     pub stages: u32,
-    /// Blocks that are wanted for each multiprocessor: contexts are cut until there are about as many.
+    /// Blocks that are wanted on each multiprocessor at once: contexts are cut into whole waves of as many, or as fit.
     pub blocks_per_sm: u32,
     /// Fewest keys of a piece.
     pub piece_keys_min: u32,
@@ -209,6 +212,8 @@ pub struct Tuning {
     pub sms: u32,
     /// Bytes of shared memory that a block may have: between [`SHARED_BYTES_LEAST`] and [`SHARED_BYTES_MAX`].
     pub shared_bytes_max: u32,
+    /// Bytes of shared memory of a multiprocessor, for all of its blocks.
+    pub sm_shared_bytes: u32,
     /// For mean contexts to [`Tuning::class_keys`]`[0]`, to `[1]`, and beyond.
     pub classes: [DecodeClass; 3],
     pub class_keys: [u32; 2],
@@ -227,6 +232,7 @@ impl Tuning {
         Self {
             sms,
             shared_bytes_max: SHARED_BYTES_MAX,
+            sm_shared_bytes: SHARED_BYTES_MAX + SHARED_BYTES_RESERVED,
             classes: [
                 DecodeClass { warps: 4, stages: 2, blocks_per_sm: 3, piece_keys_min: 256 },
                 DecodeClass { warps: 4, stages: 3, blocks_per_sm: 2, piece_keys_min: 512 },
@@ -386,6 +392,7 @@ pub struct Plan {
     prefill_shape: Option<PrefillShape>,
     wgmma: bool,
     clipped: Vec<KvRun>,
+    parts: Vec<Part>,
 }
 
 impl Plan {
@@ -415,20 +422,20 @@ impl Plan {
             _ => Work::Decode,
         };
         let class = self.choose_class(batch, tuning, &work);
-        // Blocks are (item, KV head) pairs; a sequence is cut until the batch has about as many as are wanted.
+        let decode_piece = self.decode_piece(batch, tuning, class, &work);
+        // Of the others, blocks are (item, KV head) pairs; a sequence is cut until the batch has about as many as are wanted.
         let keys: u64 =
             batch.seqs.iter().map(|s| u64::from(keys_seen(batch, s)) * u64::from(s.rows.div_ceil(64))).sum();
         let wanted = u64::from(tuning.sms * class.blocks_per_sm).div_ceil(u64::from(g.kv_heads)).max(1);
         let share = u32::try_from(keys.div_ceil(wanted)).unwrap_or(u32::MAX);
+        let share = |least: u32| share.max(least).next_multiple_of(DECODE_KEYS * class.warps);
         for seq in batch.seqs.iter().filter(|s| s.rows > 0 && s.runs > 0) {
             let work = work(seq);
-            let (tile, piece_min) = match work {
-                Work::Decode => (DECODE_TILE * DECODE_TILES_MAX / g.group().min(DECODE_TILE), class.piece_keys_min),
-                Work::Prefill => (prefill_tile / g.group(), 1024),
-                Work::Any => (ANY_ROWS, 512),
+            let (tile, piece) = match work {
+                Work::Decode => (decode_rows(g), decode_piece),
+                Work::Prefill => ((prefill_tile / g.group()).max(1), share(1024)),
+                Work::Any => (ANY_ROWS, share(512)),
             };
-            let piece = share.max(piece_min).next_multiple_of(DECODE_KEYS * class.warps);
-            let tile = tile.max(1);
             if work == Work::Decode {
                 self.decode_tiles = self.decode_tiles.max((seq.rows.min(tile) * g.group()).div_ceil(DECODE_TILE));
             }
@@ -440,6 +447,28 @@ impl Plan {
         for items in [&mut self.decode, &mut self.prefill, &mut self.any] {
             items.sort_by_key(|item| std::cmp::Reverse(item.keys));
         }
+    }
+
+    /// Keys of a piece of the decode kernel's: see [`piece_keys`].
+    fn decode_piece(
+        &mut self,
+        batch: &AttnBatch<'_>,
+        tuning: &Tuning,
+        class: DecodeClass,
+        work: &impl Fn(&AttnRows) -> Work,
+    ) -> u32 {
+        let g = batch.geometry;
+        self.parts.clear();
+        for seq in batch.seqs.iter().filter(|s| s.rows > 0 && s.runs > 0 && work(s) == Work::Decode) {
+            let tile = decode_rows(g);
+            for first in (0..seq.rows).step_by(tile as usize) {
+                let rows = tile.min(seq.rows - first);
+                let blocks = g.kv_heads * (rows * g.group()).div_ceil(DECODE_TILE);
+                self.parts.push(Part { keys: keys_seen_by(batch, seq, &(first..first + rows)), blocks });
+            }
+        }
+        let wave = wave(class, g.head_dim, tuning.sms, tuning.sm_shared_bytes);
+        piece_keys(&self.parts, wave, class.piece_keys_min, DECODE_KEYS * class.warps)
     }
 
     fn choose_class(
@@ -674,9 +703,19 @@ fn seen(batch: &AttnBatch<'_>, seq: &AttnRows, rows: &Range<u32>) -> Range<u32> 
     visible(seq.pos0 + rows.start, batch.window).start..visible(seq.pos0 + rows.end - 1, batch.window).end
 }
 
+/// Rows of a decode item at most: a token of many heads has several tiles of packed rows.
+fn decode_rows(g: lagoon_types::AttentionGeometry) -> u32 {
+    (DECODE_TILE * DECODE_TILES_MAX / g.group().min(DECODE_TILE)).max(1)
+}
+
 /// Keys that some row of the sequence sees.
 fn keys_seen(batch: &AttnBatch<'_>, seq: &AttnRows) -> u32 {
-    let span = seen(batch, seq, &(0..seq.rows.max(1)));
+    keys_seen_by(batch, seq, &(0..seq.rows.max(1)))
+}
+
+/// Keys that some of the sequence's rows see.
+fn keys_seen_by(batch: &AttnBatch<'_>, seq: &AttnRows, rows: &Range<u32>) -> u32 {
+    let span = seen(batch, seq, rows);
     let runs = &batch.runs[seq.run0 as usize..][..seq.runs as usize];
     runs.iter().map(|r| r.positions().end.min(span.end).saturating_sub(r.first_pos.max(span.start))).sum()
 }

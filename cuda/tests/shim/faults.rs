@@ -201,6 +201,27 @@ fn the_sanitizer_sees_one_byte_too_many() {
     assert!(!survives("256"));
 }
 
+/// Copies nothing, from an address with memory or without, in a process of its own.
+#[test]
+fn masked_copies_name_accessible_memory() {
+    const MEMORY: &str = "LAGOON_SHIM_MEMORY";
+    if let Ok(memory) = std::env::var(MEMORY) {
+        assert!(run(9, 1024, u32::from(memory == "some")).iter().all(Result::is_ok));
+        return;
+    }
+    let survives = |memory: &str| {
+        let status = Command::new(std::env::current_exe().expect("this test's file"))
+            .args(["--exact", "faults::masked_copies_name_accessible_memory"])
+            .env(MEMORY, memory)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .status();
+        status.expect("this test's file runs").success()
+    };
+    assert!(survives("some"));
+    assert!(!survives("none"));
+}
+
 #[test]
 fn what_a_device_would_refuse_is_refused() {
     let shim = Shim::get().expect("the shim");

@@ -9,6 +9,7 @@ mod sampling;
 #[path = "../support/mod.rs"]
 mod support;
 mod warpgroups;
+mod wide;
 
 use lagoon_backend::conformance::Tolerance;
 use std::process::{Command, Stdio};

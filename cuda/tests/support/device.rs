@@ -71,6 +71,7 @@ pub(crate) struct ShimDevice {
 pub(crate) const TUNING: Tuning = Tuning {
     sms: 8,
     shared_bytes_max: SHARED_BYTES_MAX,
+    sm_shared_bytes: SHARED_BYTES_MAX,
     classes: [
         DecodeClass { warps: 2, stages: 4, blocks_per_sm: 1, piece_keys_min: 48 },
         DecodeClass { warps: 4, stages: 2, blocks_per_sm: 2, piece_keys_min: 96 },
@@ -83,7 +84,11 @@ pub(crate) const TUNING: Tuning = Tuning {
 
 impl ShimDevice {
     pub(crate) fn open() -> Result<Self, String> {
-        Ok(Self { shim: Shim::get()?, launches: 0, tuning: TUNING, plan: Plan::default() })
+        Ok(Self::over(Shim::get()?))
+    }
+
+    pub(crate) fn over(shim: &'static Shim) -> Self {
+        Self { shim, launches: 0, tuning: TUNING, plan: Plan::default() }
     }
 
     pub(crate) fn launch<P: Pod>(&mut self, launch: &Launch<P>) {
