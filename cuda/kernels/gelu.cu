@@ -1,5 +1,5 @@
 // The Gaussian error linear unit (Hendrycks and Gimpel 2016), exact or by its tanh approximation. 8 bytes an element.
-#include "shared/common.cuh"
+#include "shared/activation.cuh"
 
 KERNEL(gelu, 256, 1, GeluParams) {
     const float* x = at<const float>(p.x);
@@ -12,7 +12,7 @@ KERNEL(gelu, 256, 1, GeluParams) {
             // 1 + tanh(a) = 2 / (1 + exp(-2 a)), which loses nothing where tanh is close to -1.
             out[i] = v / (1.0f + expf(-2.0f * inner));
         } else {
-            out[i] = 0.5f * v * erfcf(-0.7071067811865476f * v);
+            out[i] = gelu_exact(v);
         }
     }
 }

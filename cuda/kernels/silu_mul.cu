@@ -1,5 +1,5 @@
 // The gated activation of Llama's feed-forward layer (SwiGLU, Shazeer 2020). 12 bytes an output element: bound by memory.
-#include "shared/common.cuh"
+#include "shared/activation.cuh"
 
 KERNEL(silu_mul, 256, 1, GateParams) {
     const float* gate = at<const float>(p.x) + static_cast<uint64_t>(blockIdx.y) * 2 * p.n;
@@ -7,7 +7,6 @@ KERNEL(silu_mul, 256, 1, GateParams) {
     // Four columns a thread, a block's width apart: loads coalesce and several are under way.
     const uint32_t first = blockIdx.x * 4 * blockDim.x + threadIdx.x;
     for (uint32_t i = first; i < p.n && i < first + 4 * blockDim.x; i += blockDim.x) {
-        // The exponential of a steeply negative gate overflows to infinity, and the quotient is zero, as it should be.
-        out[i] = gate[i] / (1.0f + expf(-gate[i])) * gate[p.n + i];
+        out[i] = silu_times(gate[i], gate[p.n + i]);
     }
 }
