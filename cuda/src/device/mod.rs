@@ -85,6 +85,8 @@ pub struct CudaDevice {
     released: (Event, bool),
     /// Marks and reads ahead of the two lanes of own steps.
     marks: [Event; 2],
+    /// Marks of a step that was listed then, whose events were not recorded.
+    noted: [bool; 2],
     staged: [Staged; 2],
     windows: Windows,
     /// The lane of the next calls.
@@ -130,6 +132,7 @@ impl CudaDevice {
             unseen,
             released,
             marks,
+            noted: [false; 2],
             staged,
             windows,
             at: 0,
@@ -385,12 +388,20 @@ impl Device for CudaDevice {
     }
 
     fn mark(&mut self, lane: usize) -> Result<(), DeviceError> {
-        // What is listed has not begun.
-        self.lane().settle()?;
+        // An event would end the step's list, and with it the graph: it is recorded when somebody asks.
+        self.noted[lane] = self.lanes[self.at].listed_step().is_some();
+        if self.noted[lane] {
+            return Ok(());
+        }
         Ok(self.marks[lane].record(&self.lanes[self.at].stream)?)
     }
 
     fn reached(&mut self, lane: usize) -> Result<Option<Duration>, DeviceError> {
+        if std::mem::take(&mut self.noted[lane]) {
+            // What is listed has not begun.
+            self.lanes[0].settle()?;
+            self.marks[lane].record(&self.lanes[0].stream)?;
+        }
         // Asked again at once: kernels take microseconds.
         Ok((!self.marks[lane].happened()?).then_some(Duration::ZERO))
     }

@@ -156,6 +156,9 @@ impl Function {
             std::ptr::null_mut(),
         ];
         let dependent = self.waits && stream.takes_dependent();
+        if dependent {
+            stream.launches_dependent();
+        }
         let mut value = sys::CUlaunchAttributeValue { pad: [0; 64] };
         value.programmaticStreamSerializationAllowed = 1;
         let id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
@@ -178,7 +181,7 @@ impl Function {
         let code =
             unsafe { sys::cuLaunchKernelEx(&raw const config, self.handle, std::ptr::null_mut(), extra.as_mut_ptr()) };
         check("cuLaunchKernelEx", code)?;
-        stream.launched(self.waits, dependent);
+        stream.launched(self.waits);
         Ok(())
     }
 }

@@ -25,7 +25,7 @@ struct Dependents {
     /// The stream's last work is a kernel that may have a dependent.
     after_kernel: AtomicBool,
     capturing: AtomicBool,
-    /// The capture has a dependent.
+    /// A dependent was launched in the capture, or refused there.
     captured: AtomicBool,
 }
 
@@ -91,10 +91,14 @@ impl Stream {
         d.allowed.load(Relaxed) && captures && d.after_kernel.load(Relaxed)
     }
 
-    /// Notes a kernel that was launched: whether it waits for earlier ones by itself, and whether it is a dependent.
-    pub(crate) fn launched(&self, waits: bool, dependent: bool) {
+    /// Notes a dependent that is about to be launched.
+    pub(crate) fn launches_dependent(&self) {
+        self.dependents.captured.fetch_or(self.dependents.capturing.load(Relaxed), Relaxed);
+    }
+
+    /// Notes a kernel that was launched, and whether it waits for earlier ones by itself.
+    pub(crate) fn launched(&self, waits: bool) {
         self.dependents.after_kernel.store(waits, Relaxed);
-        self.dependents.captured.fetch_or(dependent && self.dependents.capturing.load(Relaxed), Relaxed);
     }
 
     /// Notes that a capture begins or ends.
