@@ -20,7 +20,7 @@
 
 use bytes::Bytes;
 use lagoon_backend::cpu::{CpuKv, CpuTensor, CpuWeight};
-use lagoon_backend::{AttnBatch, AttnRows, CpuDevice, Device, DeviceError, Mode, Partials, WeightSource};
+use lagoon_backend::{Activation, AttnBatch, AttnRows, CpuDevice, Device, DeviceError, Mode, Partials, WeightSource};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
 use rayon::prelude::*;
 use serde_json::{Value, json};
@@ -168,8 +168,7 @@ impl Model {
             d.attention(&b.qkv, &batch, kv, i, &mut b.attention)?;
             d.matmul(&b.attention.out, output, rows, Mode::Add, &mut b.x)?;
             d.rms_norm(&b.x, &layer.norms[1], 1e-5, rows, &mut b.normed)?;
-            d.matmul(&b.normed, gate_up, rows, Mode::Set, &mut b.gate_up)?;
-            d.silu_mul(&b.gate_up, rows, &mut b.gated)?;
+            d.matmul_activated(&b.normed, gate_up, rows, Activation::SiluMul, &mut b.gate_up, &mut b.gated)?;
             d.matmul(&b.gated, down, rows, Mode::Add, &mut b.x)?;
         }
         if logits {

@@ -6,6 +6,8 @@
 // * Fresh memory is filled with 0xFF (NaN in every float type): nothing may rely on its contents.
 // * Streams queue their work. It runs late, when somebody waits, in a random order that streams and events allow: a
 //   missing wait is a wrong or unmapped read.
+// * A kernel that is launched as a dependent begins before the one ahead of it at times, which then runs when the first thread
+//   waits for it: what is read before the wait is stale.
 // * A kernel is a function of the host, in the library that a test names. One that touches unmapped
 //   memory fails with CUDA_ERROR_ILLEGAL_ADDRESS, which every later call returns, as on a device.
 //
@@ -63,11 +65,16 @@ struct Op {
     // The work may begin once this event has completed that recording.
     std::shared_ptr<Event> after;
     uint64_t version = 0;
+    bool kernel = false;
+    // Of a dependent kernel: runs it, and calls what it is given when it waits for the kernel ahead.
+    std::function<void(const std::function<void()>&)> early = nullptr;
 };
 
 struct Stream {
     std::deque<Op> queue;
     bool capturing = false, invalidated = false;
+    // What was queued last is a kernel.
+    bool after_kernel = false;
     std::vector<Op> captured;
 };
 
@@ -105,7 +112,7 @@ struct State {
     FakeCounts counts{};
     uint64_t bytes_max = 256ull << 20, granularity = 2 << 20;
     uint64_t seed = 0, random = 0x9E3779B97F4A7C15ull;
-    int major = 8, minor = 0, shared_bytes = 163 << 10;
+    int major = 8, minor = 0, shared_bytes = 163 << 10, driver = 13000;
     // Devices that are seen, the name of the first one, and whether they can access each other's memory. They are all one.
     int devices = 1, uuid = 0;
     bool peers = false, shareable = true, rdma = true;
@@ -239,6 +246,11 @@ void lagoon_fake_device(int major, int minor, int shared_bytes) {
     state().shared_bytes = shared_bytes;
 }
 
+void lagoon_fake_driver(int version) {
+    LOCK;
+    state().driver = version;
+}
+
 void lagoon_fake_trap(const char* kernels) {
     LOCK;
     state().trap = kernels;
@@ -292,7 +304,7 @@ int cuInit(unsigned) {
 
 int cuDriverGetVersion(int* version) {
     ENTER("cuDriverGetVersion");
-    *version = 13000;
+    *version = state().driver;
     return OK;
 }
 

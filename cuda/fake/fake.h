@@ -16,6 +16,9 @@ struct FakeCounts {
     uint64_t kernels_run, copies_run, maps, unmaps;
     // Physical memory that was made to be registered for remote direct access.
     uint64_t made_for_rdma;
+    // Kernels that were launched as dependents, those of them that do not directly follow a kernel, and those that began before
+    // the one ahead of them.
+    uint64_t dependents, dependents_misplaced, begun_early;
 };
 void lagoon_fake_counts(FakeCounts* counts);
 // The `nth` call from now on (1 is the next) of the function of this name fails with `code`; "*" is any function but
@@ -28,6 +31,9 @@ void lagoon_fake_fail_from(const char* function, uint64_t nth, int code);
 void lagoon_fake_memory(uint64_t bytes_max, uint64_t granularity);
 // Compute capability, and bytes of shared memory that a block may ask for.
 void lagoon_fake_device(int major, int minor, int shared_bytes);
+// The version of CUDA that the driver supports, 1000 times the major and 10 times the minor version; dependents cannot be
+// captured before 12030.
+void lagoon_fake_driver(int version);
 // Every kernel whose name contains this text fails with CUDA_ERROR_LAUNCH_FAILED, which every later call of the process returns,
 // as after a trap on a device; an empty text takes it back. LAGOON_FAKE_TRAP and LAGOON_FAKE_CAPABILITY ("9.0") are for programs.
 void lagoon_fake_trap(const char* kernels);

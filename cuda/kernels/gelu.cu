@@ -1,6 +1,6 @@
 // The Gaussian error linear unit (Hendrycks and Gimpel 2016), exact or by its tanh approximation. 8 bytes an element. A thread has
 // four elements: a load and a store of 128 bits, or, where the array is not aligned or at its end, of 32 bits each.
-#include "shared/common.cuh"
+#include "shared/activation.cuh"
 
 DEVICE float gelu_of(float v, bool tanh) {
     if (tanh) {
@@ -8,7 +8,7 @@ DEVICE float gelu_of(float v, bool tanh) {
         // 1 + tanh(a) = 2 / (1 + exp(-2 a)), which loses nothing where tanh is close to -1.
         return v / (1.0f + expf(-2.0f * inner));
     }
-    return 0.5f * v * erfcf(-0.7071067811865476f * v);
+    return gelu_exact(v);
 }
 
 KERNEL(gelu, 256, 1, GeluParams) {

@@ -2,18 +2,23 @@
 #include "shared/gemm.cuh"
 #include "shared/gemv.cuh"
 
-#define GEMV_FEW(TYPE, NAME)                                              \
-    KERNEL(gemv_##NAME##_1, 256, 3, GemvParams) { gemv_few<TYPE, 1>(p); } \
-    KERNEL(gemv_##NAME##_2, 256, 3, GemvParams) { gemv_few<TYPE, 2>(p); }
+// Products of few rows wait behind the loads of their first weights.
+#define GEMV(NAME, BLOCKS, CALL)                           \
+    KERNEL_THAT_WAITS(gemv_##NAME, 256, BLOCKS, GemvParams) { \
+        launch_dependents();                               \
+        CALL(p);                                           \
+    }
 
-GEMV_FEW(float, f32)
-GEMV_FEW(f16, f16)
-GEMV_FEW(bf16, bf16)
-
-KERNEL(gemv_f16_8, 256, 2, GemvParams) { gemv<f16, 1>(p); }
-KERNEL(gemv_f16_16, 256, 1, GemvParams) { gemv<f16, 2>(p); }
-KERNEL(gemv_bf16_8, 256, 2, GemvParams) { gemv<bf16, 1>(p); }
-KERNEL(gemv_bf16_16, 256, 1, GemvParams) { gemv<bf16, 2>(p); }
+GEMV(f32_1, 3, (gemv_few<float, 1>))
+GEMV(f32_2, 3, (gemv_few<float, 2>))
+GEMV(f16_1, 3, (gemv_few<f16, 1>))
+GEMV(f16_2, 3, (gemv_few<f16, 2>))
+GEMV(bf16_1, 3, (gemv_few<bf16, 1>))
+GEMV(bf16_2, 3, (gemv_few<bf16, 2>))
+GEMV(f16_8, 2, (gemv<f16, 1>))
+GEMV(f16_16, 1, (gemv<f16, 2>))
+GEMV(bf16_8, 2, (gemv<bf16, 1>))
+GEMV(bf16_16, 1, (gemv<bf16, 2>))
 
 KERNEL(split_f16, 256, 1, SplitParams) { split_rows<f16, true>(p); }
 KERNEL(split_bf16, 256, 1, SplitParams) { split_rows<bf16, false>(p); }

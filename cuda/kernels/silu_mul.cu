@@ -1,6 +1,6 @@
 // The gated activation of Llama's feed-forward layer (SwiGLU, Shazeer 2020). 12 bytes an output element: bound by memory. A thread
 // has four columns: two loads and a store of 128 bits, or, where rows are not aligned, four of 32 bits each.
-#include "shared/common.cuh"
+#include "shared/activation.cuh"
 
 template <int W>
 DEVICE void silu_mul_row(const GateParams& p) {
@@ -21,9 +21,8 @@ DEVICE void silu_mul_row(const GateParams& p) {
     for (uint32_t i = 0; i < COUNT; i++) {
         const uint32_t column = first + part_column<W>(i);
         if (column >= p.n) continue;
-        // The exponential of a steeply negative gate overflows to infinity, and the quotient is zero, as it should be.
 #pragma unroll
-        for (int e = 0; e < W; e++) a[i].x[e] = a[i].x[e] / (1.0f + expf(-a[i].x[e])) * b[i].x[e];
+        for (int e = 0; e < W; e++) a[i].x[e] = silu_times(a[i].x[e], b[i].x[e]);
         store_part(out + column, a[i]);
     }
 }

@@ -113,3 +113,37 @@ KERNEL(faulty_products, 128, 1, GatherParams) {
         warpgroup_wait<0>();
     }
 }
+
+// Copies 64 words of `x` to `out`, as a kernel that is launched before the one ahead of it has ended; `cols` says which mistake
+// is made.
+KERNEL_THAT_WAITS(faulty_waits, 64, 1, GatherParams) {
+    const uint32_t* x = at<const uint32_t>(p.x);
+    uint32_t* out = at<uint32_t>(p.out);
+    const uint32_t thread = threadIdx.x;
+    launch_dependents();
+    switch (p.cols) {
+        case 0:  // none
+            wait_for_grids();
+            out[thread] = x[thread];
+            break;
+        case 1:  // no wait
+            out[thread] = x[thread];
+            break;
+        case 2:  // threads that do not wait
+            if (thread < 32) wait_for_grids();
+            out[thread] = x[thread];
+            break;
+        case 3: {  // what an earlier grid writes is read before the wait
+            const uint32_t word = x[thread];
+            wait_for_grids();
+            out[thread] = word;
+            break;
+        }
+        case 4:  // what an earlier grid reads is written before the wait
+            at<uint32_t>(p.x)[thread] = 9;
+            wait_for_grids();
+            break;
+        default:
+            break;
+    }
+}

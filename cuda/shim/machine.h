@@ -2,8 +2,8 @@
 // meet is a barrier of fibers. Kernels are compiled against it with LAGOON_SHIM by any C++17 compiler.
 //
 // What it shows: indices, masks, fragments' layouts, barriers that are missing or that not all reach, reads of shared memory
-// before it is written (it starts as NaN), copies and products that are not waited for, and with an address sanitizer every
-// access out of bounds. What it cannot: races inside a warp's instruction, the real rounding of tensor cores, and speed.
+// before it is written (it starts as NaN), copies, products and earlier grids that are not waited for, and with an address
+// sanitizer every access out of bounds. What it cannot: races inside a warp's instruction, the real rounding of tensor cores, and speed.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -21,12 +21,20 @@
 #else
 #define SHARED static thread_local
 #endif
-#define KERNEL(NAME, THREADS, BLOCKS, PARAMS)                                                     \
+#define KERNEL_THAT_WAITS(NAME, THREADS, BLOCKS, PARAMS)                                          \
     static void NAME##_body(const PARAMS& p);                                                     \
     static const shim::Registration NAME##_registration(                                          \
         #NAME, THREADS, sizeof(PARAMS),                                                           \
         [](const void* p) { NAME##_body(*static_cast<const PARAMS*>(p)); });                      \
     static void NAME##_body(const PARAMS& p)
+#define KERNEL(NAME, THREADS, BLOCKS, PARAMS)            \
+    static void NAME##_after_wait(const PARAMS& p);      \
+    KERNEL_THAT_WAITS(NAME, THREADS, BLOCKS, PARAMS) {   \
+        launch_dependents();                             \
+        wait_for_grids();                                \
+        NAME##_after_wait(p);                            \
+    }                                                    \
+    static void NAME##_after_wait(const PARAMS& p)
 
 #define threadIdx (shim::self->thread)
 #define blockIdx (shim::block->index)
@@ -69,6 +77,8 @@ struct Lane {
     uint32_t warp = 0, lane = 0;
     void* stack_pointer = nullptr;
     bool done = false;
+    // Whether it has waited for the grids before.
+    bool waited_for_grids = false;
     // Turns that it lets pass.
     uint32_t pauses = 0;
     const Barrier* waits_at = nullptr;
@@ -169,6 +179,8 @@ void report(const char* what);
 [[noreturn]] void stop();
 [[noreturn]] void fail(const char* what);
 bool has_failed();
+// A thread waits for the grids before: the launch's first one runs what `lagoon_shim_before_wait` was given.
+void wait_for_grids();
 // Gives others their turn until the barrier's generation is another; or, in the random order, for a while, once in `chance` times.
 void wait_at(Barrier& barrier);
 void pause(uint32_t chance);
@@ -330,6 +342,9 @@ void copy_wait() {
         groups.erase(groups.begin());
     }
 }
+
+inline void launch_dependents() {}
+inline void wait_for_grids() { shim::wait_for_grids(); }
 
 inline void sync_block() {
     shim::meet_at(shim::block->barrier, shim::block->threads.x, "sync_block", nullptr, nullptr);

@@ -10,6 +10,8 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <thread>
+#include <utility>
 
 #include "machine.h"
 #include "tensor_map.h"
@@ -51,6 +53,9 @@ thread_local bool failed;
 thread_local void* scheduler;
 thread_local const Kernel* running;
 thread_local const void* running_params;
+// What happens before the first thread of a launch has waited for the grids before it.
+thread_local void (*before_wait)(void*);
+thread_local void* before_wait_context;
 
 uint32_t random_below(uint32_t n) {
     random_state ^= random_state << 13;
@@ -155,6 +160,7 @@ void fiber() {
         if (!group.empty()) fail("a thread ends while its copies are under way");
     }
     if (self->issued > self->waited) fail("a thread ends while its products are under way");
+    if (!self->waited_for_grids) fail("a thread ends that has not waited for the grids before");
     yield();
     __builtin_unreachable();
 }
@@ -270,6 +276,13 @@ void fail(const char* what) {
 
 bool has_failed() { return failed; }
 
+void wait_for_grids() {
+    self->waited_for_grids = true;
+    if (before_wait == nullptr) return;
+    // On another thread, whose state is its own: it is a launch.
+    std::thread(std::exchange(before_wait, nullptr), before_wait_context).join();
+}
+
 void wait_at(Barrier& barrier) {
     self->waits_at = &barrier;
     self->waits_for = barrier.generation;
@@ -382,6 +395,14 @@ void lagoon_shim_order(int order, uint64_t seed) {
     shim::order = order;
     shim::random_state = seed | 1;
 }
+
+// This thread's next launch begins before earlier work: `run(context)` is called, on another thread, when its first thread waits
+// for the grids before. Whether that has happened: false after a launch in which no thread waited, which it takes back.
+void lagoon_shim_before_wait(void (*run)(void*), void* context) {
+    shim::before_wait = run;
+    shim::before_wait_context = context;
+}
+int lagoon_shim_waited() { return std::exchange(shim::before_wait, nullptr) == nullptr; }
 
 // What went wrong in this thread's last launch.
 const char* lagoon_shim_error() { return shim::error.c_str(); }

@@ -125,10 +125,10 @@ fn out_of_memory_is_an_error_everywhere() {
 fn a_refused_launch_is_an_error() {
     with_device("a_refused_launch_is_an_error", None, |device, fake| {
         let x = device.tensor(2, 8).unwrap();
-        let mut out = device.tensor(2, 4).unwrap();
-        fake.fail("cuLaunchKernel", 1, fake::UNKNOWN);
-        assert!(matches!(device.silu_mul(&x, 2, &mut out), Err(DeviceError::Lost(_))));
-        device.silu_mul(&x, 2, &mut out).unwrap();
+        let mut out = device.tensor(2, 8).unwrap();
+        fake.fail("cuLaunchKernelEx", 1, fake::UNKNOWN);
+        assert!(matches!(device.gather_rows(&x, &[0], &mut out), Err(DeviceError::Lost(_))));
+        device.gather_rows(&x, &[0], &mut out).unwrap();
     });
 }
 

@@ -12,7 +12,7 @@ mod shim;
 
 use fake::{Fake, UNKNOWN};
 use lagoon_backend::conformance::Data;
-use lagoon_backend::{AttnBatch, AttnRows, Device, Mode, Partials};
+use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, Mode, Partials};
 use lagoon_cuda::kernels::attention::{DecodeClass, Tuning};
 use lagoon_cuda::{CudaDevice, CudaKv, CudaOptions, CudaTensor, CudaWeight, LinearLayers};
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
@@ -21,6 +21,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 const G: AttentionGeometry = AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64 };
 const SHAPE: KvShape = KvShape { layers: 2, kv_heads: 2, head_dim: 64, dtype: DType::F16 };
 const HIDDEN: usize = 96;
+/// Columns of the feed-forward layer.
+const INNER: usize = 72;
 const VOCAB: u32 = 40;
 /// Slots of a sequence in the store.
 const ROOM: u32 = 300;
@@ -42,9 +44,13 @@ fn with_fake(name: &str, test: impl FnOnce(&Fake)) {
 }
 
 fn open(no_graphs: bool, linear: LinearLayers) -> CudaDevice {
+    open_with(CudaOptions { no_graphs, linear, ..CudaOptions::default() })
+}
+
+fn open_with(options: CudaOptions) -> CudaDevice {
     let class = DecodeClass { warps: 2, stages: 2, blocks_per_sm: 1, piece_keys_min: 64 };
     let tuning = Some(Tuning { classes: [class; 3], ..Tuning::untuned(4) });
-    CudaDevice::open(b"any image", CudaOptions { tuning, linear, no_graphs, ..CudaOptions::default() }).unwrap()
+    CudaDevice::open(b"any image", CudaOptions { tuning, ..options }).unwrap()
 }
 
 /// A model of two layers, and what its steps need.
@@ -53,12 +59,16 @@ struct Model {
     norm: CudaWeight,
     qkv: CudaWeight,
     o: CudaWeight,
+    up: CudaWeight,
+    down: CudaWeight,
     kv: CudaKv,
     x: CudaTensor,
     normed: CudaTensor,
     projected: CudaTensor,
     rope: CudaTensor,
     attn: Partials<CudaTensor>,
+    product: CudaTensor,
+    act: CudaTensor,
     logits: CudaTensor,
 }
 
@@ -70,12 +80,16 @@ impl Model {
             norm: data.weight(device, DType::F32, 1, HIDDEN).0,
             qkv: data.weight(device, DType::BF16, G.qkv_dim(), HIDDEN).0,
             o: data.weight(device, DType::F16, HIDDEN, G.q_dim()).0,
+            up: data.weight(device, DType::BF16, 2 * INNER, HIDDEN).0,
+            down: data.weight(device, DType::BF16, HIDDEN, INNER).0,
             kv: device.kv(SHAPE, batch * ROOM as usize).unwrap(),
             x: device.tensor(batch, HIDDEN).unwrap(),
             normed: device.tensor(batch, HIDDEN).unwrap(),
             projected: device.tensor(batch, G.qkv_dim()).unwrap(),
             rope: device.tensor(batch, 64).unwrap(),
             attn: device.partials(batch, G).unwrap(),
+            product: device.tensor(batch, 2 * INNER).unwrap(),
+            act: device.tensor(batch, INNER).unwrap(),
             logits: device.tensor(batch, VOCAB as usize).unwrap(),
         }
     }
@@ -112,6 +126,11 @@ impl Model {
             d.rope_append(&mut self.projected, &self.rope, G, &slots, &mut self.kv, layer).unwrap();
             d.attention(&self.projected, &batch, &self.kv, layer, &mut self.attn).unwrap();
             d.matmul(&self.attn.out, &self.o, rows, Mode::Add, &mut self.x).unwrap();
+            d.rms_norm(&self.x, &self.norm, 1e-5, rows, &mut self.normed).unwrap();
+            let silu = Activation::SiluMul;
+            d.matmul_activated(&self.normed, &self.up, rows, silu, &mut self.product, &mut self.act).unwrap();
+            d.matmul(&self.act, &self.down, rows, Mode::Add, &mut self.x).unwrap();
+            d.mark(0).unwrap();
         }
         d.matmul(&self.x, &self.embed, rows, Mode::Set, &mut self.logits).unwrap();
         let mut out = Vec::new();
@@ -212,6 +231,27 @@ fn graphs_are_bounded() {
     });
 }
 
+/// The marks behind each layer, which nobody asks for while a step is alone, do not divide it.
+#[test]
+fn a_replayed_step_launches_no_kernel_by_itself() {
+    with_fake("a_replayed_step_launches_no_kernel_by_itself", |fake| {
+        let mut device = open(false, LinearLayers::Own);
+        let mut model = Model::new(&mut device, 2);
+        run(&mut device, &mut model, 2, 20, 3);
+        fake.fail("cuLaunchKernelEx", 1, UNKNOWN);
+        run(&mut device, &mut model, 2, 23, 2);
+        fake.fail("", 0, 0);
+        assert_eq!((device.graphs().0.captured, device.graphs().0.replayed), (1, 3));
+        // Asked for, a mark is behind what was listed before it.
+        device.begin_repeatable().unwrap();
+        device.gather_rows(&model.x, &[1, 0], &mut model.normed).unwrap();
+        device.mark(1).unwrap();
+        let before = fake.counts().kernels_run;
+        while device.reached(1).unwrap().is_some() {}
+        assert_eq!(fake.counts().kernels_run, before + 1);
+    });
+}
+
 /// A driver that cannot capture costs graphs, not steps.
 #[test]
 fn a_capture_that_fails_is_launched_as_it_is() {
@@ -235,25 +275,87 @@ fn a_capture_that_fails_is_launched_as_it_is() {
 fn what_cannot_be_listed_settles_first() {
     with_fake("what_cannot_be_listed_settles_first", |_| {
         let mut device = open(false, LinearLayers::Own);
-        let (mut x, mut out) = (device.tensor(2, 8).unwrap(), device.tensor(2, 4).unwrap());
-        let spare = device.tensor(2, 4).unwrap();
+        let (mut x, mut out) = (device.tensor(2, 8).unwrap(), device.tensor(2, 8).unwrap());
+        let spare = device.tensor(2, 8).unwrap();
         let mut kv = device.kv(SHAPE, 10).unwrap();
         let token = vec![0u8; SHAPE.layer_token_bytes()];
         for round in 0..4u16 {
             device.begin_repeatable().unwrap();
             device.write(&mut x, 0, &[f32::from(round) + 1.0; 16]).unwrap();
-            device.silu_mul(&x, 2, &mut out).unwrap();
+            device.gather_rows(&x, &[1, 0], &mut out).unwrap();
             device.kv_write(&mut kv, 0, 0, &token).unwrap();
             device.write(&mut x, 0, &[0.0; 16]).unwrap();
             let mut got = Vec::new();
-            device.read(&out, 0..2, 0..4, &mut got).unwrap();
-            let x = f32::from(round) + 1.0;
-            assert!(got.iter().all(|v| (v - x * x / (1.0 + (-x).exp())).abs() < 1e-4), "{got:?}");
+            device.read(&out, 0..2, 0..8, &mut got).unwrap();
+            assert_eq!(got, [f32::from(round) + 1.0; 16]);
             // Given up: the next step begins, and what this one would have written is not.
             device.begin_repeatable().unwrap();
             device.gather_rows(&spare, &[0, 1], &mut out).unwrap();
         }
         device.begin_repeatable().unwrap();
         device.sync().unwrap();
+    });
+}
+
+/// Kernels that begin before the one ahead has ended: results are those of kernels one after the other, bit for bit, launched and
+/// replayed; where the device cannot, and where they were not asked for, no kernel does.
+#[test]
+fn dependents_change_no_bit() {
+    for _ in 0..2 {
+        with_fake("dependents_change_no_bit", |fake| {
+            let mut results = Vec::new();
+            for (capability, no_dependent_launch, no_graphs) in
+                [(8, false, false), (9, true, false), (9, false, true), (9, false, false)]
+            {
+                fake.device(capability, 0, 227 << 10);
+                let before = fake.counts();
+                let linear = LinearLayers::Own;
+                let options = CudaOptions { linear, no_graphs, no_dependent_launch, ..CudaOptions::default() };
+                let mut device = open_with(options);
+                let mut model = Model::new(&mut device, 20);
+                // Streams of weights, then tiles; one piece a sequence, then several.
+                let mut bits = run(&mut device, &mut model, 3, 60, 4);
+                bits.extend(run(&mut device, &mut model, 18, 5, 3));
+                results.push(bits);
+                let (counters, _, off) = device.graphs();
+                assert_eq!((off, counters.replayed), (None, if no_graphs { 0 } else { 3 }));
+                let after = fake.counts();
+                let expected = capability == 9 && !no_dependent_launch;
+                assert_eq!(after.dependents > before.dependents, expected, "launched as dependents");
+                assert_eq!(after.begun_early > before.begun_early, expected, "begun before the kernel ahead");
+            }
+            assert!(results[0].iter().all(|bits| f32::from_bits(*bits).is_finite()));
+            assert!(results.iter().all(|bits| *bits == results[0]));
+        });
+    }
+}
+
+/// Drivers before CUDA 12.3 capture no dependents, and others may refuse: graphs are made without them.
+#[test]
+fn graphs_do_without_dependents_where_the_driver_does() {
+    with_fake("graphs_do_without_dependents_where_the_driver_does", |fake| {
+        fake.device(9, 0, 227 << 10);
+        for (version, captures_dependents) in [(12_020, false), (13_000, true)] {
+            fake.driver(version);
+            // The call of a capture that is refused: none, the end, the second kernel.
+            for refused in [None, Some(("cuStreamEndCapture", 1)), Some(("cuLaunchKernelEx", 2))] {
+                let (mut device, mut plain) = (open(false, LinearLayers::Own), open(true, LinearLayers::Own));
+                let (mut model, mut expected) = (Model::new(&mut device, 2), Model::new(&mut plain, 2));
+                let mut got = run(&mut device, &mut model, 2, 20, 1);
+                if let Some((function, nth)) = refused {
+                    fake.fail(function, nth, UNKNOWN);
+                }
+                got.extend(run(&mut device, &mut model, 2, 21, 3));
+                assert_eq!(got, run(&mut plain, &mut expected, 2, 20, 4), "{version} {refused:?}");
+                let (counters, _, off) = device.graphs();
+                // What is refused for another reason than dependents is not tried again.
+                let replays = refused.is_none() || captures_dependents;
+                assert_eq!(
+                    (counters.replayed, off.is_none()),
+                    (if replays { 2 } else { 0 }, replays),
+                    "{version} {refused:?}"
+                );
+            }
+        }
     });
 }

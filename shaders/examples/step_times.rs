@@ -8,7 +8,7 @@
 #![allow(clippy::unwrap_used, reason = "an example stops at the first error")]
 
 use bytes::Bytes;
-use lagoon_backend::{AttnBatch, AttnRows, Device, Mode, Partials, WeightSource};
+use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, Mode, Partials, WeightSource};
 use lagoon_shaders::{AdapterChoice, WgpuDevice, WgpuKv, WgpuTensor, WgpuWeight};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
 use std::collections::BTreeMap;
@@ -130,10 +130,9 @@ fn step(device: &mut WgpuDevice, m: &mut Model, pos: u32, rows: u32) -> Vec<f32>
         m.lap(device, "matmul.o", t);
         device.rms_norm(&m.x, &m.norm, 1e-5, n, &mut m.normed).unwrap();
         m.lap(device, "rms_norm", t);
-        device.matmul(&m.normed, &m.layers[index].up, n, Mode::Set, &mut m.gate_up).unwrap();
-        m.lap(device, "matmul.up", t);
-        device.silu_mul(&m.gate_up, n, &mut m.act).unwrap();
-        m.lap(device, "silu_mul", t);
+        let up = &m.layers[index].up;
+        device.matmul_activated(&m.normed, up, n, Activation::SiluMul, &mut m.gate_up, &mut m.act).unwrap();
+        m.lap(device, "matmul_activated.up", t);
         device.matmul(&m.act, &m.layers[index].down, n, Mode::Add, &mut m.x).unwrap();
         m.lap(device, "matmul.down", t);
     }

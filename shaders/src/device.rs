@@ -6,7 +6,9 @@ use crate::kernel::{Encoding, Kernel, MatvecRows};
 use crate::memory::{WgpuKv, WgpuTensor, WgpuWeight, quads, word};
 use crate::params;
 use crate::plan::{self, Bounds, ITEMS, Plan};
-use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, KvPiece, Mode, Partials, WeightSource};
+use lagoon_backend::{
+    Activation, AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, KvPiece, Mode, Partials, WeightSource,
+};
 use lagoon_types::{Alibi, AttentionGeometry, KvRun, KvShape};
 use std::ops::Range;
 
@@ -295,6 +297,37 @@ impl Device for WgpuDevice {
         Ok(())
     }
 
+    fn matmul_activated(
+        &mut self,
+        x: &WgpuTensor,
+        weight: &WgpuWeight,
+        rows: usize,
+        activation: Activation,
+        product: &mut WgpuTensor,
+        out: &mut WgpuTensor,
+    ) -> Result<(), DeviceError> {
+        assert!(product.cols == activation.inputs() * out.cols && rows <= out.rows, "activation shapes");
+        self.matmul(x, weight, rows, Mode::Set, product)?;
+        self.gpu.begin()?;
+        let buffers = [Some(&product.buf), Some(&out.buf)];
+        match activation {
+            Activation::SiluMul => {
+                let params = params::SiluMul {
+                    rows: word(rows),
+                    n: word(out.cols),
+                    x_stride: word(product.stride()),
+                    out_stride: word(out.stride()),
+                };
+                let groups = (params.rows * params.n).div_ceil(64);
+                self.gpu.dispatch(Kernel::SiluMul, &params, &buffers, groups, 1)
+            }
+            Activation::Gelu => {
+                let params = params::Gelu { quads: word(rows * quads(out.cols)), ..Default::default() };
+                self.gpu.dispatch(Kernel::Gelu, &params, &buffers, params.quads.div_ceil(64), 1)
+            }
+        }
+    }
+
     fn rope_append(
         &mut self,
         qkv: &mut WgpuTensor,
@@ -425,19 +458,6 @@ impl Device for WgpuDevice {
         Ok(())
     }
 
-    fn silu_mul(&mut self, x: &WgpuTensor, rows: usize, out: &mut WgpuTensor) -> Result<(), DeviceError> {
-        assert!(x.cols == 2 * out.cols && rows <= x.rows.min(out.rows), "gate and up shapes");
-        self.gpu.begin()?;
-        let params = params::SiluMul {
-            rows: word(rows),
-            n: word(out.cols),
-            x_stride: word(x.stride()),
-            out_stride: word(out.stride()),
-        };
-        let groups = (params.rows * params.n).div_ceil(64);
-        self.gpu.dispatch(Kernel::SiluMul, &params, &[Some(&x.buf), Some(&out.buf)], groups, 1)
-    }
-
     fn add_bias(&mut self, x: &mut WgpuTensor, bias: &WgpuWeight, rows: usize) -> Result<(), DeviceError> {
         assert!((bias.rows, bias.cols) == (1, x.cols) && rows <= x.rows, "shapes of a bias");
         self.gpu.begin()?;
@@ -445,14 +465,6 @@ impl Device for WgpuDevice {
         let params = params::AddBias { all: word(rows * quads), quads: word(quads), ..Default::default() };
         let kernel = Kernel::AddBias(self.gpu.encoding(bias.dtype));
         self.gpu.dispatch(kernel, &params, &[Some(&bias.shards[0].buf), Some(&x.buf)], params.all.div_ceil(64), 1)
-    }
-
-    fn gelu(&mut self, x: &WgpuTensor, rows: usize, out: &mut WgpuTensor) -> Result<(), DeviceError> {
-        assert!(x.cols == out.cols && rows <= x.rows.min(out.rows), "activation shapes");
-        self.gpu.begin()?;
-        let params = params::Gelu { quads: word(rows * quads(x.cols)), ..Default::default() };
-        let buffers = [Some(&x.buf), Some(&out.buf)];
-        self.gpu.dispatch(Kernel::Gelu, &params, &buffers, params.quads.div_ceil(64), 1)
     }
 
     fn gather_rows(&mut self, x: &WgpuTensor, rows: &[u32], out: &mut WgpuTensor) -> Result<(), DeviceError> {

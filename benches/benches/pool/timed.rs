@@ -6,7 +6,7 @@
 
 use bytes::Bytes;
 use lagoon_backend::cpu::{CpuKv, CpuTensor, CpuWeight};
-use lagoon_backend::{AttnBatch, CpuDevice, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
+use lagoon_backend::{Activation, AttnBatch, CpuDevice, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
 use lagoon_model::{LlamaWeights, LoadedTensor, ModelConfig, ModelError};
 use lagoon_runner::Report;
 use lagoon_types::{AttentionGeometry, DType, KvShape};
@@ -244,6 +244,18 @@ impl Device for Timed {
         if skipped(rows) { Ok(()) } else { self.inner.matmul(x, weight, rows, mode, out) }
     }
 
+    fn matmul_activated(
+        &mut self,
+        x: &CpuTensor,
+        weight: &CpuWeight,
+        rows: usize,
+        activation: Activation,
+        product: &mut CpuTensor,
+        out: &mut CpuTensor,
+    ) -> Result<(), DeviceError> {
+        if skipped(rows) { Ok(()) } else { self.inner.matmul_activated(x, weight, rows, activation, product, out) }
+    }
+
     fn rope_append(
         &mut self,
         qkv: &mut CpuTensor,
@@ -286,16 +298,8 @@ impl Device for Timed {
         self.inner.merge(acc, other, geometry)
     }
 
-    fn silu_mul(&mut self, x: &CpuTensor, rows: usize, out: &mut CpuTensor) -> Result<(), DeviceError> {
-        if skipped(rows) { Ok(()) } else { self.inner.silu_mul(x, rows, out) }
-    }
-
     fn add_bias(&mut self, x: &mut CpuTensor, bias: &CpuWeight, rows: usize) -> Result<(), DeviceError> {
         if skipped(rows) { Ok(()) } else { self.inner.add_bias(x, bias, rows) }
-    }
-
-    fn gelu(&mut self, x: &CpuTensor, rows: usize, out: &mut CpuTensor) -> Result<(), DeviceError> {
-        if skipped(rows) { Ok(()) } else { self.inner.gelu(x, rows, out) }
     }
 
     fn gather_rows(&mut self, x: &CpuTensor, rows: &[u32], out: &mut CpuTensor) -> Result<(), DeviceError> {

@@ -13,8 +13,14 @@
 // blocks a multiprocessor make 32 to 64 KB, and latency asks for 29 KB (4.8 TB/s times 0.8 µs over 132).
 //
 // Exactness for nothing: activations enter as the sum of three terms of the weights' type, which is all of an f32.
+//
+// An up projection applies its activation to the sums: what else is written, read again and written, 2 n f32 and n f32 a row, is
+// n f32. A gated block's weight rows are half gates and half the ups of the same outputs.
+//
+// The first weights are loaded before the grids before have completed (see ptx.cuh): of a launch that begins early, reading the
+// weight does.
 #pragma once
-#include "common.cuh"
+#include "activation.cuh"
 
 constexpr uint32_t GEMV_WARPS = 8;
 
@@ -59,19 +65,43 @@ DEVICE void load_activations(const GemvParams& p, uint32_t row, uint32_t column,
     }
 }
 
-// 16 bytes of a weight row; zeros beyond its end. Rows beyond the last are read as the last and not written.
-template <typename T>
-DEVICE uint4 load_weights(const GemvParams& p, uint32_t row, uint32_t column) {
-    const T* from = at<const T>(p.w) + static_cast<uint64_t>(min(row, p.n - 1)) * p.ldw + column;
-    return column < p.ldw ? load_once(from) : uint4{0, 0, 0, 0};
+// Where row `j` of a block's BLOCK weight rows begins. Rows beyond the last are read as the last and not written.
+template <typename T, uint32_t BLOCK>
+DEVICE const T* weight_row(const GemvParams& p, uint32_t j) {
+    uint32_t row = min(blockIdx.x * BLOCK + j, p.n - 1);
+    if (p.activation == ACTIVATION_SILU_MUL) {
+        const uint32_t columns = p.n / 2;
+        row = min(blockIdx.x * (BLOCK / 2) + j % (BLOCK / 2), columns - 1) + (j < BLOCK / 2 ? 0 : columns);
+    }
+    return at<const T>(p.w) + static_cast<uint64_t>(row) * p.ldw;
 }
 
+// 16 bytes of a weight row; zeros beyond its end.
 template <typename T>
-DEVICE void store_product(const GemvParams& p, uint32_t row, uint32_t n, float sum) {
-    if (row >= p.rows || n >= p.n) return;
-    if (p.bias) sum += widen(at<const T>(p.bias)[n]);
-    float* out = at<float>(p.out) + static_cast<uint64_t>(row) * p.out_stride + n;
-    *out = p.add ? *out + sum : sum;
+DEVICE uint4 load_weights(const GemvParams& p, const T* row, uint32_t column) {
+    return column < p.ldw ? load_once(row + column) : uint4{0, 0, 0, 0};
+}
+
+// Writes ROWS rows of a block's results; `sum(r, j)` is the product of row `row0 + r` and of the block's weight row `j`.
+template <typename T, uint32_t BLOCK, uint32_t ROWS, typename Sum>
+DEVICE void store_products(const GemvParams& p, uint32_t row0, Sum sum) {
+    const bool gated = p.activation == ACTIVATION_SILU_MUL;
+    const uint32_t width = gated ? BLOCK / 2 : BLOCK, columns = gated ? p.n / 2 : p.n;
+    for (uint32_t i = threadIdx.x; i < width * ROWS; i += blockDim.x) {
+        const uint32_t j = i % width, r = i / width, n = blockIdx.x * width + j;
+        if (row0 + r >= p.rows || n >= columns) continue;
+        float x = sum(r, j);
+        if (p.bias) x += widen(at<const T>(p.bias)[n]);
+        if (gated) {
+            float up = sum(r, j + width);
+            if (p.bias) up += widen(at<const T>(p.bias)[n + columns]);
+            x = silu_times(x, up);
+        } else if (p.activation == ACTIVATION_GELU) {
+            x = gelu_exact(x);
+        }
+        float* out = at<float>(p.out) + static_cast<uint64_t>(row0 + r) * p.out_stride + n;
+        *out = p.add ? *out + x : x;
+    }
 }
 
 constexpr uint32_t FEW_WEIGHTS = 4, FEW_BLOCK = FEW_WEIGHTS * GEMV_WARPS / 2;
@@ -83,15 +113,19 @@ DEVICE void gemv_few(const GemvParams& p) {
     constexpr uint32_t EACH = Packed<T>::COUNT, STEP = 2 * 32 * EACH;
     SHARED float parts[GEMV_WARPS][FEW_WEIGHTS][ROWS];
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const uint32_t n0 = blockIdx.x * FEW_BLOCK + warp / 2 * FEW_WEIGHTS, row0 = blockIdx.y * ROWS;
+    const uint32_t row0 = blockIdx.y * ROWS;
+    const T* weights[FEW_WEIGHTS];
+#pragma unroll
+    for (uint32_t i = 0; i < FEW_WEIGHTS; i++) weights[i] = weight_row<T, FEW_BLOCK>(p, warp / 2 * FEW_WEIGHTS + i);
     float sums[FEW_WEIGHTS][ROWS] = {};
     uint4 now[FEW_WEIGHTS], next[FEW_WEIGHTS];
     uint32_t k = (warp % 2 * 32 + lane) * EACH;
 #pragma unroll
-    for (uint32_t i = 0; i < FEW_WEIGHTS; i++) now[i] = load_weights<T>(p, n0 + i, k);
+    for (uint32_t i = 0; i < FEW_WEIGHTS; i++) now[i] = load_weights(p, weights[i], k);
+    wait_for_grids();
     for (; k < p.k; k += STEP) {
 #pragma unroll
-        for (uint32_t i = 0; i < FEW_WEIGHTS; i++) next[i] = load_weights<T>(p, n0 + i, k + STEP);
+        for (uint32_t i = 0; i < FEW_WEIGHTS; i++) next[i] = load_weights(p, weights[i], k + STEP);
         float x[ROWS][EACH];
 #pragma unroll
         for (int r = 0; r < ROWS; r++) load_activations<EACH>(p, row0 + r, k, x[r]);
@@ -116,10 +150,10 @@ DEVICE void gemv_few(const GemvParams& p) {
         }
     }
     sync_block();
-    for (uint32_t i = threadIdx.x; i < FEW_BLOCK * ROWS; i += blockDim.x) {
-        const uint32_t n = i % FEW_BLOCK, r = i / FEW_BLOCK, pair = n / FEW_WEIGHTS * 2, w = n % FEW_WEIGHTS;
-        store_product<T>(p, row0 + r, blockIdx.x * FEW_BLOCK + n, parts[pair][w][r] + parts[pair + 1][w][r]);
-    }
+    store_products<T, FEW_BLOCK, ROWS>(p, row0, [&](uint32_t r, uint32_t j) {
+        const uint32_t pair = j / FEW_WEIGHTS * 2, w = j % FEW_WEIGHTS;
+        return parts[pair][w][r] + parts[pair + 1][w][r];
+    });
 }
 
 // Activations as three terms, and how their products add up.
@@ -169,17 +203,23 @@ template <typename T, int TILES>
 struct GemvWarp {
     static constexpr int SUMS = Terms<T>::SUMS;
     const GemvParams& p;
-    uint32_t n0;
+    // Of each 16 weight rows: rows lane / 4 and lane / 4 + 8.
+    const T* weights[2][2];
     // Of 16 weight rows, by 8 rows of activations.
     float sums[2][TILES][SUMS][4];
 
-    // For each half of the columns and each 16 weight rows: rows lane / 4 and lane / 4 + 8.
+    DEVICE void find_weights() {
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) weights[i / 2][i % 2] = weight_row<T, GEMV_ROWS>(p, 8 * i + threadIdx.x % 32 / 4);
+    }
+
+    // For each half of the columns: of those rows.
     DEVICE void load(uint32_t k, uint4 (&w)[2][2][2]) const {
         const uint32_t lane = threadIdx.x % 32;
 #pragma unroll
         for (uint32_t i = 0; i < 8; i++) {
             const uint32_t half = i / 4, m = i / 2 % 2, high = i % 2;
-            w[half][m][high] = load_weights<T>(p, n0 + 16 * m + 8 * high + lane / 4, k + 32 * half + lane % 4 * 8);
+            w[half][m][high] = load_weights(p, weights[m][high], k + 32 * half + lane % 4 * 8);
         }
     }
 
@@ -215,10 +255,12 @@ template <typename T, int TILES>
 DEVICE void gemv(const GemvParams& p) {
     SHARED float parts[GEMV_WARPS][8 * TILES][GEMV_ROWS];
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    GemvWarp<T, TILES> state = {p, blockIdx.x * GEMV_ROWS, {}};
+    GemvWarp<T, TILES> state = {p, {}, {}};
+    state.find_weights();
     uint4 now[2][2][2], next[2][2][2];
     uint32_t k = warp * GEMV_STEP;
     state.load(k, now);
+    wait_for_grids();
     for (; k < p.k; k += GEMV_WARPS * GEMV_STEP) {
         state.load(k + GEMV_WARPS * GEMV_STEP, next);
         state.multiply(k, now);
@@ -239,10 +281,9 @@ DEVICE void gemv(const GemvParams& p) {
         }
     }
     sync_block();
-    for (uint32_t i = threadIdx.x; i < 8 * TILES * GEMV_ROWS; i += blockDim.x) {
-        const uint32_t row = i / GEMV_ROWS;
+    store_products<T, GEMV_ROWS, 8 * TILES>(p, 0, [&](uint32_t r, uint32_t j) {
         float sum = 0;
-        for (uint32_t w = 0; w < GEMV_WARPS; w++) sum += parts[w][row][i % GEMV_ROWS];
-        store_product<T>(p, row, state.n0 + i % GEMV_ROWS, sum);
-    }
+        for (uint32_t w = 0; w < GEMV_WARPS; w++) sum += parts[w][r][j];
+        return sum;
+    });
 }

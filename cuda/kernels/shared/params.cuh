@@ -103,9 +103,12 @@ struct AttentionMergeParams {
     uint32_t heads, head_dim;
 };
 
+// Of `activation`: what becomes of a product's columns.
+constexpr uint32_t ACTIVATION_SILU_MUL = 1, ACTIVATION_GELU = 2;
+
 struct GemvParams {
     Address x, w, bias, out;
-    uint32_t rows, n, k, ldw, x_stride, out_stride, add, pad;
+    uint32_t rows, n, k, ldw, x_stride, out_stride, add, activation;
 };
 
 struct SplitParams {

@@ -2,7 +2,22 @@
 // for what only compute capability 9.0 has. With LAGOON_SHIM the same functions come from cuda/shim/machine.h, which models
 // them on the host; kernels include these files and no other header of a toolkit.
 //
-// Invariants: all 32 lanes of a warp call a warp's function together; all threads of a block call sync_block together.
+// Invariants: all 32 lanes of a warp call a warp's function together; all threads of a block call sync_block together; every
+// thread calls wait_for_grids before it touches memory that an earlier grid may have written or may still read.
+//
+// Programmatic dependent launch (capability 9.0): a kernel may begin while the kernel before it in its stream still runs. Why
+// that changes no result:
+//
+// * Accesses. Every kernel calls wait_for_grids in every thread, and nothing but parameters, indices and weights comes before
+//   it. Weights are written when a model is loaded, by copies that the host has waited for, and freed after the device was.
+// * Order. The wait returns when the grid before has completed and its writes are visible; launch_dependents only lets blocks
+//   become resident, so it may stand first. A grid completes when all of its threads have ended, hence after their waits, hence
+//   after the grid before it: kernels of a stream complete in order, and a wait for one is a wait for all. Memory that steps
+//   use again (scratch, activations, uploads) is therefore written after its last reader has completed.
+// * Other work. Only a kernel directly behind another of these kernels is launched so (cuda/src/driver/stream.rs). Copies, fills,
+//   events, graphs, library calls and waits for other streams stand between kernels as before: what follows them waits for them
+//   as a whole, and they wait for the completion of what they follow.
+// * Progress. Blocks that wait hold registers and shared memory, but become resident only when all blocks of the grid before are.
 #pragma once
 #include <stdint.h>
 
@@ -11,12 +26,36 @@
 #else
 
 #define DEVICE __device__ __forceinline__
-// A kernel has one parameter. The launch bounds give the compiler its register budget.
-#define KERNEL(NAME, THREADS, BLOCKS, PARAMS) \
+// A kernel that waits for the grids before it by itself: every thread calls wait_for_grids. It has one parameter. The launch
+// bounds give the compiler its register budget.
+#define KERNEL_THAT_WAITS(NAME, THREADS, BLOCKS, PARAMS) \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) NAME(const __grid_constant__ PARAMS p)
+// Any other kernel, which waits first.
+#define KERNEL(NAME, THREADS, BLOCKS, PARAMS)            \
+    DEVICE void NAME##_body(const PARAMS& p);            \
+    KERNEL_THAT_WAITS(NAME, THREADS, BLOCKS, PARAMS) {   \
+        launch_dependents();                             \
+        wait_for_grids();                                \
+        NAME##_body(p);                                  \
+    }                                                    \
+    DEVICE void NAME##_body(const PARAMS& p)
 // Static shared memory, and the launch's dynamic shared memory.
 #define SHARED __shared__
 #define DYNAMIC_SHARED(NAME) extern __shared__ __align__(16) unsigned char NAME[]
+// Programmatic dependent launch: lets the stream's next grid begin once every block has called it, and waits until the grids
+// before this one have completed, with all that they wrote visible. No instruction where capability 9.0 is not compiled for: the
+// driver layer launches dependents only of code that has them (cuda/src/driver/module.rs).
+DEVICE void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+DEVICE void wait_for_grids() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // An address in shared memory as the instructions take it.
 typedef uint32_t SharedAddress;
 

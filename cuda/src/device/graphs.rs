@@ -163,7 +163,9 @@ impl Graphs {
         if let Some(at) = self.seen.iter().position(|seen| *seen == sum) {
             self.seen.remove(at);
             // SAFETY: what is captured is launched below only, or after such a promise for an equal list.
-            match Graph::capture(stream, || unsafe { list.run(stream) }) {
+            let capture = || Graph::capture(stream, || unsafe { list.run(stream) });
+            // A driver may refuse dependents in a graph.
+            match capture().or_else(|error| if stream.forbid_captured_dependents() { capture() } else { Err(error) }) {
                 Ok(graph) => return self.keep(Kept { sum, list: list.clone(), graph }, stream),
                 Err(error) => self.off = Some(error.to_string()),
             }

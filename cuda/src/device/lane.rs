@@ -114,7 +114,17 @@ pub(super) struct Lane {
 }
 
 impl Lane {
-    pub(super) fn new(context: &Arc<Context>, kernels: Kernels, priority: Priority) -> Result<Self, CudaError> {
+    /// A lane; `dependents` allows its kernels to begin before the one ahead has completed ([`Stream::allow_dependents`]).
+    pub(super) fn new(
+        context: &Arc<Context>,
+        kernels: Kernels,
+        priority: Priority,
+        dependents: bool,
+    ) -> Result<Self, CudaError> {
+        let stream = Stream::new(context, priority)?;
+        if dependents {
+            stream.allow_dependents();
+        }
         let chunk = || {
             Ok(Chunk {
                 pinned: Pinned::new(context, "pinned staging", CHUNK_BYTES)?,
@@ -122,7 +132,7 @@ impl Lane {
             })
         };
         Ok(Self {
-            stream: Stream::new(context, priority)?,
+            stream,
             context: Arc::clone(context),
             kernels,
             ring: (0..CHUNKS).map(|_| chunk()).collect::<Result<_, CudaError>>()?,

@@ -4,13 +4,16 @@
 //! the terms one after the other into the same output, so that products of bf16 need no room between. In f16 each row has a
 //! scale, which the library cannot apply: terms are multiplied as one matrix into scratch, and `gemm_reduce` adds and scales.
 
-use super::CudaDevice;
 use super::lane::Lane;
+use super::memory::word;
+use super::{CudaDevice, CudaTensor, CudaWeight};
 use crate::blas::{Blas, CublasLt, Shape};
 use crate::driver::{Context, CudaError};
 use crate::kernels::attention::Precision;
 use crate::kernels::linear::{Launches, Product, is_streamed, workspace_bytes};
+use crate::kernels::pointwise::{GateParams, GeluParams, gelu, silu_mul};
 use crate::kernels::weight_ld;
+use lagoon_backend::{Activation, DeviceError};
 use lagoon_types::DType;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -55,6 +58,65 @@ impl Linear {
 }
 
 impl CudaDevice {
+    /// `out (=|+=) x · weightᵀ`; an activation is applied to the products of few rows only ([`is_streamed`]).
+    pub(super) fn multiply(
+        &mut self,
+        x: &CudaTensor,
+        weight: &CudaWeight,
+        rows: usize,
+        (add, activation): (bool, Option<Activation>),
+        out: &CudaTensor,
+    ) -> Result<(), DeviceError> {
+        assert!(weight.cols == x.cols && rows <= x.rows.min(out.rows), "product shapes");
+        if rows == 0 {
+            return Ok(());
+        }
+        Ok(self.product(&Product {
+            x: x.address(),
+            x_stride: word(x.cols),
+            w: weight.buffer.address(),
+            dtype: weight.dtype,
+            bias: 0,
+            out: out.address(),
+            out_stride: word(out.cols),
+            rows: word(rows),
+            n: word(weight.rows),
+            k: word(weight.cols),
+            add,
+            activation,
+        })?)
+    }
+
+    /// See [`lagoon_backend::Device::matmul_activated`]: in one kernel where it streams the weight, else in two.
+    pub(super) fn up_projection(
+        &mut self,
+        x: &CudaTensor,
+        weight: &CudaWeight,
+        rows: usize,
+        activation: Activation,
+        product: &CudaTensor,
+        out: &CudaTensor,
+    ) -> Result<(), DeviceError> {
+        let columns = activation.inputs() * out.cols;
+        assert!(weight.rows == columns && product.cols == columns, "shapes of an up projection");
+        assert!(rows <= product.rows.min(out.rows), "rows of an up projection");
+        if is_streamed(word(rows), weight.dtype) {
+            return self.multiply(x, weight, rows, (false, Some(activation)), out);
+        }
+        self.multiply(x, weight, rows, (false, None), product)?;
+        let (x, out_at, n) = (product.address(), out.address(), word(out.cols));
+        match activation {
+            Activation::SiluMul => {
+                self.lane().launch(&silu_mul(word(rows), GateParams { x, out: out_at, n, pad: 0 }))?;
+            }
+            Activation::Gelu => {
+                let count = (rows * out.cols) as u64;
+                self.lane().launch(&gelu(GeluParams { x, out: out_at, count, tanh: 0, pad: 0 }))?;
+            }
+        }
+        Ok(())
+    }
+
     /// One product.
     pub(super) fn product(&mut self, product: &Product) -> Result<(), CudaError> {
         let Self { lanes, linear, at, tuning, .. } = self;

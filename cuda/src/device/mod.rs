@@ -27,14 +27,12 @@ pub use tuner::{Tried, TuneFor};
 
 use crate::driver::{Buffer, Context, Event, Pinned, Priority, copy_to_host};
 use crate::kernels::attention::{Buffers, SHARED_BYTES_LEAST, SHARED_BYTES_MAX, SHARED_BYTES_RESERVED, Tuning};
-use crate::kernels::linear::Product;
 use crate::kernels::pointwise::{self as p, per_row};
 use crate::kernels::sample::{self, SampleParams};
-use crate::kernels::{Launch, pointwise};
 use bytemuck::Pod;
 use lagoon_backend::{
-    AttnBatch, Device, DeviceError, DeviceInfo, KvCounters, KvPiece, LaunchCounters, Mode, Partials, SampleRow,
-    SampledRow, WeightSource, WindowId,
+    Activation, AttnBatch, Device, DeviceError, DeviceInfo, KvCounters, KvPiece, LaunchCounters, Mode, Partials,
+    SampleRow, SampledRow, WeightSource, WindowId,
 };
 use lagoon_types::{AttentionGeometry, KvShape, KvSpace};
 use lane::{Kernels, Lane};
@@ -65,6 +63,9 @@ pub struct CudaOptions {
     pub tf32: bool,
     /// Launch every step kernel by kernel.
     pub no_graphs: bool,
+    /// Launch each kernel when the one ahead has completed, also where the device could begin it before (programmatic dependent
+    /// launch, compute capability 9.0).
+    pub no_dependent_launch: bool,
 }
 
 /// The CUDA backend: one device, used by one thread.
@@ -84,6 +85,8 @@ pub struct CudaDevice {
     released: (Event, bool),
     /// Marks and reads ahead of the two lanes of own steps.
     marks: [Event; 2],
+    /// Marks of a step that was listed then, whose events were not recorded.
+    noted: [bool; 2],
     staged: [Staged; 2],
     windows: Windows,
     /// The lane of the next calls.
@@ -111,8 +114,8 @@ impl CudaDevice {
         tuning.shared_bytes_max = tuning.shared_bytes_max.min(shared_bytes_max);
         tuning.sm_shared_bytes = attributes.shared_bytes_per_block + SHARED_BYTES_RESERVED;
         let linear = Linear::open(&context, &options.linear, options.tf32);
-        let lanes =
-            [Lane::new(&context, kernels.clone(), Priority::Normal)?, Lane::new(&context, kernels, Priority::High)?];
+        let lane = |priority| Lane::new(&context, kernels.clone(), priority, !options.no_dependent_launch);
+        let lanes = [lane(Priority::Normal)?, lane(Priority::High)?];
         let copied = [Event::new(&context, false)?, Event::new(&context, false)?];
         let plans = [Plans::default(), Plans::default()];
         let marks = [Event::new(&context, false)?, Event::new(&context, false)?];
@@ -130,6 +133,7 @@ impl CudaDevice {
             unseen,
             released,
             marks,
+            noted: [false; 2],
             staged,
             windows,
             at: 0,
@@ -385,12 +389,20 @@ impl Device for CudaDevice {
     }
 
     fn mark(&mut self, lane: usize) -> Result<(), DeviceError> {
-        // What is listed has not begun.
-        self.lane().settle()?;
+        // An event would end the step's list, and with it the graph: it is recorded when somebody asks.
+        self.noted[lane] = self.lanes[self.at].listed_step().is_some();
+        if self.noted[lane] {
+            return Ok(());
+        }
         Ok(self.marks[lane].record(&self.lanes[self.at].stream)?)
     }
 
     fn reached(&mut self, lane: usize) -> Result<Option<Duration>, DeviceError> {
+        if std::mem::take(&mut self.noted[lane]) {
+            // What is listed has not begun.
+            self.lanes[0].settle()?;
+            self.marks[lane].record(&self.lanes[0].stream)?;
+        }
         // Asked again at once: kernels take microseconds.
         Ok((!self.marks[lane].happened()?).then_some(Duration::ZERO))
     }
@@ -582,23 +594,20 @@ impl Device for CudaDevice {
         mode: Mode,
         out: &mut CudaTensor,
     ) -> Result<(), DeviceError> {
-        assert!(weight.cols == x.cols && weight.rows == out.cols && rows <= x.rows.min(out.rows), "product shapes");
-        if rows == 0 {
-            return Ok(());
-        }
-        Ok(self.product(&Product {
-            x: x.address(),
-            x_stride: word(x.cols),
-            w: weight.buffer.address(),
-            dtype: weight.dtype,
-            bias: 0,
-            out: out.address(),
-            out_stride: word(out.cols),
-            rows: word(rows),
-            n: word(weight.rows),
-            k: word(weight.cols),
-            add: mode == Mode::Add,
-        })?)
+        assert!(weight.rows == out.cols, "product shapes");
+        self.multiply(x, weight, rows, (mode == Mode::Add, None), out)
+    }
+
+    fn matmul_activated(
+        &mut self,
+        x: &CudaTensor,
+        weight: &CudaWeight,
+        rows: usize,
+        activation: Activation,
+        product: &mut CudaTensor,
+        out: &mut CudaTensor,
+    ) -> Result<(), DeviceError> {
+        self.up_projection(x, weight, rows, activation, product, out)
     }
 
     fn rope_append(
@@ -703,12 +712,6 @@ impl Device for CudaDevice {
         Ok(())
     }
 
-    fn silu_mul(&mut self, x: &CudaTensor, rows: usize, out: &mut CudaTensor) -> Result<(), DeviceError> {
-        assert!(x.cols == 2 * out.cols && rows <= x.rows.min(out.rows), "gate and up shapes");
-        let params = p::GateParams { x: x.address(), out: out.address(), n: word(out.cols), pad: 0 };
-        self.launch_rows(rows, &pointwise::silu_mul(word(rows), params))
-    }
-
     fn add_bias(&mut self, x: &mut CudaTensor, bias: &CudaWeight, rows: usize) -> Result<(), DeviceError> {
         assert!((bias.rows, bias.cols) == (1, x.cols) && rows <= x.rows, "shapes of a bias");
         let params = p::BiasParams {
@@ -718,13 +721,6 @@ impl Device for CudaDevice {
             bias_type: u32::from(bias.dtype.code()),
         };
         self.per_row("add_bias", rows, params)
-    }
-
-    fn gelu(&mut self, x: &CudaTensor, rows: usize, out: &mut CudaTensor) -> Result<(), DeviceError> {
-        assert!(x.cols == out.cols && rows <= x.rows.min(out.rows), "shapes of an activation");
-        let count = (rows * x.cols) as u64;
-        let params = p::GeluParams { x: x.address(), out: out.address(), count, tanh: 0, pad: 0 };
-        self.launch_rows(rows, &pointwise::gelu(params))
     }
 
     fn gather_rows(&mut self, x: &CudaTensor, rows: &[u32], out: &mut CudaTensor) -> Result<(), DeviceError> {
@@ -738,14 +734,5 @@ impl Device for CudaDevice {
             pad: 0,
         };
         self.per_row("gather_rows", rows.len(), params)
-    }
-}
-
-impl CudaDevice {
-    fn launch_rows<P: Pod>(&mut self, rows: usize, launch: &Launch<P>) -> Result<(), DeviceError> {
-        if rows > 0 {
-            self.lane().launch(launch)?;
-        }
-        Ok(())
     }
 }

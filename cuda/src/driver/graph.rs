@@ -26,7 +26,9 @@ impl Graph {
         let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream lives.
         check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(stream.handle(), mode) })?;
+        stream.captures(true);
         let worked = work();
+        stream.captures(false);
         let mut graph = std::ptr::null_mut();
         // SAFETY: the stream lives and captures, on this thread; the driver fills the live handle. It ends the capture also
         // where that has become invalid.

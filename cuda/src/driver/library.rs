@@ -28,7 +28,7 @@ const FUNCTIONS: [&str; 55] = [
     "cuFuncGetAttribute",
     "cuFuncSetAttribute",
     "cuInit",
-    "cuLaunchKernel",
+    "cuLaunchKernelEx",
     "cuMemAddressFree",
     "cuMemAddressReserve",
     "cuMemAlloc_v2",

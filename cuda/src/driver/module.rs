@@ -9,6 +9,10 @@ use std::sync::Arc;
 /// Shared memory that every kernel may have without asking, in bytes.
 const SHARED_BYTES_DEFAULT: u32 = 48 << 10;
 
+/// Version of PTX from which on this project's kernels wait for earlier ones by themselves: `wait_for_grids` of
+/// `kernels/shared/ptx.cuh` is an instruction in code that was compiled for capability 9.0, whatever the device's is.
+const PTX_WAITS: i32 = 90;
+
 /// What follows in a launch's `extra`: a pointer to all parameters, and a pointer to their size in bytes
 /// (`CU_LAUNCH_PARAM_BUFFER_POINTER`, `CU_LAUNCH_PARAM_BUFFER_SIZE`, which are macros in the driver's header).
 const PARAM_BUFFER_POINTER: usize = 1;
@@ -64,7 +68,11 @@ impl Module {
             check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(handle, which, bytes) })
                 .map_err(|error| CudaError::Unsupported(format!("{shared_bytes} bytes shared in {name}: {error}")))?;
         }
-        Ok(Function { module: Arc::clone(self), handle, shared_bytes_max: shared_bytes.max(SHARED_BYTES_DEFAULT) })
+        let (mut version, which) = (0, Attribute::CU_FUNC_ATTRIBUTE_PTX_VERSION);
+        // SAFETY: the driver fills the live number; the function is of a live module.
+        check("cuFuncGetAttribute", unsafe { sys::cuFuncGetAttribute(&raw mut version, which, handle) })?;
+        let shared_bytes_max = shared_bytes.max(SHARED_BYTES_DEFAULT);
+        Ok(Function { module: Arc::clone(self), handle, shared_bytes_max, waits: version >= PTX_WAITS })
     }
 }
 
@@ -83,6 +91,7 @@ pub struct Function {
     module: Arc<Module>,
     handle: sys::CUfunction,
     shared_bytes_max: u32,
+    waits: bool,
 }
 
 // SAFETY: functions may be launched from any thread.
@@ -103,6 +112,12 @@ impl Function {
     #[must_use]
     pub fn id(&self) -> usize {
         self.handle as usize
+    }
+
+    /// Whether the kernel waits for earlier ones by itself, so that it may begin before they have completed.
+    #[must_use]
+    pub const fn waits(&self) -> bool {
+        self.waits
     }
 
     /// Launches the kernel in `stream` with one parameter, copied now. An empty grid launches nothing.
@@ -140,23 +155,33 @@ impl Function {
             (&raw mut bytes).cast(),
             std::ptr::null_mut(),
         ];
+        let dependent = self.waits && stream.takes_dependent();
+        if dependent {
+            stream.launches_dependent();
+        }
+        let mut value = sys::CUlaunchAttributeValue { pad: [0; 64] };
+        value.programmaticStreamSerializationAllowed = 1;
+        let id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        let mut attribute = sys::CUlaunchAttribute { id, pad: [0; 4], value };
         let ([gx, gy, gz], [bx, by, bz]) = (how.grid, how.block);
-        // SAFETY: the driver copies the parameter during the call; the rest is the caller's promise.
-        let code = unsafe {
-            sys::cuLaunchKernel(
-                self.handle,
-                gx,
-                gy,
-                gz,
-                bx,
-                by,
-                bz,
-                how.shared_bytes,
-                stream.handle(),
-                std::ptr::null_mut(),
-                extra.as_mut_ptr(),
-            )
+        let config = sys::CUlaunchConfig {
+            gridDimX: gx,
+            gridDimY: gy,
+            gridDimZ: gz,
+            blockDimX: bx,
+            blockDimY: by,
+            blockDimZ: bz,
+            sharedMemBytes: how.shared_bytes,
+            hStream: stream.handle_for_kernel(),
+            attrs: if dependent { &raw mut attribute } else { std::ptr::null_mut() },
+            numAttrs: u32::from(dependent),
         };
-        check("cuLaunchKernel", code)
+        // SAFETY: configuration, attribute and parameter live during the call, which copies them; a dependent waits for the
+        // kernel ahead, as that does; the rest is the caller's promise.
+        let code =
+            unsafe { sys::cuLaunchKernelEx(&raw const config, self.handle, std::ptr::null_mut(), extra.as_mut_ptr()) };
+        check("cuLaunchKernelEx", code)?;
+        stream.launched(self.waits);
+        Ok(())
     }
 }

@@ -3,6 +3,7 @@
 use super::{Context, CudaError, check, released};
 use cudarc::driver::sys::{self, CUresult};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 /// How urgent a stream's work is for the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -12,11 +13,28 @@ pub enum Priority {
     High,
 }
 
+/// Version of CUDA, as the driver supports it, from which on dependent launches can be captured.
+const CAPTURES_DEPENDENTS: u32 = 12_030;
+
+/// What decides whether a stream's next kernel is launched as a dependent: programmatic dependent launch, by which it may begin
+/// before the kernel ahead of it has completed. Why results are the same says `kernels/shared/ptx.cuh`.
+#[derive(Debug, Default)]
+struct Dependents {
+    allowed: AtomicBool,
+    allowed_in_captures: AtomicBool,
+    /// The stream's last work is a kernel that may have a dependent.
+    after_kernel: AtomicBool,
+    capturing: AtomicBool,
+    /// A dependent was launched in the capture, or refused there.
+    captured: AtomicBool,
+}
+
 /// A stream: work in it happens in order. Streams of this crate never wait for the legacy default stream.
 #[derive(Debug)]
 pub struct Stream {
     context: Arc<Context>,
     handle: sys::CUstream,
+    dependents: Dependents,
 }
 
 // SAFETY: streams may be used from any thread; the driver locks them.
@@ -39,7 +57,7 @@ impl Stream {
         // SAFETY: the driver fills the live handle.
         let code = unsafe { sys::cuStreamCreateWithPriority(&raw mut handle, flags, priority) };
         check("cuStreamCreateWithPriority", code)?;
-        Ok(Self { context: Arc::clone(context), handle })
+        Ok(Self { context: Arc::clone(context), handle, dependents: Dependents::default() })
     }
 
     #[must_use]
@@ -47,8 +65,57 @@ impl Stream {
         &self.context
     }
 
+    /// The handle, to queue anything but a kernel: the next kernel waits until that has completed.
     pub(crate) fn handle(&self) -> sys::CUstream {
+        self.dependents.after_kernel.store(false, Relaxed);
         self.handle
+    }
+
+    /// The handle, to launch a kernel; see [`Stream::launched`].
+    pub(crate) fn handle_for_kernel(&self) -> sys::CUstream {
+        self.handle
+    }
+
+    /// From now on, kernels that wait for earlier ones by themselves ([`super::Function::waits`]) are launched as dependents of
+    /// the kernel ahead, where one is directly ahead; in captures, too, where the driver supports that.
+    pub fn allow_dependents(&self) {
+        self.dependents.allowed.store(true, Relaxed);
+        let version = self.context.attributes().driver_version;
+        self.dependents.allowed_in_captures.store(version >= CAPTURES_DEPENDENTS, Relaxed);
+    }
+
+    /// Whether a kernel that waits is launched as a dependent now.
+    pub(crate) fn takes_dependent(&self) -> bool {
+        let d = &self.dependents;
+        let captures = !d.capturing.load(Relaxed) || d.allowed_in_captures.load(Relaxed);
+        d.allowed.load(Relaxed) && captures && d.after_kernel.load(Relaxed)
+    }
+
+    /// Notes a dependent that is about to be launched.
+    pub(crate) fn launches_dependent(&self) {
+        self.dependents.captured.fetch_or(self.dependents.capturing.load(Relaxed), Relaxed);
+    }
+
+    /// Notes a kernel that was launched, and whether it waits for earlier ones by itself.
+    pub(crate) fn launched(&self, waits: bool) {
+        self.dependents.after_kernel.store(waits, Relaxed);
+    }
+
+    /// Notes that a capture begins or ends.
+    pub(crate) fn captures(&self, begins: bool) {
+        self.dependents.capturing.store(begins, Relaxed);
+        if begins {
+            self.dependents.captured.store(false, Relaxed);
+        }
+    }
+
+    /// Launches no more dependents in captures if the last one had any; whether it had.
+    pub(crate) fn forbid_captured_dependents(&self) -> bool {
+        let had = self.dependents.captured.swap(false, Relaxed);
+        if had {
+            self.dependents.allowed_in_captures.store(false, Relaxed);
+        }
+        had
     }
 
     /// Tells streams that live at the same time apart.
@@ -74,7 +141,7 @@ impl Stream {
     pub fn wait(&self, event: &Event) -> Result<(), CudaError> {
         self.context.make_current()?;
         // SAFETY: stream and event live; the driver keeps what it needs of the event.
-        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.handle, event.handle, 0) })
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(self.handle(), event.handle, 0) })
     }
 }
 

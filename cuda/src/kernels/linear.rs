@@ -5,11 +5,13 @@
 //! * For more rows, `split_*` writes the activations as one or two terms of the weights' type, with a power-of-two scale for
 //!   each row in f16 so that nothing overflows, and `gemm_*` multiplies tiles on tensor cores. A product with too few tiles
 //!   to fill the device is cut along the inner dimension, and `gemm_reduce` adds the parts in a fixed order.
+//! * An activation that follows is applied by `gemv_*` as it writes, and otherwise is a kernel of its own.
 //! * f32 weights take `gemm_f32`, plain f32 arithmetic.
 
 use super::attention::Precision;
 use super::{Launch, weight_ld};
 use bytemuck::{Pod, Zeroable};
+use lagoon_backend::Activation;
 use lagoon_types::DType;
 
 /// Rows up to which weights are streamed.
@@ -46,7 +48,8 @@ pub struct GemvParams {
     pub out_stride: u32,
     /// 1 adds to `out`.
     pub add: u32,
-    pub pad: u32,
+    /// 0 for none, 1 for [`Activation::SiluMul`] (`out` has `n / 2` columns), 2 for [`Activation::Gelu`].
+    pub activation: u32,
 }
 
 /// `split_f16`, `split_bf16`: `x[r] * 2^-e = hi + lo` (rounded), `scale[r] = 2^e`. One block a row.
@@ -135,6 +138,8 @@ pub struct Product {
     pub n: u32,
     pub k: u32,
     pub add: bool,
+    /// What is applied to the product before it is written, of rows that stream the weight ([`is_streamed`]) only.
+    pub activation: Option<Activation>,
 }
 
 /// The launches of one product, in order.
@@ -226,6 +231,7 @@ impl Product {
         if is_streamed(self.rows, self.dtype) {
             return Launches::Stream(self.stream(ldw));
         }
+        assert_eq!(self.activation, None, "an activation of many rows is a kernel of its own");
         let cut = cut(self.rows, self.n, self.k, self.dtype, sms);
         let (terms, scales) = terms_bytes(self.rows, self.k);
         let plain = self.dtype == DType::F32;
@@ -327,10 +333,16 @@ impl Product {
             x_stride: self.x_stride,
             out_stride: self.out_stride,
             add: u32::from(self.add),
-            pad: 0,
+            activation: self.activation.map_or(0, |activation| match activation {
+                Activation::SiluMul => 1,
+                Activation::Gelu => 2,
+            }),
         };
-        let few = [self.n.div_ceil(GEMV_FEW_COLS), self.rows.div_ceil(2), 1];
-        let more = [self.n.div_ceil(GEMV_COLS), 1, 1];
+        // Weight rows of an output column: a block has whole columns.
+        let each = self.activation.map_or(1, |activation| u32::try_from(activation.inputs()).expect("one or two"));
+        let columns = self.n / each;
+        let few = [columns.div_ceil(GEMV_FEW_COLS / each), self.rows.div_ceil(2), 1];
+        let more = [columns.div_ceil(GEMV_COLS / each), 1, 1];
         let (name, grid) = match (self.dtype, self.rows) {
             (DType::F32, 1) => ("gemv_f32_1", few),
             (DType::F32, _) => ("gemv_f32_2", few),

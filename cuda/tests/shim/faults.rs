@@ -55,6 +55,20 @@ fn a_missing_barrier_shows_in_some_order() {
 }
 
 #[test]
+fn a_thread_that_does_not_wait_for_earlier_grids_is_seen() {
+    let x = [7u32; 64];
+    let run = |mistake| {
+        let params = GatherParams { x: x.as_ptr() as u64, rows: 0, out: 0, cols: mistake, pad: 0 };
+        // SAFETY: 64 words of input.
+        unsafe { run_kernel("faulty_waits", 64, 0, params) }
+    };
+    assert!(run(0).iter().all(|out| out.as_deref() == Ok(&[7; 64])));
+    for mistake in [1, 2] {
+        assert!(all_fail(&run(mistake), false, "has not waited for the grids before"), "mistake {mistake}");
+    }
+}
+
+#[test]
 fn a_barrier_that_not_all_reach_is_a_deadlock() {
     assert!(run(3, 256, 0).iter().all(|out| out.as_ref().is_err_and(|e| e.contains("deadlock"))));
 }

@@ -67,6 +67,7 @@ fn check(case: &Case) -> Vec<&'static str> {
         n: number(n),
         k: number(k),
         add: case.add,
+        activation: None,
     };
     device.product(&product);
     // What a term loses of each activation: half a unit of the last of its bits.

@@ -5,10 +5,10 @@
 
 use super::shim::{ORDERS, Shim};
 use bytemuck::Pod;
-use lagoon_backend::{AttnBatch, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
+use lagoon_backend::{Activation, AttnBatch, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
 use lagoon_cuda::kernels::attention::{Buffers, DecodeClass, KvView, Plan, Precision, SHARED_BYTES_MAX, Store, Tuning};
 use lagoon_cuda::kernels::boxes::KvMaps;
-use lagoon_cuda::kernels::linear::{Launches, Product, workspace_bytes};
+use lagoon_cuda::kernels::linear::{Launches, Product, is_streamed, workspace_bytes};
 use lagoon_cuda::kernels::{Launch, pointwise, weight_ld};
 use lagoon_types::{AttentionGeometry, DType, KvShape};
 use std::ops::Range;
@@ -257,20 +257,34 @@ impl Device for ShimDevice {
         mode: Mode,
         out: &mut Tensor,
     ) -> Result<(), DeviceError> {
-        let product = Product {
-            x: x.data.as_ptr() as u64,
-            x_stride: number(x.cols),
-            w: weight.data.as_ptr() as u64,
-            dtype: weight.dtype,
-            bias: 0,
-            out: out.data.as_mut_ptr() as u64,
-            out_stride: number(out.cols),
-            rows: number(rows),
-            n: number(weight.rows),
-            k: number(weight.cols),
-            add: mode == Mode::Add,
-        };
-        self.product(&product);
+        self.multiply(x, weight, rows, (mode == Mode::Add, None), out);
+        Ok(())
+    }
+
+    fn matmul_activated(
+        &mut self,
+        x: &Tensor,
+        weight: &Weight,
+        rows: usize,
+        activation: Activation,
+        product: &mut Tensor,
+        out: &mut Tensor,
+    ) -> Result<(), DeviceError> {
+        if is_streamed(number(rows), weight.dtype) {
+            self.multiply(x, weight, rows, (false, Some(activation)), out);
+            return Ok(());
+        }
+        self.multiply(x, weight, rows, (false, None), product);
+        let (x, out_at, n) = (product.data.as_ptr() as u64, out.data.as_mut_ptr() as u64, number(out.cols));
+        match activation {
+            Activation::SiluMul => {
+                self.launch(&pointwise::silu_mul(number(rows), pointwise::GateParams { x, out: out_at, n, pad: 0 }));
+            }
+            Activation::Gelu => {
+                let count = (rows * out.cols) as u64;
+                self.launch(&pointwise::gelu(pointwise::GeluParams { x, out: out_at, count, tanh: 0, pad: 0 }));
+            }
+        }
         Ok(())
     }
 
@@ -330,17 +344,6 @@ impl Device for ShimDevice {
         Ok(())
     }
 
-    fn silu_mul(&mut self, x: &Tensor, rows: usize, out: &mut Tensor) -> Result<(), DeviceError> {
-        let params = pointwise::GateParams {
-            x: x.data.as_ptr() as u64,
-            out: out.data.as_mut_ptr() as u64,
-            n: number(out.cols),
-            pad: 0,
-        };
-        self.launch(&pointwise::silu_mul(number(rows), params));
-        Ok(())
-    }
-
     fn add_bias(&mut self, x: &mut Tensor, bias: &Weight, rows: usize) -> Result<(), DeviceError> {
         let params = pointwise::BiasParams {
             x: x.data.as_mut_ptr() as u64,
@@ -349,18 +352,6 @@ impl Device for ShimDevice {
             bias_type: u32::from(bias.dtype.code()),
         };
         self.per_row("add_bias", rows, params);
-        Ok(())
-    }
-
-    fn gelu(&mut self, x: &Tensor, rows: usize, out: &mut Tensor) -> Result<(), DeviceError> {
-        let params = pointwise::GeluParams {
-            x: x.data.as_ptr() as u64,
-            out: out.data.as_mut_ptr() as u64,
-            count: (rows * x.cols) as u64,
-            tanh: 0,
-            pad: 0,
-        };
-        self.launch(&pointwise::gelu(params));
         Ok(())
     }
 
@@ -428,6 +419,30 @@ impl ShimDevice {
             self.launch(&merge);
         }
         self.plan = plan;
+    }
+
+    fn multiply(
+        &mut self,
+        x: &Tensor,
+        weight: &Weight,
+        rows: usize,
+        (add, activation): (bool, Option<Activation>),
+        out: &mut Tensor,
+    ) {
+        self.product(&Product {
+            x: x.data.as_ptr() as u64,
+            x_stride: number(x.cols),
+            w: weight.data.as_ptr() as u64,
+            dtype: weight.dtype,
+            bias: 0,
+            out: out.data.as_mut_ptr() as u64,
+            out_stride: number(out.cols),
+            rows: number(rows),
+            n: number(weight.rows),
+            k: number(weight.cols),
+            add,
+            activation,
+        });
     }
 
     /// Runs a product with scratch of exactly the size that it asks for.

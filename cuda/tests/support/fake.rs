@@ -41,11 +41,14 @@ pub(crate) struct Counts {
     pub(crate) maps: u64,
     pub(crate) unmaps: u64,
     pub(crate) made_for_rdma: u64,
+    pub(crate) dependents: u64,
+    pub(crate) dependents_misplaced: u64,
+    pub(crate) begun_early: u64,
 }
 
 impl Counts {
     /// What is alive and what was misused: all zero after a test that cleaned up.
-    fn faults(&self) -> [(&'static str, u64); 17] {
+    fn faults(&self) -> [(&'static str, u64); 18] {
         [
             ("contexts", self.contexts),
             ("streams", self.streams),
@@ -64,6 +67,7 @@ impl Counts {
             ("bad handles", self.bad_handles),
             ("bad addresses", self.bad_addresses),
             ("reservations busy", self.reservations_busy),
+            ("dependents misplaced", self.dependents_misplaced),
         ]
     }
 }
@@ -95,6 +99,7 @@ impl Fake {
         unsafe { symbol::<unsafe extern "C" fn(u64, u64)>("lagoon_fake_memory")(memory, granularity) };
         fake.schedule(schedule);
         fake.device(8, 0, 163 << 10);
+        fake.driver(13_000);
         fake.trap("");
         fake.devices(1, 0, false);
         fake.sharing(true, true);
@@ -130,6 +135,12 @@ impl Fake {
         unsafe {
             symbol::<unsafe extern "C" fn(i32, i32, i32)>("lagoon_fake_device")(major, minor, shared_bytes);
         }
+    }
+
+    /// The version of CUDA that the driver supports, of contexts opened from now on.
+    pub(crate) fn driver(&self, version: i32) {
+        // SAFETY: the function has this type.
+        unsafe { symbol::<unsafe extern "C" fn(i32)>("lagoon_fake_driver")(version) };
     }
 
     /// Every kernel whose name contains this text traps; none where it is empty.

@@ -30,6 +30,27 @@ pub enum DeviceError {
     Lost(String),
 }
 
+/// The nonlinearity of a feed-forward layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// SwiGLU (Shazeer 2020): `out[i] = silu(p[i]) * p[n + i]` of a product of `2 n` columns (gate, then up).
+    SiluMul,
+    /// The exact GELU (Hendrycks and Gimpel 2016), `out[i] = p[i] * Φ(p[i])` with the normal distribution function `Φ`: no
+    /// approximation by tanh.
+    Gelu,
+}
+
+impl Activation {
+    /// Columns of the product for each column of the result.
+    #[must_use]
+    pub const fn inputs(self) -> usize {
+        match self {
+            Self::SiluMul => 2,
+            Self::Gelu => 1,
+        }
+    }
+}
+
 /// What `lagoon doctor` and `status` say of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
@@ -530,6 +551,20 @@ pub trait Device: Send + 'static {
         out: &mut Self::Tensor,
     ) -> Result<(), DeviceError>;
 
+    /// Up projection of a feed-forward layer with its activation: `out[r] = activation(x[r] · weightᵀ)`. `x` is
+    /// `[rows][weight.cols]`, `out` `[rows][n]` and `weight.rows` is `n` times [`Activation::inputs`]. `product` is
+    /// `[rows][weight.rows]` and scratch: a backend that has no fused kernel for so many rows writes the product there.
+    /// Its contents are undefined afterwards.
+    fn matmul_activated(
+        &mut self,
+        x: &Self::Tensor,
+        weight: &Self::Weight,
+        rows: usize,
+        activation: Activation,
+        product: &mut Self::Tensor,
+        out: &mut Self::Tensor,
+    ) -> Result<(), DeviceError>;
+
     /// `x[r] += bias`. `bias` is a vector of the tensor's columns.
     fn add_bias(&mut self, x: &mut Self::Tensor, bias: &Self::Weight, rows: usize) -> Result<(), DeviceError>;
 
@@ -569,13 +604,6 @@ pub trait Device: Send + 'static {
         other: &Partials<Self::Tensor>,
         geometry: AttentionGeometry,
     ) -> Result<(), DeviceError>;
-
-    /// `out[r][i] = silu(x[r][i]) * x[r][n + i]` for `i < n`, where `x` has `2 n` columns (gate, then up).
-    fn silu_mul(&mut self, x: &Self::Tensor, rows: usize, out: &mut Self::Tensor) -> Result<(), DeviceError>;
-
-    /// `out[r][i] = x[r][i] * Φ(x[r][i])` with the normal distribution function `Φ`: the exact GELU (Hendrycks and
-    /// Gimpel 2016), no approximation by tanh. `out` has the columns of `x`.
-    fn gelu(&mut self, x: &Self::Tensor, rows: usize, out: &mut Self::Tensor) -> Result<(), DeviceError>;
 
     /// `out[i] = x[rows[i]]`.
     fn gather_rows(&mut self, x: &Self::Tensor, rows: &[u32], out: &mut Self::Tensor) -> Result<(), DeviceError>;

@@ -17,8 +17,8 @@ pub mod xxh3;
 pub use arena::{ArenaError, ArenaView, SharedArena};
 pub use cpu::CpuDevice;
 pub use device::{
-    AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, KvCounters, KvPiece, LaunchCounters, Mode, Partials,
-    SampleRow, SampledRow, WeightSource, WindowId,
+    Activation, AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, KvCounters, KvPiece, LaunchCounters, Mode,
+    Partials, SampleRow, SampledRow, WeightSource, WindowId,
 };
 #[cfg(target_os = "linux")]
 pub use device::{LentKv, OwnWindow};

@@ -12,8 +12,8 @@
 #![allow(clippy::cast_precision_loss, reason = "times are estimates")]
 
 use crate::device::{
-    AttnBatch, Device, DeviceError, DeviceInfo, KvCounters, LaunchCounters, Mode, Partials, SampleRow, SampledRow,
-    WeightSource,
+    Activation, AttnBatch, Device, DeviceError, DeviceInfo, KvCounters, LaunchCounters, Mode, Partials, SampleRow,
+    SampledRow, WeightSource,
 };
 use lagoon_types::{AttentionGeometry, KvShape, KvSpace};
 use std::ops::Range;
@@ -384,6 +384,19 @@ impl<D: Device> Device for Paced<D> {
         self.inner.matmul(x, &weight.inner, rows, mode, out)
     }
 
+    fn matmul_activated(
+        &mut self,
+        x: &Self::Tensor,
+        weight: &Self::Weight,
+        rows: usize,
+        activation: Activation,
+        product: &mut Self::Tensor,
+        out: &mut Self::Tensor,
+    ) -> Result<(), DeviceError> {
+        self.queue(self.profile.matmul_s(rows, weight.elements, weight.bytes));
+        self.inner.matmul_activated(x, &weight.inner, rows, activation, product, out)
+    }
+
     fn rope_append(
         &mut self,
         qkv: &mut Self::Tensor,
@@ -426,19 +439,9 @@ impl<D: Device> Device for Paced<D> {
         self.inner.merge(acc, other, geometry)
     }
 
-    fn silu_mul(&mut self, x: &Self::Tensor, rows: usize, out: &mut Self::Tensor) -> Result<(), DeviceError> {
-        self.queue(0.0);
-        self.inner.silu_mul(x, rows, out)
-    }
-
     fn add_bias(&mut self, x: &mut Self::Tensor, bias: &Self::Weight, rows: usize) -> Result<(), DeviceError> {
         self.queue(0.0);
         self.inner.add_bias(x, &bias.inner, rows)
-    }
-
-    fn gelu(&mut self, x: &Self::Tensor, rows: usize, out: &mut Self::Tensor) -> Result<(), DeviceError> {
-        self.queue(0.0);
-        self.inner.gelu(x, rows, out)
     }
 
     fn gather_rows(&mut self, x: &Self::Tensor, rows: &[u32], out: &mut Self::Tensor) -> Result<(), DeviceError> {

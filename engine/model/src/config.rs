@@ -7,6 +7,7 @@
 use crate::fields::{Fields, narrow};
 use crate::rope::RopeScaling;
 use crate::{GenerationConfig, ModelError, mpt};
+use lagoon_backend::Activation;
 use lagoon_types::limits::{
     HEAD_DIM_MAX, HEADS_MAX, HIDDEN_MAX, INTERMEDIATE_MAX, LAYERS_MAX, SEQUENCE_TOKENS_MAX, VOCAB_MAX,
 };
@@ -69,25 +70,6 @@ impl Family {
 pub enum Norm {
     Rms,
     Layer,
-}
-
-/// The nonlinearity of the feed-forward layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Activation {
-    /// The first projection makes a gate, then what it lets through.
-    SiluMul,
-    Gelu,
-}
-
-impl Activation {
-    /// Width of the first projection over that of the feed-forward layer.
-    #[must_use]
-    pub const fn inputs(self) -> usize {
-        match self {
-            Self::SiluMul => 2,
-            Self::Gelu => 1,
-        }
-    }
 }
 
 /// The shape of a decoder, apart from its weights. All values have been checked against each other

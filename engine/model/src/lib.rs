@@ -22,7 +22,7 @@ pub mod rope;
 pub mod weights;
 
 pub use checkpoint::{Checkpoint, TensorInfo};
-pub use config::{Activation, Family, ModelConfig, Norm};
+pub use config::{Family, ModelConfig, Norm};
 pub use error::ModelError;
 pub use generation::GenerationConfig;
 pub use hash::model_hash;

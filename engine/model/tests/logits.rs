@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "tests")]
 
 use lagoon_backend::{AttnBatch, AttnRows, CpuDevice, Device, Mode};
-use lagoon_model::{Activation, Checkpoint, LlamaWeights, ModelConfig, Norm, Rope};
+use lagoon_model::{Checkpoint, LlamaWeights, ModelConfig, Norm, Rope};
 use lagoon_types::{DType, KvRun};
 use std::path::{Path, PathBuf};
 
@@ -47,11 +47,7 @@ fn logits(dir: &Path, tokens: &[u32], convert: Option<DType>) -> Vec<f32> {
         d.attention(&qkv, &batch, &kv, i, &mut partials).unwrap();
         d.matmul(&partials.out, &layer.o, n, Mode::Add, &mut x).unwrap();
         norm(d, &x, &layer.mlp_norm, &mut normed).unwrap();
-        d.matmul(&normed, &layer.up, n, Mode::Set, &mut up).unwrap();
-        match config.family.activation() {
-            Activation::SiluMul => d.silu_mul(&up, n, &mut wide).unwrap(),
-            Activation::Gelu => d.gelu(&up, n, &mut wide).unwrap(),
-        }
+        d.matmul_activated(&normed, &layer.up, n, config.family.activation(), &mut up, &mut wide).unwrap();
         d.matmul(&wide, &layer.down, n, Mode::Add, &mut x).unwrap();
     }
     norm(d, &x, &weights.final_norm, &mut normed).unwrap();

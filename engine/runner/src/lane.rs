@@ -15,7 +15,7 @@ pub(crate) struct LaneBuffers<D: Device> {
     /// Cosines and sines per row, `[rows][head_dim]`.
     pub(crate) rope: D::Tensor,
     pub(crate) attn: Partials<D::Tensor>,
-    /// `[rows][2 * intermediate]`, or half of that where the activation has no gate.
+    /// Scratch of the up projection, `[rows][2 * intermediate]`, or half of that where the activation has no gate.
     pub(crate) up: D::Tensor,
     /// `[rows][intermediate]`.
     pub(crate) act: D::Tensor,

@@ -16,7 +16,7 @@ use crate::work::{
 };
 use bytes::Bytes;
 use lagoon_backend::{AttnRows, Device, DeviceError, Mode};
-use lagoon_model::{Activation, ModelConfig, Norm};
+use lagoon_model::{ModelConfig, Norm};
 use lagoon_types::run::visible_len;
 use lagoon_types::{DType, KvRun, Lane, StepId};
 use std::ops::Range;
@@ -417,11 +417,8 @@ impl Pass {
         let device = &mut *shared.device;
         device.matmul(&lane.attn.out, &weights.o, rows, Mode::Add, &mut lane.x)?;
         norm(device, config, &lane.x, &weights.mlp_norm, rows, &mut lane.normed)?;
-        device.matmul(&lane.normed, &weights.up, rows, Mode::Set, &mut lane.up)?;
-        match config.family.activation() {
-            Activation::SiluMul => device.silu_mul(&lane.up, rows, &mut lane.act)?,
-            Activation::Gelu => device.gelu(&lane.up, rows, &mut lane.act)?,
-        }
+        let activation = config.family.activation();
+        device.matmul_activated(&lane.normed, &weights.up, rows, activation, &mut lane.up, &mut lane.act)?;
         device.matmul(&lane.act, &weights.down, rows, Mode::Add, &mut lane.x)?;
         self.layer += 1;
         Ok(())

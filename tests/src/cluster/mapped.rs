@@ -3,7 +3,9 @@
 //! writes what is shared.
 
 use lagoon_backend::cpu::CpuDevice;
-use lagoon_backend::{AttnBatch, Device, DeviceError, DeviceInfo, KvCounters, Mode, Partials, WeightSource};
+use lagoon_backend::{
+    Activation, AttnBatch, Device, DeviceError, DeviceInfo, KvCounters, Mode, Partials, WeightSource,
+};
 use lagoon_types::{AttentionGeometry, KvShape, KvSpace};
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -211,6 +213,18 @@ impl Device for MappedDevice {
         self.0.matmul(x, weight, rows, mode, out)
     }
 
+    fn matmul_activated(
+        &mut self,
+        x: &Tensor,
+        weight: &Weight,
+        rows: usize,
+        activation: Activation,
+        product: &mut Tensor,
+        out: &mut Tensor,
+    ) -> Result<(), DeviceError> {
+        self.0.matmul_activated(x, weight, rows, activation, product, out)
+    }
+
     fn rope_append(
         &mut self,
         qkv: &mut Tensor,
@@ -245,16 +259,8 @@ impl Device for MappedDevice {
         self.0.merge(acc, other, geometry)
     }
 
-    fn silu_mul(&mut self, x: &Tensor, rows: usize, out: &mut Tensor) -> Result<(), DeviceError> {
-        self.0.silu_mul(x, rows, out)
-    }
-
     fn add_bias(&mut self, x: &mut Tensor, bias: &Weight, rows: usize) -> Result<(), DeviceError> {
         self.0.add_bias(x, bias, rows)
-    }
-
-    fn gelu(&mut self, x: &Tensor, rows: usize, out: &mut Tensor) -> Result<(), DeviceError> {
-        self.0.gelu(x, rows, out)
     }
 
     fn gather_rows(&mut self, x: &Tensor, rows: &[u32], out: &mut Tensor) -> Result<(), DeviceError> {

@@ -3,7 +3,7 @@
 use crate::{Args, Out};
 use anyhow::Context;
 use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, Mode};
-use lagoon_model::{Activation, Checkpoint, LlamaWeights, ModelConfig, Norm, Rope};
+use lagoon_model::{Checkpoint, LlamaWeights, ModelConfig, Norm, Rope};
 use lagoon_types::{DType, KvRun};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
@@ -47,11 +47,7 @@ fn logits<D: Device>(d: &mut D, dir: &Path, tokens: &[u32], convert: Option<DTyp
         d.attention(&qkv, &batch, &kv, i, &mut partials)?;
         d.matmul(&partials.out, &layer.o, n, Mode::Add, &mut x)?;
         norm(d, &x, &layer.mlp_norm, &mut normed)?;
-        d.matmul(&normed, &layer.up, n, Mode::Set, &mut up)?;
-        match config.family.activation() {
-            Activation::SiluMul => d.silu_mul(&up, n, &mut wide)?,
-            Activation::Gelu => d.gelu(&up, n, &mut wide)?,
-        }
+        d.matmul_activated(&normed, &layer.up, n, config.family.activation(), &mut up, &mut wide)?;
         d.matmul(&wide, &layer.down, n, Mode::Add, &mut x)?;
     }
     norm(d, &x, &weights.final_norm, &mut normed)?;

@@ -9,7 +9,7 @@
 use crate::speed::{copy_bandwidth, tuning};
 use crate::{Args, Out};
 use bytes::Bytes;
-use lagoon_backend::{AttnBatch, AttnRows, Device, Mode, Partials, WeightSource};
+use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, Mode, Partials, WeightSource};
 use lagoon_cuda::kernels::attention::Tuning;
 use lagoon_cuda::{CudaDevice, CudaKv, CudaOptions, CudaTensor, CudaWeight, kernels};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
@@ -179,8 +179,7 @@ impl Steps {
             d.attention(&self.qkv, &batch, &self.kv, i, &mut self.attn)?;
             d.matmul(&self.attn.out, &layer.o, rows, Mode::Add, &mut self.x)?;
             d.rms_norm(&self.x, &layer.norm, 1e-5, rows, &mut self.normed)?;
-            d.matmul(&self.normed, &layer.up, rows, Mode::Set, &mut self.up)?;
-            d.silu_mul(&self.up, rows, &mut self.act)?;
+            d.matmul_activated(&self.normed, &layer.up, rows, Activation::SiluMul, &mut self.up, &mut self.act)?;
             d.matmul(&self.act, &layer.down, rows, Mode::Add, &mut self.x)?;
         }
         // Logits of what is sampled from: every row of a step, the last of a chunk.

@@ -1,8 +1,9 @@
 //! Matrix products against f64.
 
 use super::data::{DTYPES, Data, read};
+use super::pointwise::{gelu, silu};
 use super::{Tolerance, assert_close};
-use crate::{Device, Mode, WeightSource};
+use crate::{Activation, Device, Mode, WeightSource};
 use bytes::Bytes;
 use lagoon_types::DType;
 
@@ -57,6 +58,68 @@ pub fn matmul_blocked<D: Device>(device: &mut D, tolerance: Tolerance) {
     for dtype in DTYPES {
         product(device, dtype, (131, 1036, 331), Mode::Set, 2, tolerance);
     }
+}
+
+/// Up projections with their activation, in few rows and many, with odd widths.
+pub fn matmul_activated<D: Device>(device: &mut D, tolerance: Tolerance) {
+    for activation in [Activation::SiluMul, Activation::Gelu] {
+        for dtype in DTYPES {
+            [
+                (1, 40, 33),
+                (1, 768, 200),
+                (2, 72, 96),
+                (3, 172, 77),
+                (5, 80, 129),
+                (9, 96, 17),
+                (17, 172, 72),
+                (65, 96, 131),
+            ]
+            .iter()
+            .for_each(|s| activated_product(device, dtype, *s, activation, tolerance));
+        }
+    }
+}
+
+fn activated_product<D: Device>(
+    device: &mut D,
+    dtype: DType,
+    (rows, k, n): (usize, usize, usize),
+    activation: Activation,
+    tolerance: Tolerance,
+) {
+    let mut data = Data::new((rows * 1_000_000 + k * 1000 + n) as u64);
+    let columns = activation.inputs() * n;
+    let (weight, exact) = data.weight(device, dtype, columns, k);
+    // Tensors have more rows than the product works on.
+    let (x, values) = data.tensor(device, rows + 2, k);
+    let (mut scratch, _) = data.tensor(device, rows + 1, columns);
+    let (mut out, before) = data.tensor(device, rows + 1, n);
+    device.matmul_activated(&x, &weight, rows, activation, &mut scratch, &mut out).expect("matmul_activated");
+    let (product, sums) = oracle(&values, rows, k, columns, |row, i| exact[row * k + i]);
+    let bound = bound(k, tolerance);
+    // By element of the result: what it is, and how far the product's errors and the activation's own may take it. The slopes
+    // of both activations are at most 1.13.
+    let wanted = |i: usize| {
+        let at = i / n * columns + i % n;
+        let (p, error) = (product[at], bound * sums[at]);
+        match activation {
+            Activation::SiluMul => {
+                let (up, up_error) = (product[at + n], bound * sums[at + n]);
+                let want = silu(p) * up;
+                let errors = 1.13 * error * (up.abs() + up_error) + silu(p).abs() * up_error;
+                (want, errors + 1.5e-6 * tolerance.factor * want.abs() + 1e-20)
+            }
+            Activation::Gelu => {
+                let (want, relative) = (gelu(p), (1e-6 + 2f64.powi(-24) * p * p) * tolerance.factor);
+                (want, 1.13 * error + relative * want.abs() + 1e-20)
+            }
+        }
+    };
+    let got = read(device, &out, rows + 1, n);
+    let want: Vec<f64> = (0..rows * n).map(|i| wanted(i).0).collect();
+    let what = format!("matmul_activated {activation:?} {dtype} {rows}x{k}x{n}");
+    assert_close(&what, &got[..rows * n], &want, |i| wanted(i).1);
+    assert_eq!(got[rows * n..], before[rows * n..], "{what}: rows beyond are untouched");
 }
 
 /// A weight of more than 128 MiB, as a product and as an embedding table.

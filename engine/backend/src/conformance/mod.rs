@@ -32,7 +32,8 @@ pub mod cases {
         attention_long_context, attention_missing_runs, attention_prefill, attention_steep_scores, attention_windows,
     };
     pub use super::matmul::{
-        matmul_add, matmul_bf16, matmul_blocked, matmul_f16, matmul_f32, matmul_large_weight, matmul_parts,
+        matmul_activated, matmul_add, matmul_bf16, matmul_blocked, matmul_f16, matmul_f32, matmul_large_weight,
+        matmul_parts,
     };
     pub use super::memory::{kv_bytes_round_trip, reads_ahead_are_reads, tensors_round_trip};
     pub use super::merge::{
@@ -53,10 +54,11 @@ pub use data::Data;
 /// * `embed`, `gather_rows`, `kv_*`, `read`, `write`: exact.
 /// * `matmul`: `(8 + 2 sqrt(k)) u` of the sum of absolute products (`u = 2^-24`; the sum of `k` rounding errors grows
 ///   as `sqrt(k)`). Weights are exact in their type, so the bound is the same for all three.
-/// * `rms_norm`, `silu_mul`: a few `u` relative, from the square root, the division and the exponential.
+/// * `rms_norm`, `silu_mul` of an exact product: a few `u` relative, from the square root, the division and the exponential.
 /// * `layer_norm`: the same, and the mean's error, some `u` of the row's mean magnitude, before the division.
 /// * `add_bias`: a rounding of the sum.
-/// * `gelu`: a few `u` relative plus those of the square in the exponent, `u x²`; also of the tiny results on the left.
+/// * `gelu` of an exact product: a few `u` relative plus those of the square in the exponent, `u x²`; also of the tiny results on the left.
+/// * `matmul_activated`: the product's bound through the activation, and the activation's own.
 /// * `rope_append`: `4 u` of the pair's magnitude; stored elements within half a unit of the store's type, and a whole
 ///   one where `factor > 1` (a GPU may round its packing either way).
 /// * `attention`: relative errors of the weights are those of the scores in absolute terms, which grow with the largest
@@ -141,6 +143,7 @@ macro_rules! conformance_names {
             matmul_f16,
             matmul_bf16,
             matmul_add,
+            matmul_activated,
             matmul_parts,
             matmul_blocked,
             rope_append_rotates_and_stores,

@@ -2,8 +2,9 @@
 
 use super::data::{DTYPES, Data, read};
 use super::{Tolerance, assert_close};
-use crate::{Device, WeightSource};
+use crate::{Activation, Device, WeightSource};
 use bytes::Bytes;
+use lagoon_types::DType;
 
 /// Rows of the table come out exactly, also when the table has several parts.
 pub fn embed_widens_rows<D: Device>(device: &mut D, _: Tolerance) {
@@ -127,19 +128,69 @@ pub fn add_bias_adds<D: Device>(device: &mut D, tolerance: Tolerance) {
 /// The exact GELU, from where its tail vanishes to where it is the identity.
 pub fn gelu_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
     let mut data = Data::new(8);
-    for (rows, cols) in [(1, 40), (3, 171), (17, 96), (2, 2048)] {
-        let mut values: Vec<f32> = data.values(rows * cols).into_iter().map(|v| v * 3.0).collect();
+    for (rows, n) in [(1, 40), (3, 171), (17, 96), (2, 2048)] {
+        let mut values: Vec<f32> = data.values(rows * SELECTED).into_iter().map(|v| v * 3.0).collect();
         values[..12].copy_from_slice(&[0.0, -0.0, 1e-6, -1e-6, 0.5, -0.5, 5.0, -5.0, 13.0, -13.0, 300.0, -300.0]);
-        let x = super::data::tensor(device, cols, &values);
-        let mut out = device.tensor(rows, cols).expect("tensor");
-        device.gelu(&x, rows, &mut out).expect("gelu");
-        let want: Vec<f64> = values.iter().map(|v| f64::from(*v) * normal_below(f64::from(*v))).collect();
-        let got = read(device, &out, rows, cols);
+        let (product, got) = activated(device, &values, rows, n, Activation::Gelu);
+        let want: Vec<f64> = product.iter().map(|v| gelu(f64::from(*v))).collect();
         let u = 2f64.powi(-24);
-        assert_close(&format!("gelu {rows}x{cols}"), &got, &want, |i| {
-            (1e-6 + u * f64::from(values[i]).powi(2)) * tolerance.factor * want[i].abs() + 1e-20
+        assert_close(&format!("gelu {rows}x{n}"), &got, &want, |i| {
+            (1e-6 + u * f64::from(product[i]).powi(2)) * tolerance.factor * want[i].abs() + 1e-20
         });
     }
+}
+
+/// The gated activation, also where the gate's exponential over- or underflows.
+pub fn silu_mul_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
+    let mut data = Data::new(6);
+    for (rows, n) in [(1, 40), (3, 172), (17, 96), (2, 2048)] {
+        let mut values: Vec<f32> = data.values(rows * SELECTED).into_iter().map(|v| v * 4.0).collect();
+        values[..6].copy_from_slice(&[0.0, -0.0, 60.0, -60.0, 300.0, -300.0]);
+        let (product, got) = activated(device, &values, rows, n, Activation::SiluMul);
+        let gated = |row: &[f32]| {
+            let (gate, up) = row.split_at(n);
+            gate.iter().zip(up).map(|(g, u)| silu(f64::from(*g)) * f64::from(*u)).collect::<Vec<f64>>()
+        };
+        let want: Vec<f64> = product.chunks_exact(2 * n).flat_map(gated).collect();
+        assert_close(&format!("silu_mul {rows}x{n}"), &got, &want, |i| {
+            1.5e-6 * tolerance.factor * want[i].abs() + 1e-20
+        });
+    }
+}
+
+/// Columns that [`activated`] selects from: coprime to the widths that are asked, so that gates and ups are other values.
+const SELECTED: usize = 47;
+
+/// The activation of a product that is exact: every weight row is 1 at one column and 0 elsewhere. The product, and the result.
+fn activated<D: Device>(
+    device: &mut D,
+    values: &[f32],
+    rows: usize,
+    n: usize,
+    activation: Activation,
+) -> (Vec<f32>, Vec<f32>) {
+    let columns = activation.inputs() * n;
+    let selected = |column: usize| column % SELECTED;
+    let ones = |column| (0..SELECTED).map(move |i| if i == selected(column) { 1.0f32 } else { 0.0 });
+    let bytes: Vec<u8> = (0..columns).flat_map(ones).flat_map(f32::to_le_bytes).collect();
+    let source = WeightSource { dtype: DType::F32, cols: SELECTED, parts: vec![(columns, Bytes::from(bytes))] };
+    let weight = device.weight(source).expect("weight");
+    let x = super::data::tensor(device, SELECTED, values);
+    let mut product = device.tensor(rows, columns).expect("tensor");
+    let mut out = device.tensor(rows, n).expect("tensor");
+    device.matmul_activated(&x, &weight, rows, activation, &mut product, &mut out).expect("matmul_activated");
+    let exact = values.chunks_exact(SELECTED).flat_map(|row| (0..columns).map(move |i| row[selected(i)])).collect();
+    (exact, read(device, &out, rows, n))
+}
+
+/// The sigmoid linear unit.
+pub(super) fn silu(x: f64) -> f64 {
+    x / (1.0 + (-x).exp())
+}
+
+/// The exact GELU.
+pub(super) fn gelu(x: f64) -> f64 {
+    x * normal_below(x)
 }
 
 /// The normal distribution function. From the middle by the series of the density's integral, in the tails by the
@@ -157,30 +208,4 @@ fn normal_below(x: f64) -> f64 {
     let fraction = (1..400).rev().fold(0.0, |below, n| f64::from(n) / (x.abs() + below));
     let tail = density / (x.abs() + fraction);
     if x < 0.0 { tail } else { 1.0 - tail }
-}
-
-/// The gated activation, also where the gate's exponential over- or underflows.
-pub fn silu_mul_matches<D: Device>(device: &mut D, tolerance: Tolerance) {
-    let mut data = Data::new(6);
-    for (rows, n) in [(1, 40), (3, 172), (17, 96), (2, 2048)] {
-        let mut values: Vec<f32> = data.values(rows * 2 * n).into_iter().map(|v| v * 4.0).collect();
-        values[..6].copy_from_slice(&[0.0, -0.0, 60.0, -60.0, 300.0, -300.0]);
-        let x = super::data::tensor(device, 2 * n, &values);
-        let mut out = device.tensor(rows, n).expect("tensor");
-        device.silu_mul(&x, rows, &mut out).expect("silu_mul");
-        let want: Vec<f64> = values
-            .chunks_exact(2 * n)
-            .flat_map(|row| {
-                let (gate, up) = row.split_at(n);
-                gate.iter().zip(up).map(|(g, u)| {
-                    let g = f64::from(*g);
-                    g / (1.0 + (-g).exp()) * f64::from(*u)
-                })
-            })
-            .collect();
-        let got = read(device, &out, rows, n);
-        assert_close(&format!("silu_mul {rows}x{n}"), &got, &want, |i| {
-            1.5e-6 * tolerance.factor * want[i].abs() + 1e-20
-        });
-    }
 }

@@ -6,7 +6,7 @@ use super::{
 };
 #[cfg(target_os = "linux")]
 use crate::device::SharedKv;
-use crate::{AttnBatch, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
+use crate::{Activation, AttnBatch, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
 use lagoon_types::{AttentionGeometry, KvShape};
 use std::ops::Range;
 
@@ -130,6 +130,23 @@ impl Device for CpuDevice {
         Ok(())
     }
 
+    fn matmul_activated(
+        &mut self,
+        x: &CpuTensor,
+        weight: &CpuWeight,
+        rows: usize,
+        activation: Activation,
+        product: &mut CpuTensor,
+        out: &mut CpuTensor,
+    ) -> Result<(), DeviceError> {
+        matmul::matmul((&self.threads, self.isa), x, weight, rows, Mode::Set, product);
+        match activation {
+            Activation::SiluMul => silu_mul::silu_mul((&self.threads, self.isa), product, rows, out),
+            Activation::Gelu => gelu::gelu((&self.threads, self.isa), product, rows, out),
+        }
+        Ok(())
+    }
+
     fn rope_append(
         &mut self,
         qkv: &mut CpuTensor,
@@ -164,18 +181,8 @@ impl Device for CpuDevice {
         Ok(())
     }
 
-    fn silu_mul(&mut self, x: &CpuTensor, rows: usize, out: &mut CpuTensor) -> Result<(), DeviceError> {
-        silu_mul::silu_mul((&self.threads, self.isa), x, rows, out);
-        Ok(())
-    }
-
     fn add_bias(&mut self, x: &mut CpuTensor, bias: &CpuWeight, rows: usize) -> Result<(), DeviceError> {
         add_bias::add_bias((&self.threads, self.isa), x, bias, rows);
-        Ok(())
-    }
-
-    fn gelu(&mut self, x: &CpuTensor, rows: usize, out: &mut CpuTensor) -> Result<(), DeviceError> {
-        gelu::gelu((&self.threads, self.isa), x, rows, out);
         Ok(())
     }
 

@@ -27,7 +27,7 @@ const TAIL: [f32; 9] = [
     0.139_621_66,
 ];
 
-/// See [`crate::Device::gelu`].
+/// See [`crate::Activation::Gelu`].
 pub(super) fn gelu((threads, isa): (&Threads, Isa), x: &CpuTensor, rows: usize, out: &mut CpuTensor) {
     let n = out.cols;
     assert_eq!(x.cols, n, "columns of an activation");

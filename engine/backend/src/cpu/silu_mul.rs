@@ -8,7 +8,7 @@ use super::threads::{Disjoint, Threads};
 /// Rows that one task works on.
 const ROWS: usize = 8;
 
-/// See [`crate::Device::silu_mul`].
+/// See [`crate::Activation::SiluMul`].
 pub(super) fn silu_mul((threads, isa): (&Threads, Isa), x: &CpuTensor, rows: usize, out: &mut CpuTensor) {
     let n = out.cols;
     assert_eq!(x.cols, 2 * n, "columns of gate and up");

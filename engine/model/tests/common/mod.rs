@@ -1,7 +1,7 @@
 //! Small checkpoints, and a device that remembers what it was given.
 #![allow(dead_code, reason = "not every test that includes this module uses all of it")]
 
-use lagoon_backend::{AttnBatch, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
+use lagoon_backend::{Activation, AttnBatch, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
 use lagoon_model::{Checkpoint, ModelConfig, ModelError};
 use lagoon_types::{AttentionGeometry, DType, KvShape};
 use safetensors::Dtype;
@@ -111,11 +111,10 @@ impl Device for RecordingDevice {
     fn rms_norm(&mut self, (): &(), _: &WeightSource, _: f32, _: usize, (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
     fn layer_norm(&mut self, (): &(), _: &WeightSource, _: f32, _: usize, (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
     fn matmul(&mut self, (): &(), _: &WeightSource, _: usize, _: Mode, (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
+    fn matmul_activated(&mut self, (): &(), _: &WeightSource, _: usize, _: Activation, (): &mut (), (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
     fn rope_append(&mut self, (): &mut (), (): &(), _: AttentionGeometry, _: &[u32], (): &mut (), _: usize) -> Result<(), DeviceError> { unreachable!() }
     fn attention(&mut self, (): &(), _: &AttnBatch<'_>, (): &(), _: usize, _: &mut Partials<()>) -> Result<(), DeviceError> { unreachable!() }
     fn merge(&mut self, _: &mut Partials<()>, _: &Partials<()>, _: AttentionGeometry) -> Result<(), DeviceError> { unreachable!() }
-    fn silu_mul(&mut self, (): &(), _: usize, (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
     fn add_bias(&mut self, (): &mut (), _: &WeightSource, _: usize) -> Result<(), DeviceError> { unreachable!() }
-    fn gelu(&mut self, (): &(), _: usize, (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
     fn gather_rows(&mut self, (): &(), _: &[u32], (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
 }
