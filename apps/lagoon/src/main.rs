@@ -15,6 +15,7 @@ mod calibration_cache;
 mod capacity;
 mod certs;
 mod chat;
+mod cuda_trial;
 mod cuda_tuning;
 mod demo;
 mod device;
@@ -105,6 +106,9 @@ enum Command {
     Certs(certs::CertsArgs),
     /// What this machine offers: adapters, UDP buffers, ports, versions.
     Doctor(doctor::DoctorArgs),
+    /// What `serve` measures of a CUDA device, in a process that may end.
+    #[command(hide = true)]
+    CudaTrial(cuda_trial::CudaTrialArgs),
 }
 
 fn main() -> ExitCode {
@@ -140,6 +144,7 @@ fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
             Command::Kv(args) => kv::run(args).await.map(done),
             Command::Certs(args) => certs::run(args).map(done),
             Command::Doctor(args) => doctor::run(args).await.map(done),
+            Command::CudaTrial(args) => cuda_trial::run(&args).map(done),
         }
     })
 }

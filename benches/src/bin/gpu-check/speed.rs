@@ -12,7 +12,7 @@ use lagoon_cuda::driver::{
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers, TuneFor, kernels};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
-use serde_json::{Value, json};
+use serde_json::json;
 use std::time::{Duration, Instant};
 
 /// Llama-3-8B's attention.
@@ -47,7 +47,7 @@ pub(crate) fn tuning(smoke: bool, dtype: DType) -> anyhow::Result<Tuning> {
         return Ok(base);
     }
     let what = TuneFor { geometry: G, dtype, contexts: None, time_max: Duration::from_secs(3), bytes_max: 1 << 30 };
-    Ok(device.tune(&what)?.map_or(base, |(tuned, _)| tuned.apply(base)))
+    Ok(device.tune(&what)?.map_or(base, |tuned| tuned.apply(base)))
 }
 
 pub(crate) fn device(tuning: Tuning, group: u32) -> anyhow::Result<CudaDevice> {
@@ -202,18 +202,15 @@ pub(crate) fn tune(args: &Args, out: &mut Out) -> anyhow::Result<()> {
         let time_max = if args.smoke { Duration::from_millis(300) } else { Duration::from_secs(15) };
         let bytes_max = if args.smoke { 1 << 19 } else { 2 << 30 };
         let what = TuneFor { geometry: G, dtype, contexts: small, time_max, bytes_max };
-        let found = device.tune(&what)?;
-        let row = found.map(|(tuned, tried)| {
-            json!({
-                "dtype": dtype.to_string(),
-                "tuned": tuned.to_string(),
-                "shapes_tried": tried.shapes,
-                "wgmma_used": tuned.wgmma,
-                "wgmma_worst_difference": { "output": tried.worst[0], "log_sum_exp": tried.worst[1] },
-                "prefill_ms": { "mma_sync": tried.prefill_ms[0], "wgmma": tried.prefill_ms[1] },
-            })
-        });
-        out.push("rows", row.unwrap_or(Value::Null))?;
+        let tuned = device.tune(&what)?;
+        let mut row = json!({ "dtype": dtype.to_string(), "tuned": tuned.map(|tuned| tuned.to_string()) });
+        if device.takes_warpgroups(G, dtype) {
+            let tried = device.try_warpgroups(&what)?;
+            row["wgmma_used"] = json!(tried.usable());
+            row["wgmma_worst_of_bound"] = json!({ "output": tried.worst[0], "log_sum_exp": tried.worst[1] });
+            row["prefill_ms"] = json!({ "mma_sync": tried.prefill_ms[0], "wgmma": tried.prefill_ms[1] });
+        }
+        out.push("rows", row)?;
     }
     Ok(())
 }
