@@ -29,6 +29,7 @@ pub struct ProbedDevice {
     pub memory_bytes: u64,
     /// Major and minor: `(9, 0)` for H100 and H200.
     pub compute_capability: (u32, u32),
+    pub multiprocessors: u32,
 }
 
 impl fmt::Display for CudaProbe {
@@ -90,12 +91,14 @@ fn device(ordinal: i32) -> Result<ProbedDevice, Failure> {
     let attribute = |attribute| unsafe { driver_device::get_attribute(handle, attribute) };
     let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
     let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
+    let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
     // SAFETY: as above.
     let memory = unsafe { driver_device::total_mem(handle) }?;
     Ok(ProbedDevice {
         name: driver_device::get_name(handle)?,
         memory_bytes: memory as u64,
         compute_capability: (unsigned(major), unsigned(minor)),
+        multiprocessors: unsigned(multiprocessors),
     })
 }
 
@@ -126,7 +129,8 @@ mod tests {
 
     #[test]
     fn a_probe_reads_well() {
-        let device = ProbedDevice { name: "A".to_owned(), memory_bytes: 1, compute_capability: (9, 0) };
+        let device =
+            ProbedDevice { name: "A".to_owned(), memory_bytes: 1, compute_capability: (9, 0), multiprocessors: 132 };
         let present = CudaProbe::Present { driver_version: 13_010, devices: vec![device] };
         assert_eq!(present.to_string(), "CUDA 13.1, A");
         let absent = CudaProbe::Absent { reason: "none".to_owned() };

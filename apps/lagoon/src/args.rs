@@ -79,11 +79,11 @@ pub(crate) enum CalibrateArg {
 /// How activations enter the 16-bit tensor cores of a CUDA device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum PrecisionArg {
-    /// As sums of two 16-bit numbers: about as exact as f32, twice the products of prompts.
-    #[default]
-    Exact,
     /// Rounded to the type of weights and KV, as most engines do.
+    #[default]
     Fast,
+    /// As sums of two 16-bit numbers: about as exact as f32, twice the products of prompts.
+    Exact,
 }
 
 /// The node's certificate.
@@ -210,7 +210,8 @@ pub(crate) struct EngineArgs {
     /// which takes three more.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) calibrate: CalibrateArg,
-    /// How activations enter the tensor cores of a CUDA device; other backends compute in f32.
+    /// How activations enter the tensor cores of a CUDA device (all that are supported have such: compute capability 8.0 and
+    /// newer); other backends compute in f32.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) cuda_precision: PrecisionArg,
 }
@@ -239,7 +240,7 @@ impl EngineArgs {
             CalibrateArg::Off => "off",
         };
         flags.push(format!("--calibrate={calibrate}"));
-        flags.extend((self.cuda_precision == PrecisionArg::Fast).then(|| "--cuda-precision=fast".to_owned()));
+        flags.extend((self.cuda_precision == PrecisionArg::Exact).then(|| "--cuda-precision=exact".to_owned()));
         flags.extend((self.kv_transfer == KvTransferArg::Push).then(|| "--kv-transfer=push".to_owned()));
         flags.extend((self.transfer_path == TransferPathArg::Quic).then(|| "--transfer-path=quic".to_owned()));
         flags.extend(self.dtype.map(|d| format!("--dtype={d}")));

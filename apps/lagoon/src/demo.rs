@@ -245,7 +245,7 @@ fn engine_args(args: &DemoArgs) -> EngineArgs {
         wire_dtype: lagoon_types::DType::F32,
         // Nothing is planned here, and nobody should wait for it.
         calibrate: CalibrateArg::Off,
-        cuda_precision: PrecisionArg::Exact,
+        cuda_precision: PrecisionArg::default(),
     }
 }
 

@@ -80,14 +80,16 @@ pub(crate) fn start(
             pace(device, args, model, sizes, report)
         }
         Chosen::Cuda { ordinal, .. } => {
-            let options = CudaOptions { ordinal, ..CudaOptions::default() };
-            let mut device = CudaDevice::open(kernels::FATBIN, options).context("open the CUDA device")?;
             let precision = match args.cuda_precision {
                 PrecisionArg::Exact => Precision::Exact,
                 PrecisionArg::Fast => Precision::Fast,
             };
+            let (geometry, dtype) = (model.config.geometry, sizes.kv_dtype);
+            let attention = cuda_tuning::prepare(ordinal, args.calibrate, precision, geometry, dtype);
+            let options = CudaOptions { ordinal, ..CudaOptions::default() };
+            let mut device = CudaDevice::open(kernels::FATBIN, options).context("open the CUDA device")?;
             device.set_tuning(Tuning { precision, ..*device.tuning() });
-            cuda_tuning::tune(&mut device, args.calibrate, model.config.geometry, sizes.kv_dtype);
+            attention.apply(&mut device, geometry, dtype);
             let shape = model.config.kv_shape(sizes.kv_dtype);
             let why_flat = (!sizes.lend).then(|| device.why_flat(shape, &wished_space(args, model, sizes))).flatten();
             if let Some(why) = why_flat {

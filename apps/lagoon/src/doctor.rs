@@ -1,6 +1,8 @@
 //! `lagoon doctor`: what this machine offers, and what would get in the way.
 
 use crate::calibration_cache as cache;
+use crate::cuda_trial::{Outcome, Warpgroups};
+use crate::cuda_tuning::{self, Remembered};
 use crate::interfaces::{self, Interface, Nearness, Place};
 use crate::local::EphemeralCa;
 use crate::pool_client::PoolClient;
@@ -13,7 +15,7 @@ use lagoon_shaders::list_adapters;
 use lagoon_transport::{Node, TransportConfig};
 use serde::Serialize;
 use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// `lagoon doctor`.
 #[derive(Clone, Debug, clap::Args)]
@@ -99,9 +101,13 @@ type Gpu = (String, PciAddress);
 /// Whether `--backend cuda` would open each device, and what would multiply there.
 fn cuda(gpus: &mut Vec<Gpu>) -> Vec<Check> {
     match lagoon_cuda::probe() {
-        CudaProbe::Present { devices, .. } => {
-            (0..).zip(&devices).map(|(ordinal, device)| cuda_device(ordinal, device, gpus)).collect()
-        }
+        CudaProbe::Present { devices, driver_version } => (0..)
+            .zip(&devices)
+            .flat_map(|(ordinal, device)| {
+                let trials = cuda_trials(ordinal, &cuda_tuning::machine(device, driver_version));
+                std::iter::once(cuda_device(ordinal, device, gpus)).chain(trials)
+            })
+            .collect(),
         absent @ CudaProbe::Absent { .. } => vec![check("cuda", false, absent.to_string(), "")],
     }
 }
@@ -134,6 +140,22 @@ fn cuda_device(ordinal: u32, probed: &ProbedDevice, gpus: &mut Vec<Gpu>) -> Chec
             "`--backend wgpu` and `--backend cpu` do without",
         ),
     }
+}
+
+/// What trials of warpgroup attention on this device are remembered.
+fn cuda_trials(ordinal: u32, machine: &str) -> Vec<Check> {
+    let row = |(shape, remembered, file): (String, Remembered, PathBuf)| {
+        let Warpgroups { outcome, finding } = remembered.warpgroups?;
+        let is = match outcome {
+            Outcome::Used => "used",
+            Outcome::Slower => "not used: they are slower",
+            Outcome::Failed => "not used: their trial failed",
+        };
+        let text = format!("{ordinal}: warpgroup kernels for {shape} are {is}: {finding} ({})", file.display());
+        let hint = "`lagoon serve --calibrate=always` tries them again";
+        Some(check("cuda-trial", outcome != Outcome::Failed, text, hint))
+    };
+    cuda_tuning::all(machine).into_iter().filter_map(row).collect()
 }
 
 fn adapters(gpus: &mut Vec<Gpu>) -> Vec<Check> {

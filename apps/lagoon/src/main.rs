@@ -15,6 +15,7 @@ mod calibration_cache;
 mod capacity;
 mod certs;
 mod chat;
+mod cuda_trial;
 mod cuda_tuning;
 mod demo;
 mod device;
@@ -106,6 +107,9 @@ enum Command {
     Certs(certs::CertsArgs),
     /// What this machine offers: adapters, UDP buffers, ports, versions.
     Doctor(doctor::DoctorArgs),
+    /// What `serve` measures of a CUDA device, in a process that may end.
+    #[command(hide = true)]
+    CudaTrial(cuda_trial::CudaTrialArgs),
 }
 
 fn main() -> ExitCode {
@@ -142,6 +146,7 @@ fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
             Command::Sim(args) => sim::run(&args),
             Command::Certs(args) => certs::run(args).map(done),
             Command::Doctor(args) => doctor::run(args).await.map(done),
+            Command::CudaTrial(args) => cuda_trial::run(&args).map(done),
         }
     })
 }

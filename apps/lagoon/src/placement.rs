@@ -162,7 +162,7 @@ mod tests {
     use super::*;
 
     fn gpu(name: &str, memory_bytes: u64) -> ProbedDevice {
-        ProbedDevice { name: name.to_owned(), memory_bytes, compute_capability: (9, 0) }
+        ProbedDevice { name: name.to_owned(), memory_bytes, compute_capability: (9, 0), multiprocessors: 132 }
     }
 
     fn named(text: &str) -> DeviceArg {

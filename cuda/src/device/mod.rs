@@ -18,12 +18,14 @@ mod plans;
 mod shared_window;
 mod span;
 mod stores;
+mod trial;
 mod tuner;
 mod windows;
 
 pub use linear::LinearLayers;
 pub use memory::{CudaKv, CudaTensor, CudaWeight};
-pub use tuner::{Tried, TuneFor};
+pub use trial::Tried;
+pub use tuner::TuneFor;
 
 use crate::driver::{Buffer, Context, Event, Pinned, Priority, copy_to_host};
 use crate::kernels::attention::{Buffers, SHARED_BYTES_LEAST, SHARED_BYTES_MAX, Tuning};

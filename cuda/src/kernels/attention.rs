@@ -43,12 +43,14 @@ pub const SHARED_BYTES_MAX: u32 = 163 << 10;
 /// The same on 8.6, 8.9 and 12.0 (A10, L4, RTX 4090): the least that any device has which the kernels run on.
 pub const SHARED_BYTES_LEAST: u32 = 99 << 10;
 
-/// How queries and weights enter the tensor cores where there are many rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+/// How queries, attention weights and activations enter the tensor cores where there are many rows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Precision {
-    /// As the sum of two numbers of the store's type: about as exact as f32 (22 bits for f16, 16 for bf16).
+    /// As the sum of two numbers of the store's or weight's type: about as exact as f32 (22 bits for f16, 16 for bf16), for
+    /// twice the products.
     Exact,
-    /// Rounded to the store's type.
+    /// Rounded to the type of the store or weight, as most engines do: `2^-11` relative for f16, `2^-8` for bf16.
+    #[default]
     Fast,
 }
 
@@ -233,7 +235,7 @@ impl Tuning {
                 DecodeClass { warps: 4, stages: 3, blocks_per_sm: 2, piece_keys_min: 1024 },
             ],
             class_keys: [8 << 10, 32 << 10],
-            precision: Precision::Exact,
+            precision: Precision::Fast,
             wgmma: false,
         }
     }

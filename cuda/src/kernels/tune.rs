@@ -1,5 +1,4 @@
-//! Tuning for a device: which shapes of the decode kernel are tried, which are kept, whether prefill takes warpgroup products,
-//! and how that is remembered.
+//! Tuning of the decode kernel for a device: which shapes are tried, which are kept, and how they are remembered.
 //!
 //! Measuring is the caller's: [`tune`] asks for the seconds of one shape at one context. What it found is a [`Tuned`], which is
 //! a few lines of text to be cached beside the device's name, driver and head size; a text that is damaged, of another version
@@ -20,15 +19,13 @@ const GAIN_MIN: f64 = 0.01;
 const CLASS_KEYS: [u32; 2] = [8 << 10, 32 << 10];
 
 /// The first word of the text, with the version of its form.
-const HEADER: &str = "lagoon-attention-tuning-2";
+const HEADER: &str = "lagoon-attention-tuning-3";
 
 /// The shapes that a device was found fastest with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuned {
     pub head_dim: u32,
     pub classes: [DecodeClass; 3],
-    /// Warpgroup products agreed with the other kernels' results, and were faster.
-    pub wgmma: bool,
 }
 
 /// Why a remembered text is not one.
@@ -55,7 +52,7 @@ pub fn candidates(head_dim: u32, shared_bytes_max: u32) -> Vec<DecodeClass> {
 
 /// Measures every candidate at the context of each class and keeps the fastest, or the class of `untuned` where none is
 /// clearly faster. `seconds(class, keys)` is the time of one decode call over `contexts[i]` keys, or an error, which ends the
-/// tuning; infinity stands for a shape that was not tried. Warpgroup products are not its matter.
+/// tuning; infinity stands for a shape that was not tried.
 pub fn tune<E>(
     head_dim: u32,
     untuned: &Tuning,
@@ -73,20 +70,20 @@ pub fn tune<E>(
             }
         }
     }
-    Ok(Tuned { head_dim, classes, wgmma: false })
+    Ok(Tuned { head_dim, classes })
 }
 
 impl Tuned {
     /// `base` with these shapes.
     #[must_use]
     pub fn apply(&self, base: Tuning) -> Tuning {
-        Tuning { classes: self.classes, class_keys: CLASS_KEYS, wgmma: self.wgmma, ..base }
+        Tuning { classes: self.classes, class_keys: CLASS_KEYS, ..base }
     }
 }
 
 impl fmt::Display for Tuned {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{HEADER} {} {}", self.head_dim, u32::from(self.wgmma))?;
+        writeln!(f, "{HEADER} {}", self.head_dim)?;
         self.classes.iter().try_for_each(|class| {
             let DecodeClass { warps, stages, blocks_per_sm, piece_keys_min } = class;
             writeln!(f, "{warps} {stages} {blocks_per_sm} {piece_keys_min}")
@@ -101,13 +98,7 @@ impl FromStr for Tuned {
         let bad = |what: &str| BadTuning(what.to_owned());
         let mut lines = text.lines();
         let head = lines.next().and_then(|line| line.strip_prefix(HEADER)).ok_or_else(|| bad("its first line"))?;
-        let (head_dim, wgmma) = head.trim().split_once(' ').ok_or_else(|| bad("its first line"))?;
-        let head_dim = head_dim.parse().map_err(|_| bad("the size of heads"))?;
-        let wgmma = match wgmma {
-            "0" => false,
-            "1" => true,
-            _ => return Err(bad("whether warpgroups multiply")),
-        };
+        let head_dim = head.trim().parse().map_err(|_| bad("the size of heads"))?;
         let mut class = || {
             let numbers = lines.next().unwrap_or_default().split(' ').map(str::parse).collect::<Result<Vec<u32>, _>>();
             let [warps, stages, blocks_per_sm, piece_keys_min] = numbers.ok()?.try_into().ok()?;
@@ -116,7 +107,7 @@ impl FromStr for Tuned {
         };
         let classes = [class(), class(), class()];
         let [Some(a), Some(b), Some(c)] = classes else { return Err(bad("a shape")) };
-        Ok(Self { head_dim, classes: [a, b, c], wgmma })
+        Ok(Self { head_dim, classes: [a, b, c] })
     }
 }
 
@@ -144,10 +135,10 @@ mod tests {
     fn a_tuning_is_remembered_as_text() {
         for head_dim in [64, 96, 128, 256] {
             let tuned = tune(head_dim, &Tuning::untuned(108), CONTEXTS, |class, _| Ok::<_, ()>(f64::from(class.warps)));
-            let tuned = Tuned { wgmma: head_dim == 128, ..tuned.unwrap() };
+            let tuned = tuned.unwrap();
             let text = tuned.to_string();
             assert_eq!(text.parse(), Ok(tuned), "{text}");
-            for (from, to) in [("-2 ", "-1 "), ("\n2 ", "\n3 "), ("\n2 ", "\n-2 "), ("\n", "")] {
+            for (from, to) in [("-3 ", "-2 "), ("\n2 ", "\n3 "), ("\n2 ", "\n-2 "), ("\n", "")] {
                 assert!(text.contains(from), "{text:?} {from:?}");
                 assert!(text.replacen(from, to, 1).parse::<Tuned>().is_err(), "{from:?} -> {to:?}");
             }
