@@ -49,9 +49,12 @@ fn ceilings(report: &Value, out: &mut Vec<Value>) {
 }
 
 fn attention(report: &Value, out: &mut Vec<Value>) {
-    for (batch, context, expected) in
-        [(16, 8 << 10, [0.75, 0.85]), (16, 16 << 10, [0.75, 0.85]), (1, 64 << 10, [0.65, 0.8]), (1, 128 << 10, [0.7, 0.85])]
-    {
+    for (batch, context, expected) in [
+        (16, 8 << 10, [0.75, 0.85]),
+        (16, 16 << 10, [0.75, 0.85]),
+        (1, 64 << 10, [0.65, 0.8]),
+        (1, 128 << 10, [0.7, 0.85]),
+    ] {
         let row = json!({ "batch": batch, "context": context, "dtype": "bf16", "layers_per_group": 1 });
         let of = |key: &str| number_of(report, "decode", "rows", &row, key);
         let name = format!("decode attention, batch {batch}, {} Ki keys", context >> 10);
@@ -59,7 +62,11 @@ fn attention(report: &Value, out: &mut Vec<Value>) {
         let ratio = torch_best(report, "decode", batch, context).zip(of("us")).map(|(torch, own)| torch / own);
         out.push(target(format!("{name}: times torch's best"), [1.0, 2.0], Some(1.0), ratio));
     }
-    let kernels = [("prefill", "fast", [200.0, 330.0]), ("prefill", "exact", [100.0, 170.0]), ("warpgroups", "wgmma", [400.0, 580.0])];
+    let kernels = [
+        ("prefill", "fast", [200.0, 330.0]),
+        ("prefill", "exact", [100.0, 170.0]),
+        ("warpgroups", "wgmma", [400.0, 580.0]),
+    ];
     for (section, kernel, expected) in kernels {
         let row = json!({ "tokens": 16 << 10, "kernel": kernel });
         let tflop = number_of(report, section, "rows", &row, "tflop_per_s");
@@ -79,7 +86,12 @@ fn work(report: &Value, out: &mut Vec<Value>) {
     for (rows, expected) in [(1, [0.7, 0.9]), (16, [0.65, 0.85])] {
         let row = json!({ "kind": "own kernels", "exact": false, "rows": rows });
         let share = number_of(report, "linear", "rows", &row, "weight_bytes_of_copy_bandwidth");
-        out.push(target(format!("linear layer 4096 to 14336, {rows} rows: share of copy bandwidth"), expected, None, share));
+        out.push(target(
+            format!("linear layer 4096 to 14336, {rows} rows: share of copy bandwidth"),
+            expected,
+            None,
+            share,
+        ));
     }
     let step = |context: u64, graphs: bool, key: &str| {
         let row = json!({ "batch": 1, "context": context, "graphs": graphs });

@@ -161,7 +161,9 @@ fn work(report: &Value) -> Result<String, DrawError> {
 
 /// What is expected, what is wanted and what was found; nothing stands in the cells of what was not measured.
 fn expectations(report: &Value) -> String {
-    let mut out = String::from("\n### Expected and found\n\n| H200 | expected | wanted | found | met |\n| --- | --- | --- | --- | --- |\n");
+    let mut out = String::from(
+        "\n### Expected and found\n\n| H200 | expected | wanted | found | met |\n| --- | --- | --- | --- | --- |\n",
+    );
     let cell = |value: &Value| if value.is_null() { String::new() } else { text(value) };
     for target in targets(report) {
         let cells = ["name", "expected", "at_least", "found", "met"].map(|key| cell(&target[key]));
@@ -242,7 +244,10 @@ fn failures(section: &Value) -> Vec<String> {
     let failed = |row: &Value| row["error"].is_string() || row["ok"] == json!(false);
     let line = |name: &str, row: &Value| {
         let fields = row.as_object().into_iter().flatten();
-        let key: Vec<String> = fields.filter(|(_, v)| v.is_string() || v.is_u64() || v.is_boolean()).map(|(k, v)| format!("{k} {}", text(v))).collect();
+        let key: Vec<String> = fields
+            .filter(|(_, v)| v.is_string() || v.is_u64() || v.is_boolean())
+            .map(|(k, v)| format!("{k} {}", text(v)))
+            .collect();
         format!("`{name}`: {}", key.join(", "))
     };
     rows.flat_map(|(name, list)| list.iter().filter(|row| failed(row)).map(move |row| line(name, row))).collect()

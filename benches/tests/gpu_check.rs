@@ -105,7 +105,8 @@ fn the_fakes_are_built() {
 /// Warpgroup kernels that trap, as the first ones on a GPU may: each costs its own row, and nothing else is lost.
 #[test]
 fn a_kernel_that_traps_costs_its_rows() {
-    let check = check_or_skip!("traps").with("LAGOON_FAKE_CAPABILITY", "9.0").with("LAGOON_FAKE_TRAP", "attention_wgmma");
+    let check =
+        check_or_skip!("traps").with("LAGOON_FAKE_CAPABILITY", "9.0").with("LAGOON_FAKE_TRAP", "attention_wgmma");
     let others = "tune,decode,steps,prefill,paged,linear";
     let report = check.run(&["--only", &format!("{others},warpgroup_trial,warpgroups"), "--limit-s", "1200"]);
     for section in others.split(',') {

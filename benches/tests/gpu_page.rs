@@ -81,7 +81,11 @@ fn the_program_writes_page_and_figures() {
     };
     let empty = Command::new(env!("CARGO_BIN_EXE_gpu-page")).arg("--docs").arg(&docs).output().unwrap();
     let text = std::fs::read_to_string(docs.join("gpu.md")).unwrap();
-    assert!(empty.status.success() && text.contains("Nothing was measured") && text.contains("| 0.750 to 0.850 | 0.850 |  |  |"));
+    assert!(
+        empty.status.success()
+            && text.contains("Nothing was measured")
+            && text.contains("| 0.750 to 0.850 | 0.850 |  |  |")
+    );
     assert!(run().status.success());
     let text = std::fs::read_to_string(docs.join("gpu.md")).unwrap();
     assert!(text.starts_with("# Made up\n") && text.ends_with("after\n") && text.contains("Made-up device"));

@@ -42,7 +42,8 @@ pub(crate) fn run(root: &Path, here: bool) -> Result<bool> {
     }
     let status = Command::new("sh").arg(pack.join("run.sh")).current_dir(&folder).env_remove("OUT").status();
     let status = status.context("run the check")?;
-    fs::copy(folder.join("report.json"), root.join(REPORT)).with_context(|| format!("write to {}", results.display()))?;
+    fs::copy(folder.join("report.json"), root.join(REPORT))
+        .with_context(|| format!("write to {}", results.display()))?;
     println!("{REPORT}: {status}");
     Ok(status.success())
 }
@@ -85,7 +86,12 @@ pub(crate) fn page(root: &Path) -> Result<bool> {
     let report = root.join(REPORT);
     let program = ["run", "--locked", "--release", "--package", "lagoon-benches", "--bin", "gpu-page", "--"];
     let mut command = Command::new("cargo");
-    command.args(program).args(report.is_file().then_some(&report)).arg("--docs").arg(root.join("docs")).current_dir(root);
+    command
+        .args(program)
+        .args(report.is_file().then_some(&report))
+        .arg("--docs")
+        .arg(root.join("docs"))
+        .current_dir(root);
     Ok(command.stdin(Stdio::null()).status().context("run cargo")?.success())
 }
 

@@ -82,7 +82,8 @@ fn decode(what: Decode, tuning: Tuning) -> anyhow::Result<Time> {
 /// A prompt's attention, causal, in one call.
 pub(crate) fn prefill(tokens: u32, dtype: DType, block: Option<u32>, tuning: Tuning) -> anyhow::Result<Time> {
     let mut device = device(tuning, 1)?;
-    let copies = inputs::copies(device.attributes().l2_bytes, kv_bytes(tokens, dtype) + tokens as usize * G.q_dim() * 4);
+    let copies =
+        inputs::copies(device.attributes().l2_bytes, kv_bytes(tokens, dtype) + tokens as usize * G.q_dim() * 4);
     let kv = inputs::store(&mut device, u32::try_from(copies)?, tokens as usize, dtype)?;
     let q = queries(&mut device, tokens, copies)?;
     let mut out = device.partials(tokens as usize, G)?;
@@ -115,7 +116,9 @@ pub(crate) fn decode_all(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     let sliced = if args.smoke { [2, 2] } else { [8, 32] };
     // What slicing costs a kernel is asked last, in one type and for two sizes: 32 layers' KV take long to write.
     let plain = [DType::BF16, DType::F16].into_iter().flat_map(|dtype| sizes.iter().map(move |size| (dtype, size, 1)));
-    let groups = sliced.into_iter().flat_map(|group| sizes[..sizes.len().min(2)].iter().map(move |size| (DType::BF16, size, group)));
+    let groups = sliced
+        .into_iter()
+        .flat_map(|group| sizes[..sizes.len().min(2)].iter().map(move |size| (DType::BF16, size, group)));
     for (dtype, &(batch, context), group) in plain.chain(groups) {
         let key = json!({ "batch": batch, "context": context, "dtype": dtype.to_string(), "layers_per_group": group });
         out.row("rows", key, || {

@@ -32,7 +32,11 @@ fn noisy(context: &Arc<Context>, stream: &Stream, bytes: usize) -> anyhow::Resul
 }
 
 /// Seconds that the device takes for `f`, of some rounds: the shortest, the middle, the longest.
-fn rounds(context: &Arc<Context>, stream: &Stream, mut f: impl FnMut() -> anyhow::Result<()>) -> anyhow::Result<[f64; 3]> {
+fn rounds(
+    context: &Arc<Context>,
+    stream: &Stream,
+    mut f: impl FnMut() -> anyhow::Result<()>,
+) -> anyhow::Result<[f64; 3]> {
     let (begin, end) = (Event::new(context, true)?, Event::new(context, true)?);
     f()?;
     let mut times = Vec::new();

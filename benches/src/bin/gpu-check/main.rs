@@ -165,7 +165,7 @@ fn wanted(args: &Args) -> anyhow::Result<(Vec<&'static Section>, Duration)> {
     all.retain(|section| section.part <= part);
     // Stable: what earlier parts left comes behind this part's own.
     all.sort_by_key(|section| section.part != part);
-    Ok((all, Duration::from_secs(PARTS_S[usize::try_from(part)? - 1] - AROUND_S)))
+    Ok((all, parent::times(args, PARTS_S[usize::try_from(part)? - 1] - AROUND_S)))
 }
 
 /// Whether a section's entry of an earlier run need not be made again: what failed is, unless only what was left is asked for.
@@ -212,7 +212,7 @@ fn check(args: &Args) -> anyhow::Result<ExitCode> {
         if is_there(&report["sections"][section.name], left_only) {
             continue;
         }
-        let (limit, rest) = (Duration::from_secs(section.limit_s), all.saturating_sub(began.elapsed()));
+        let (limit, rest) = (parent::times(args, section.limit_s), all.saturating_sub(began.elapsed()));
         if rest < limit.min(all / 4) {
             left.push(section.name);
             continue;
@@ -232,6 +232,9 @@ fn check(args: &Args) -> anyhow::Result<ExitCode> {
 fn main() -> anyhow::Result<ExitCode> {
     let args = Args::parse();
     if args.list {
+        for (part, seconds) in (1..).zip(PARTS_S) {
+            print_line(&format!("part {part}: {seconds} s"));
+        }
         for s in SECTIONS {
             print_line(&format!("{} {:<16} {:>4} s  {}", s.part, s.name, s.limit_s, s.what));
         }

@@ -108,12 +108,18 @@ fn command(args: &Args, section: &Section, path: &Path) -> anyhow::Result<Comman
     Ok(command)
 }
 
+/// Seconds as a GPU needs them. The fake driver's kernels run on a host, which may be busy: there everything may take longer.
+pub(crate) fn times(args: &Args, seconds: u64) -> Duration {
+    Duration::from_secs(if args.smoke { 6 * seconds } else { seconds })
+}
+
 /// Runs a section until it has ended or `limit` is over, in as many processes as its rows take, and leaves its entry in
 /// the report.
 pub(crate) fn run(args: &Args, section: &Section, limit: Duration, report: &mut Value) -> anyhow::Result<()> {
     let path: PathBuf = std::env::temp_dir().join(format!("gpu-check-{}-{}.json", std::process::id(), section.name));
     write_whole(&path, &good_rows(&report["sections"][section.name]["found"]))?;
     let (started, mut processes) = (Instant::now(), 0u32);
+    let row = times(args, section.row_s);
     let mut found;
     let entry = |report: &mut Value, state: &str, how: &str, processes: u32, found: &Value| {
         report["sections"][section.name] = json!({
@@ -131,11 +137,11 @@ pub(crate) fn run(args: &Args, section: &Section, limit: Duration, report: &mut 
         processes += 1;
         let until = started + limit;
         let show = |found: &Value| entry(report, "running", "not yet", processes, found);
-        let end = watch(&mut command(args, section, &path)?, &path, until, Duration::from_secs(section.row_s), show)?;
+        let end = watch(&mut command(args, section, &path)?, &path, until, row, show)?;
         found = read(&path);
         let how = match &end {
             End::Exited(status) => status.to_string(),
-            End::RowTooLong => format!("killed: nothing new for {} s", section.row_s),
+            End::RowTooLong => format!("killed: nothing new for {} s", row.as_secs()),
             End::TooLong => format!("killed after {} s", limit.as_secs()),
         };
         let another = matches!(&end, End::Exited(status) if status.code() == Some(ANOTHER.into()));
@@ -146,11 +152,71 @@ pub(crate) fn run(args: &Args, section: &Section, limit: Duration, report: &mut 
         if !(another || died) {
             let good = matches!(&end, End::Exited(status) if status.success());
             let absent = good && !found["absent"].is_null();
-            break (if absent { "absent" } else if good { "ok" } else { "failed" }, how);
+            break (
+                if absent {
+                    "absent"
+                } else if good {
+                    "ok"
+                } else {
+                    "failed"
+                },
+                how,
+            );
         }
         write_whole(&path, &found)?;
     };
     // What it has not written does not matter any more.
     let _gone = std::fs::remove_file(&path);
     entry(report, state, &how, processes, &found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Runs a shell script that writes to `$0`, with 1 s a row and 10 s in all.
+    fn watched(name: &str, script: &str) -> (End, Value, Vec<Value>) {
+        let path = std::env::temp_dir().join(format!("gpu-check-watch-{}-{name}.json", std::process::id()));
+        let (mut seen, until) = (Vec::new(), Instant::now() + Duration::from_secs(10));
+        let mut command = Command::new("sh");
+        command.arg("-c").arg(script).arg(&path);
+        let new = |found: &Value| {
+            seen.push(found.clone());
+            Ok(())
+        };
+        let end = watch(&mut command, &path, until, Duration::from_secs(1), new).expect("it runs");
+        let found = read(&path);
+        let _gone = std::fs::remove_file(&path);
+        (end, found, seen)
+    }
+
+    #[test]
+    fn a_row_that_hangs_is_killed_and_noted() {
+        let running = r#"{"rows":[{"n":1}],"running":{"list":"rows","key":{"n":2}}}"#;
+        let (end, mut found, seen) = watched("hangs", &format!("echo '{running}' > \"$0\"; sleep 600"));
+        assert!(matches!(end, End::RowTooLong) && seen.last() == Some(&found), "{seen:?}");
+        assert!(settle(&mut found, "killed"));
+        assert_eq!(found, json!({ "rows": [{ "n": 1 }, { "n": 2, "error": "killed" }] }));
+        assert!(!settle(&mut found, "killed"), "no other row was begun");
+    }
+
+    #[test]
+    fn rows_that_are_written_in_time_are_not_killed() {
+        let script =
+            "for n in 1 2 3 4; do sleep 0.4; echo \"{\\\"n\\\":$n}\" > \"$0.tmp\"; mv \"$0.tmp\" \"$0\"; done; exit 3";
+        let (end, found, seen) = watched("writes", script);
+        assert!(matches!(end, End::Exited(status) if status.code() == Some(3)));
+        assert!(found == json!({ "n": 4 }) && seen.len() >= 4, "{seen:?}");
+    }
+
+    #[test]
+    fn what_failed_is_not_gone_on_from() {
+        let earlier = json!({
+            "copy": 7.0, "error": "it broke", "ok": false, "release_errors": 1,
+            "running": { "list": "rows", "key": { "n": 4 } },
+            "rows": [{ "n": 1 }, { "n": 2, "error": "killed" }, { "n": 3, "ok": false }],
+        });
+        assert_eq!(good_rows(&earlier), json!({ "copy": 7.0, "rows": [{ "n": 1 }] }));
+        assert_eq!(good_rows(&Value::Null), json!({}));
+    }
 }

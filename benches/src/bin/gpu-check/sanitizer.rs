@@ -67,7 +67,8 @@ pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
             }
             let lines: Vec<&str> = said.lines().filter(|line| !line.trim_matches(['=', ' ']).is_empty()).collect();
             let clean = matches!(&end, End::Exited(status) if status.success());
-            let kept = if clean { &lines[lines.len().saturating_sub(1)..] } else { &lines[..lines.len().min(LINES_MAX)] };
+            let kept =
+                if clean { &lines[lines.len().saturating_sub(1)..] } else { &lines[..lines.len().min(LINES_MAX)] };
             Ok(json!({ "ok": clean, "ended": how, "cases": cases["rows"], "said": kept }))
         })?;
     }

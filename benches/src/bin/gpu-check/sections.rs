@@ -5,7 +5,9 @@
 //! * a part's sections end within its command, so that the last of them is sure to run;
 //! * a command ends within [`COMMAND_S_MAX`], all commands together within [`LOAN_S_MAX`].
 
-use super::{Args, Out, attention, conformance, external, goldens, linear, mixed, sanitizer, steps, tune, vmm, warpgroups};
+use super::{
+    Args, Out, attention, conformance, external, goldens, linear, mixed, sanitizer, steps, tune, vmm, warpgroups,
+};
 
 /// A section.
 pub(crate) struct Section {

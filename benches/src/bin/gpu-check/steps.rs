@@ -30,8 +30,7 @@ struct Shape {
     geometry: AttentionGeometry,
 }
 
-const LLAMA_8B: Shape =
-    Shape { layers: 32, hidden: 4096, intermediate: 14336, vocab: 128_256, geometry: G };
+const LLAMA_8B: Shape = Shape { layers: 32, hidden: 4096, intermediate: 14336, vocab: 128_256, geometry: G };
 const TINY: Shape = Shape {
     layers: 2,
     hidden: 64,

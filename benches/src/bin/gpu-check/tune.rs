@@ -6,7 +6,7 @@ use lagoon_cuda::TuneFor;
 use lagoon_cuda::driver::Context;
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::kernels::tune::Tuned;
-use lagoon_types::DType;
+use lagoon_types::{AttentionGeometry, DType};
 use serde_json::json;
 use std::time::Duration;
 
@@ -15,7 +15,8 @@ pub(crate) fn what(args: &Args, dtype: DType) -> TuneFor {
     let contexts = args.smoke.then_some([30, 60, 90]);
     let time_max = if args.smoke { Duration::from_millis(300) } else { Duration::from_secs(12) };
     let bytes_max = if args.smoke { 1 << 19 } else { 2 << 30 };
-    TuneFor { geometry: G, dtype, contexts, time_max, bytes_max }
+    let geometry = if args.smoke { AttentionGeometry { heads: 2, kv_heads: 1, ..G } } else { G };
+    TuneFor { geometry, dtype, contexts, time_max, bytes_max }
 }
 
 pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {

@@ -2,7 +2,7 @@
 //! faster, the conformance suite's attention, and prompts. Sections of their own at the ends of commands, each row of which may trap
 //! or hang and costs itself.
 
-use crate::attention::{G, prefill, prefill_row, prompts};
+use crate::attention::{prefill, prefill_row, prompts};
 use crate::tune::{tuning, what};
 use crate::{Args, Out, conformance, open};
 use lagoon_cuda::TuneFor;
@@ -28,8 +28,9 @@ pub(crate) fn trial(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     }
     for (dtype, head_dim) in [(DType::BF16, 128), (DType::F16, 128), (DType::BF16, 64), (DType::F16, 64)] {
         out.row("rows", json!({ "dtype": dtype.to_string(), "head_dim": head_dim }), || {
-            let geometry = AttentionGeometry { head_dim, ..G };
-            let tried = open(Precision::Fast)?.try_warpgroups(&TuneFor { geometry, ..what(args, dtype) })?;
+            let what = what(args, dtype);
+            let geometry = AttentionGeometry { head_dim, ..what.geometry };
+            let tried = open(Precision::Fast)?.try_warpgroups(&TuneFor { geometry, ..what })?;
             Ok(json!({
                 "agree": tried.agree,
                 "faster": tried.faster,
