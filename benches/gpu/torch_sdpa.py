@@ -33,37 +33,49 @@ def say(**found):
     print(json.dumps(found), flush=True)
 
 
-def seconds(f):
-    """The middle of five rounds of several calls each, timed by the device where there is one."""
-    for _ in range(2):
-        f()
-    rounds = []
-    for _ in range(5):
-        calls = 5
+def rounds(calls):
+    """Seconds of a call in each of seven rounds, timed by the device where there is one. Calls are functions that are called in
+    turn, each of which has inputs of its own, so that each reads memory and not the cache."""
+    for call in calls:
+        call()
+    count, times = max(5, len(calls)), []
+    for _ in range(7):
         if device == "cuda":
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda.synchronize()
             begin.record()
-            for _ in range(calls):
-                f()
+            for i in range(count):
+                calls[i % len(calls)]()
             end.record()
             torch.cuda.synchronize()
-            rounds.append(begin.elapsed_time(end) / 1e3 / calls)
+            times.append(begin.elapsed_time(end) / 1e3 / count)
         else:
             started = time.perf_counter()
-            for _ in range(calls):
-                f()
-            rounds.append((time.perf_counter() - started) / calls)
-    return sorted(rounds)[len(rounds) // 2]
+            for i in range(count):
+                calls[i % len(calls)]()
+            times.append((time.perf_counter() - started) / count)
+    return sorted(times)
+
+
+def copies(bytes_each):
+    """How many inputs are used in turn: twice the cache is read between two uses of one."""
+    cache = torch.cuda.get_device_properties(0).L2_cache_size if device == "cuda" else 1 << 16
+    return 1 if bytes_each >= 2 * cache else min(256, -(-2 * cache // bytes_each) + 1)
 
 
 def attend(batch, rows, keys, causal, grouped):
-    q = torch.randn(batch, H, rows, D, device=device, dtype=torch.bfloat16)
     kv_heads = KV if grouped else H
-    k = torch.randn(batch, kv_heads, keys, D, device=device, dtype=torch.bfloat16)
-    v = torch.randn(batch, kv_heads, keys, D, device=device, dtype=torch.bfloat16)
     more = {"enable_gqa": True} if grouped else {}
-    return seconds(lambda: scaled_dot_product_attention(q, k, v, is_causal=causal, **more))
+
+    def random(*shape):
+        return torch.randn(*shape, D, device=device, dtype=torch.bfloat16)
+
+    def call():
+        q, k, v = random(batch, H, rows), random(batch, kv_heads, keys), random(batch, kv_heads, keys)
+        return lambda: scaled_dot_product_attention(q, k, v, is_causal=causal, **more)
+
+    bytes_each = 2 * D * batch * (H * rows + 2 * kv_heads * keys)
+    return rounds([call() for _ in range(copies(bytes_each))])
 
 
 def measure(kind, batch, rows, keys, causal):
@@ -75,9 +87,10 @@ def measure(kind, batch, rows, keys, causal):
             found = {"kind": kind, "backend": name, "grouped": grouped, "batch": batch, "rows": rows, "keys": keys}
             try:
                 with sdpa_kernel([backend]), torch.no_grad():
-                    found["us"] = attend(batch, rows, keys, causal, grouped) * 1e6
+                    times = attend(batch, rows, keys, causal, grouped)
+                found.update(us=times[3] * 1e6, us_least=times[0] * 1e6, us_most=times[6] * 1e6)
             except (RuntimeError, TypeError, OUT_OF_MEMORY) as error:
-                found["error"] = str(error).splitlines()[0][:200]
+                found["unsupported"] = str(error).splitlines()[0][:200]
             if device == "cuda":
                 torch.cuda.empty_cache()
             say(**found)

@@ -2,7 +2,7 @@
 //!
 //! The page is written by hand but for what stands between [`BEGIN`] and [`END`], which a report fills.
 
-use crate::gpu::torch_best;
+use crate::gpu::{targets, torch_best};
 use lagoon_plot::{DrawError, Panel, Series, figure};
 use serde_json::{Value, json};
 use std::fmt::Write as _;
@@ -55,6 +55,7 @@ fn text(value: &Value) -> String {
         Value::Number(n) => n.as_f64().filter(|_| !n.is_u64()).map_or_else(|| n.to_string(), |x| format!("{x:.3}")),
         Value::String(s) => s.clone(),
         Value::Bool(b) => if *b { "yes" } else { "no" }.to_owned(),
+        Value::Array(both) => both.iter().map(text).collect::<Vec<_>>().join(" to "),
         _ => "not measured".to_owned(),
     }
 }
@@ -103,6 +104,7 @@ fn attention(report: &Value) -> Result<String, DrawError> {
         points: copy.into_iter().flat_map(|copy| [(8192.0, copy), (131_072.0, copy)]).collect(),
     });
     let prompts = list(report, "prefill", "rows");
+    let prompts: Vec<&Value> = prompts.into_iter().chain(list(report, "warpgroups", "rows")).collect();
     let mut kernels: Vec<Series> = ["exact", "fast", "wgmma"]
         .map(|kernel| series(kernel, &prompts, |row| row["kernel"] == json!(kernel), "tokens", "ms"))
         .into();
@@ -136,7 +138,7 @@ fn work(report: &Value) -> Result<String, DrawError> {
     let rows = list(report, "linear", "rows");
     let by = |library: bool, exact: bool| {
         move |row: &Value| {
-            row["by"].as_str().is_some_and(|by| by.starts_with("cuBLASLt")) == library && row["exact"] == json!(exact)
+            row["kind"] == json!(if library { "cuBLASLt" } else { "own kernels" }) && row["exact"] == json!(exact)
         }
     };
     let lines = [
@@ -157,12 +159,23 @@ fn work(report: &Value) -> Result<String, DrawError> {
     figure("Linear layers and whole steps", &panels, 2)
 }
 
+/// What is expected, what is wanted and what was found; nothing stands in the cells of what was not measured.
+fn expectations(report: &Value) -> String {
+    let mut out = String::from(
+        "\n### Expected and found\n\n| H200 | expected | wanted | found | met |\n| --- | --- | --- | --- | --- |\n",
+    );
+    let cell = |value: &Value| if value.is_null() { String::new() } else { text(value) };
+    for target in targets(report) {
+        let cells = ["name", "expected", "at_least", "found", "met"].map(|key| cell(&target[key]));
+        let _infallible = writeln!(out, "| {} |", cells.join(" | "));
+    }
+    out
+}
+
 fn tables(report: &Value) -> String {
-    let mut out = String::new();
-    let targets: Vec<&Value> = report["targets"].as_array().into_iter().flatten().collect();
-    let columns = [("target", "/name"), ("at least", "/at_least"), ("found", "/found"), ("met", "/met")];
-    table(&mut out, "Targets", &columns, &targets);
-    let calls = &report["sections"]["vmm"]["found"]["calls"];
+    let mut out = expectations(report);
+    let calls = list(report, "vmm", "calls").first().map_or(Value::Null, |row| (*row).clone());
+    let calls = &calls;
     let row = |name: &str, key: &str, paper: &Value| json!({ "name": name, "ours": calls[key], "paper": paper });
     let paper = &calls["paper_table_3_us"];
     // The paper times mapping and access apart, which are one call of ours.
@@ -224,6 +237,33 @@ fn tables(report: &Value) -> String {
     out
 }
 
+/// The rows of a section that failed, each with its reason.
+fn failures(section: &Value) -> Vec<String> {
+    let lists = section["found"].as_object().into_iter().flat_map(serde_json::Map::iter);
+    let rows = lists.filter_map(|(name, list)| Some((name, list.as_array()?)));
+    let failed = |row: &Value| row["error"].is_string() || row["ok"] == json!(false);
+    let line = |name: &str, row: &Value| {
+        let fields = row.as_object().into_iter().flatten();
+        let key: Vec<String> = fields
+            .filter(|(_, v)| v.is_string() || v.is_u64() || v.is_boolean())
+            .map(|(k, v)| format!("{k} {}", text(v)))
+            .collect();
+        format!("`{name}`: {}", key.join(", "))
+    };
+    rows.flat_map(|(name, list)| list.iter().filter(|row| failed(row)).map(move |row| line(name, row))).collect()
+}
+
+/// A page whose measured part has what is expected and empty cells.
+///
+/// # Errors
+/// [`PageError::NoPlace`].
+pub fn blank(template: &str) -> Result<String, PageError> {
+    let (before, rest) = template.split_once(BEGIN).ok_or(PageError::NoPlace)?;
+    let (_, after) = rest.split_once(END).ok_or(PageError::NoPlace)?;
+    let middle = expectations(&Value::Null);
+    Ok(format!("{before}{BEGIN}\n\nNothing was measured on a GPU yet.\n{middle}\n{END}{after}"))
+}
+
 /// Fills the page's measured part from a report.
 ///
 /// # Errors
@@ -250,7 +290,14 @@ pub fn page(template: &str, report: &Value) -> Result<Page, PageError> {
     for (name, section) in sections.iter().filter(|(_, section)| section["state"] != json!("ok")) {
         let why =
             if section["found"]["absent"].is_null() { &section["found"]["error"] } else { &section["found"]["absent"] };
-        let _infallible = writeln!(middle, "- `{name}`: {}: {}", text(&section["state"]), text(why));
+        let _infallible = write!(middle, "- `{name}`: {}", text(&section["state"]));
+        if why.is_string() {
+            let _infallible = write!(middle, ": {}", text(why));
+        }
+        middle.push('\n');
+        for failure in failures(section) {
+            let _infallible = writeln!(middle, "  - {failure}");
+        }
     }
     for (file, _) in &figures {
         let _infallible = write!(middle, "\n![{file}](plots/{file})\n");

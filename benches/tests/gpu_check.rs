@@ -1,5 +1,5 @@
-//! The check for GPU machines runs where there is none: over the fake driver and the host shim, with tiny sizes. The
-//! golden models' logits then come from the CUDA backend's own kernels.
+//! The check for GPU machines where there is none: over the fake driver and the host shim, with tiny sizes. Here is what happens
+//! when something breaks; that every section runs is `cargo xtask gpu-rehearse`'s matter.
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -10,121 +10,172 @@ mod fake;
 #[allow(dead_code, unreachable_pub, reason = "only what builds it is used")]
 mod shim;
 
-use serde_json::Value;
-use std::path::Path;
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Sections that run in seconds over the fake. Conformance has its own tests over it, the demo one below.
-const SECTIONS: &str = "ceilings,goldens,tune,decode,prefill,paged,linear,vmm,steps,torch,wgpu,dist,sanitizer,llama";
-
-fn command(environment: &[(&str, &Path)]) -> Command {
-    let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/goldens");
-    let mut command = Command::new(env!("CARGO_BIN_EXE_gpu-check"));
-    command.arg("--goldens").arg(goldens).args(["--smoke", "--label", "a test"]);
-    command.envs(environment.iter().copied());
-    command
+/// What a machine with a GPU has in place of these: the driver, cuBLASLt and the kernels' code.
+fn fakes() -> Result<[PathBuf; 3], String> {
+    Ok([fake::build()?, fake::build_blas()?, shim::library()?])
 }
 
-fn check(environment: &[(&str, &Path)], more: &[&str]) -> Value {
-    let output = command(environment).args(more).output().unwrap();
-    let report: Value = serde_json::from_slice(&output.stdout)
-        .unwrap_or_else(|_| panic!("no report: {}", String::from_utf8_lossy(&output.stderr)));
-    assert_eq!(report["ok"].as_bool(), Some(output.status.success()));
-    report
+/// A folder of the test's own.
+fn folder(name: &str) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("gpu-check-{name}-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    folder
 }
 
-#[test]
-fn the_check_runs_over_the_fake_driver() {
-    let built = fake::build().and_then(|driver| Ok((driver, fake::build_blas()?, shim::library()?)));
-    let (driver, blas, kernels) = match built {
-        Ok(all) => all,
-        Err(reason) => return fake::skip("the_check_runs_over_the_fake_driver", &reason),
-    };
-    let environment = [
-        ("LD_LIBRARY_PATH", driver.parent().unwrap()),
-        ("LAGOON_FAKE_KERNELS", kernels.as_path()),
-        ("LAGOON_CUBLASLT", blas.as_path()),
-    ];
-    let report = check(&environment, &["--only", SECTIONS, "--limit-s", "1200"]);
-    assert_eq!((&report["ok"], &report["release_errors"]), (&true.into(), &0.into()), "{report:#}");
-    assert_eq!(report["measured_on_gpu"], false, "numbers of the fake are not a GPU's");
-    assert!(report["device"]["linear_layers"].as_str().unwrap().starts_with("cuBLASLt"));
-    let section = |name: &str| &report["sections"][name];
-    for name in SECTIONS.split(',') {
-        let state = section(name)["state"].as_str().unwrap();
-        let optional = ["torch", "wgpu", "dist", "sanitizer", "llama"].contains(&name);
-        assert!(state == "ok" || (optional && state == "absent"), "{name}: {}", section(name));
+/// The check over the fakes, with its reports in a folder.
+struct Check {
+    folder: PathBuf,
+    environment: Vec<(&'static str, PathBuf)>,
+}
+
+impl Check {
+    fn new(name: &str) -> Result<Self, String> {
+        let [driver, blas, kernels] = fakes()?;
+        let library = driver.parent().unwrap().to_path_buf();
+        let environment =
+            vec![("LD_LIBRARY_PATH", library), ("LAGOON_FAKE_KERNELS", kernels), ("LAGOON_CUBLASLT", blas)];
+        Ok(Self { folder: folder(name), environment })
     }
-    let models = section("goldens")["found"]["models"].as_object().unwrap();
-    assert!(models.len() >= 20, "every model, in its own type and in f32: {models:?}");
-    let steps = section("vmm")["found"]["decode_steps_of_figure_12"].as_array().unwrap();
-    assert_eq!((steps.len(), &steps[0]["overlapped"], &steps[1]["overlapped"]), (2, &false.into(), &true.into()));
-    assert!(steps[1]["stripes_mapped_ahead"].as_u64() > Some(0));
-    assert!(section("vmm")["found"]["prefixes"][0]["mapped_us"].as_f64() > Some(0.0));
-    assert!(section("vmm")["found"]["windows"]["rows"][1]["hash_gb_per_s"].as_f64() > Some(0.0));
-    let steps = section("steps")["found"]["rows"].as_array().unwrap();
-    assert!(steps.iter().all(|row| (row["replayed"].as_u64() > Some(0)) == (row["graphs"] == true)), "{steps:?}");
-    assert!(section("steps")["found"]["prompts"][0]["ms"].as_f64() > Some(0.0));
-    let text = report.to_string();
-    for finding in ["copy_gb_per_s", "of_copy_bandwidth", "tflop_per_s", "cuMemUnmap_us", "of_roofline", "reused_us"] {
-        assert!(text.contains(finding), "{finding}");
+
+    fn with(mut self, name: &'static str, value: &str) -> Self {
+        self.environment.push((name, value.into()));
+        self
     }
-    assert_eq!(report["targets"].as_array().unwrap().len(), 14);
+
+    fn command(&self) -> Command {
+        let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/goldens");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_gpu-check"));
+        command.arg("--goldens").arg(goldens).args(["--smoke", "--label", "a test"]).current_dir(&self.folder);
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
+        command
+    }
+
+    /// The report after a run.
+    fn run(&self, more: &[&str]) -> Value {
+        let output = self.command().args(more).output().unwrap();
+        let text = std::fs::read(self.folder.join("report.json"));
+        let text = text.unwrap_or_else(|_| panic!("no report: {}", String::from_utf8_lossy(&output.stderr)));
+        let report: Value = serde_json::from_slice(&text).unwrap();
+        assert_eq!(report["ok"].as_bool(), Some(output.status.success()), "{report:#}");
+        report
+    }
 }
 
-/// Three instances over the fake: a prompt that none of them holds, answered as by one.
-#[test]
-fn the_demo_runs_over_the_fake_driver() {
-    let built = fake::build().and_then(|driver| Ok((driver, shim::library()?)));
-    let (driver, kernels) = match built {
-        Ok(both) => both,
-        Err(reason) => return fake::skip("the_demo_runs_over_the_fake_driver", &reason),
+impl Drop for Check {
+    fn drop(&mut self) {
+        if !std::thread::panicking() {
+            std::fs::remove_dir_all(&self.folder).unwrap();
+        }
+    }
+}
+
+macro_rules! check_or_skip {
+    ($name:literal) => {
+        match Check::new($name) {
+            Ok(check) => check,
+            Err(reason) => return fake::skip($name, &reason),
+        }
     };
-    let environment = [("LD_LIBRARY_PATH", driver.parent().unwrap()), ("LAGOON_FAKE_KERNELS", kernels.as_path())];
-    let lagoon = Path::new(env!("CARGO_BIN_EXE_gpu-check")).with_file_name("lagoon");
-    assert!(lagoon.exists(), "the whole workspace's tests build {}", lagoon.display());
-    let report = check(&environment, &["--only", "demo", "--lagoon", lagoon.to_str().unwrap()]);
-    let demo = &report["sections"]["demo"];
-    let found = &demo["found"]["report"];
-    assert_eq!((&demo["state"], &found["ok"]), (&"ok".into(), &true.into()), "{report:#}");
-    assert_eq!((&found["backend"], &found["tokens_equal"]), (&"cuda".into(), &true.into()), "{found}");
-    assert!(found["remote_rblocks"].as_u64() > Some(0), "{found}");
+}
+
+/// The rows of all lists of a section that failed, and how many did not.
+fn failed(report: &Value, section: &str) -> (Vec<Value>, usize) {
+    let lists = report["sections"][section]["found"].as_object().into_iter().flatten();
+    let rows: Vec<Value> = lists.filter_map(|(_, list)| list.as_array()).flatten().cloned().collect();
+    let (bad, good): (Vec<_>, Vec<_>) = rows.into_iter().partition(|row| row["error"].is_string());
+    (bad, good.len())
+}
+
+/// `cargo xtask gpu-rehearse` has them built by this, and reads here where they are.
+#[test]
+fn the_fakes_are_built() {
+    match fakes() {
+        Ok(all) => {
+            let lines: Vec<String> = all.iter().map(|path| path.display().to_string() + "\n").collect();
+            std::fs::write(Path::new(env!("CARGO_TARGET_TMPDIR")).join("gpu-check-fakes"), lines.concat()).unwrap();
+        }
+        Err(reason) => fake::skip("the_fakes_are_built", &reason),
+    }
+}
+
+/// Warpgroup kernels that trap, as the first ones on a GPU may: each costs its own row, and nothing else is lost.
+#[test]
+fn a_kernel_that_traps_costs_its_rows() {
+    let check =
+        check_or_skip!("traps").with("LAGOON_FAKE_CAPABILITY", "9.0").with("LAGOON_FAKE_TRAP", "attention_wgmma");
+    let others = "tune,decode,steps,prefill,paged,linear";
+    let report = check.run(&["--only", &format!("{others},warpgroup_trial,warpgroups"), "--limit-s", "1200"]);
+    for section in others.split(',') {
+        assert_eq!(report["sections"][section]["state"], "ok", "{section}: {report:#}");
+        assert!(failed(&report, section).1 > 0, "{section} has no rows");
+    }
+    for (section, rows) in [("warpgroup_trial", 4), ("warpgroups", 1)] {
+        let (bad, good) = failed(&report, section);
+        assert_eq!(report["sections"][section]["state"], "failed", "{report:#}");
+        assert!(bad.len() >= rows, "{section}: {bad:?}, {good} good");
+        assert!(bad.iter().all(|row| row["error"].as_str().unwrap().contains("CUDA_ERROR_LAUNCH_FAILED")), "{bad:?}");
+        // A process for each row that broke, and one for the rest.
+        assert_eq!(report["sections"][section]["processes"], json!(bad.len() + 1), "{section}");
+    }
+    assert_eq!(report["ok"], false);
+}
+
+/// A kernel that traps costs the cases of the suite that launch it, and no others.
+#[test]
+fn a_kernel_that_traps_costs_its_cases() {
+    let check = check_or_skip!("trapping-cases").with("LAGOON_FAKE_TRAP", "gelu");
+    let report = check.run(&["--only", "conformance", "--limit-s", "1200"]);
+    let (bad, good) = failed(&report, "conformance");
+    assert!(bad.iter().all(|row| row["case"] == "gelu_matches") && bad.len() == 1, "{bad:?}");
+    assert!(good >= 30, "{good} cases");
 }
 
 #[test]
 fn a_section_that_takes_too_long_is_killed_and_run_again_next_time() {
-    let built = fake::build().and_then(|driver| Ok((driver, shim::library()?)));
-    let (driver, kernels) = match built {
-        Ok(both) => both,
-        Err(reason) => return fake::skip("a_section_that_takes_too_long", &reason),
-    };
-    let environment = [("LD_LIBRARY_PATH", driver.parent().unwrap()), ("LAGOON_FAKE_KERNELS", kernels.as_path())];
-    let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("gpu-check-{}.json", std::process::id()));
-    let run = |more: &[&str]| {
-        let output = command(&environment).arg("--out").arg(&out).args(more).output().unwrap();
-        let report: Value = serde_json::from_slice(&std::fs::read(&out).unwrap()).unwrap();
-        assert_eq!(report["ok"].as_bool(), Some(output.status.success()), "{report:#}");
-        report
-    };
-    let report = run(&["--only", "llama,vmm", "--limit-s", "0"]);
+    let check = check_or_skip!("too-long");
+    let report = check.run(&["--only", "llama,vmm", "--limit-s", "0"]);
     assert_eq!(report["sections"]["vmm"]["state"], "timed out");
-    let report = run(&["--only", "llama,vmm"]);
-    assert_eq!(report["sections"]["vmm"]["state"], "ok");
+    let report = check.run(&["--only", "llama,vmm"]);
+    assert_eq!(report["sections"]["vmm"]["state"], "ok", "{report:#}");
     assert_eq!(report["sections"]["llama"]["state"], "absent", "no model is named");
-    // What is there stays, to the microsecond; what is asked for anew is made anew.
+    // What is there stays, to the microsecond; what is asked for anew is made anew, and only that.
     let seconds = |report: &Value| report["sections"]["vmm"]["seconds"].as_f64().unwrap();
-    assert_eq!(seconds(&run(&["--only", "vmm"])).to_bits(), seconds(&report).to_bits());
-    assert_ne!(seconds(&run(&["--only", "vmm", "--fresh"])).to_bits(), seconds(&report).to_bits());
-    std::fs::remove_file(&out).unwrap();
-    // What a section has started is killed with it: here a python that says its number and sleeps.
-    let tools = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("gpu-check-tools-{}", std::process::id()));
-    std::fs::create_dir_all(&tools).unwrap();
-    let (python, number) = (tools.join("python3"), tools.join("number"));
+    assert_eq!(seconds(&check.run(&["--only", "vmm"])).to_bits(), seconds(&report).to_bits());
+    let again = check.run(&["--only", "vmm", "--fresh"]);
+    assert_ne!(seconds(&again).to_bits(), seconds(&report).to_bits());
+    assert_eq!(again["sections"]["llama"], report["sections"]["llama"]);
+    // A section that was cut short goes on behind its rows, and measures again what failed.
+    let mut cut = report.clone();
+    cut["sections"]["vmm"]["state"] = json!("running");
+    cut["sections"]["vmm"]["found"]["allocation"][1] = json!({ "pages": 4, "error": "killed" });
+    std::fs::write(check.folder.join("cut.json"), cut.to_string()).unwrap();
+    let went_on = check.run(&["--only", "vmm", "--from", "cut.json"]);
+    let found = |report: &Value, at: &str| report["sections"]["vmm"]["found"].pointer(at).unwrap().clone();
+    assert_eq!(found(&went_on, "/calls"), found(&report, "/calls"));
+    assert_eq!(found(&went_on, "/allocation/0"), found(&report, "/allocation/0"));
+    let measured_again = found(&went_on, "/allocation/2");
+    assert!(measured_again["pages"] == 4 && measured_again["gb_per_s"].as_f64() > Some(0.0), "{measured_again}");
+    let output = check.command().args(["--only", "speed"]).output().unwrap();
+    assert!(String::from_utf8_lossy(&output.stderr).contains("no section speed"));
+    let output = check.command().args(["--part", "4"]).output().unwrap();
+    assert!(String::from_utf8_lossy(&output.stderr).contains("there are parts 1 to 3"));
+}
+
+/// What a section has started is killed with it: here a python that says its number and sleeps.
+#[test]
+fn what_a_section_has_started_ends_with_it() {
+    let check = check_or_skip!("children");
+    let python = check.folder.join("python3");
+    let number = check.folder.join("number");
     std::fs::write(&python, format!("#!/bin/sh\necho $$ > {}\nexec sleep 600\n", number.display())).unwrap();
     std::fs::set_permissions(&python, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-    let path = format!("{}:{}", tools.display(), std::env::var("PATH").unwrap());
-    let environment = [environment[0], environment[1], ("PATH", Path::new(&path))];
-    let report = check(&environment, &["--only", "torch", "--limit-s", "4"]);
+    let path = format!("{}:{}", check.folder.display(), std::env::var("PATH").unwrap());
+    let check = check.with("PATH", &path);
+    let report = check.run(&["--only", "torch", "--limit-s", "4"]);
     assert_eq!(report["sections"]["torch"]["state"], "timed out");
     let sleeper = std::fs::read_to_string(&number).unwrap();
     let gone = || !Path::new("/proc").join(sleeper.trim()).join("exe").exists();
@@ -135,16 +186,15 @@ fn a_section_that_takes_too_long_is_killed_and_run_again_next_time() {
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
     assert!(gone(), "{sleeper} runs on");
-    std::fs::remove_dir_all(tools).unwrap();
-    let output = command(&environment).args(["--only", "speed"]).output().unwrap();
-    assert!(String::from_utf8_lossy(&output.stderr).contains("no section speed"));
 }
 
 #[test]
 fn without_a_driver_the_report_says_so() {
-    let empty = Path::new(env!("CARGO_TARGET_TMPDIR")).join("no-driver");
+    let check = Check { folder: folder("no-driver"), environment: Vec::new() };
+    let empty = check.folder.join("empty");
     std::fs::create_dir_all(&empty).unwrap();
-    let report = check(&[("LD_LIBRARY_PATH", &empty)], &["--only", "vmm"]);
+    let check = check.with("LD_LIBRARY_PATH", empty.to_str().unwrap());
+    let report = check.run(&["--only", "vmm"]);
     let driver = report["driver"].as_str().unwrap();
     // A machine with a driver has another answer.
     assert!(driver.starts_with("no CUDA: ") || driver.starts_with("CUDA "), "{driver}");

@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-use lagoon_benches::gpu_page::{BEGIN, END, PageError, page};
+use lagoon_benches::gpu_page::{BEGIN, END, PageError, blank, page};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Command;
@@ -17,17 +17,20 @@ fn made_up() -> Value {
     json!({
         "measured_on_gpu": true, "label": "made-up", "driver": "CUDA 0.0", "kernels": "made-up",
         "device": { "name": "Made-up device" },
-        "targets": [{ "name": "a target", "at_least": 0.5, "found": 0.125, "met": false }],
         "sections": {
             "decode": { "state": "ok", "found": { "copy_gb_per_s": 9.0, "rows": [
-                { "batch": 16, "context": 8192, "dtype": "bf16", "layers_per_group": 1, "gb_per_s": 7.0 },
+                { "batch": 16, "context": 8192, "dtype": "bf16", "layers_per_group": 1, "gb_per_s": 7.0,
+                    "of_copy_bandwidth": 0.8 },
                 { "batch": 16, "context": 16384, "dtype": "bf16", "layers_per_group": 1, "gb_per_s": 8.0 }] } },
             "vmm": { "state": "ok", "found": {
-                "calls": { "cuMemUnmap_us": 77.125, "paper_table_3_us": { "map": 2, "set_access": 38, "unmap": 34 } },
+                "calls": [{ "cuMemUnmap_us": 77.125, "paper_table_3_us": { "map": 2, "set_access": 38, "unmap": 34 } }],
                 "decode_steps_of_figure_12": [
                     { "layers_per_group": 1, "overlapped": false, "each_step_us": [1.0, 900.0, 1.0] },
                     { "layers_per_group": 1, "overlapped": true, "each_step_us": [1.0, 1.0, 1.0] }] } },
             "torch": { "state": "absent", "found": { "absent": "python3 is not installed" } },
+            "warpgroups": { "state": "failed", "found": { "rows": [
+                { "tokens": 4096, "kernel": "wgmma", "ms": 1.0, "tflop_per_s": 470.0 },
+                { "tokens": 16384, "kernel": "wgmma", "error": "CUDA_ERROR_LAUNCH_FAILED" }] } },
             "demo": { "state": "failed", "found": { "error": "it broke" } },
         },
     })
@@ -38,7 +41,9 @@ fn a_report_fills_the_page() {
     let made = page(&committed(), &made_up()).unwrap();
     for text in [
         "Measured on Made-up device",
-        "| a target | 0.500 | 0.125 | no |",
+        "decode attention, batch 16, 8 Ki keys: share of copy bandwidth | 0.750 to 0.850 | 0.850 | 0.800 | no |",
+        "prefill attention, 16 Ki tokens, wgmma: TFLOP/s | 400.000 to 580.000 |  |  |  |",
+        "- `warpgroups`: failed\n  - `rows`: error CUDA_ERROR_LAUNCH_FAILED, kernel wgmma, tokens 16384\n",
         "| unmap | 77.125 | 34 |",
         "| map and set access | not measured | 40.000 |",
         "`torch`: absent: python3 is not installed",
@@ -74,6 +79,13 @@ fn the_program_writes_page_and_figures() {
         let mut command = Command::new(env!("CARGO_BIN_EXE_gpu-page"));
         command.arg(docs.join("report.json")).arg("--docs").arg(&docs).output().unwrap()
     };
+    let empty = Command::new(env!("CARGO_BIN_EXE_gpu-page")).arg("--docs").arg(&docs).output().unwrap();
+    let text = std::fs::read_to_string(docs.join("gpu.md")).unwrap();
+    assert!(
+        empty.status.success()
+            && text.contains("Nothing was measured")
+            && text.contains("| 0.750 to 0.850 | 0.850 |  |  |")
+    );
     assert!(run().status.success());
     let text = std::fs::read_to_string(docs.join("gpu.md")).unwrap();
     assert!(text.starts_with("# Made up\n") && text.ends_with("after\n") && text.contains("Made-up device"));
@@ -95,5 +107,6 @@ fn the_committed_page_has_numbers_only_with_a_report() {
         assert_eq!(page(&text, &report).unwrap().text, text, "cargo xtask gpu-page");
     } else {
         assert!(middle.contains("Nothing was measured on a GPU yet") && !middle.contains("plots/gpu-"), "{middle}");
+        assert_eq!(blank(&text).unwrap(), text, "cargo xtask gpu-page");
     }
 }

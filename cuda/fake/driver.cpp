@@ -351,6 +351,7 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
     case 16: *value = 4; break;           // multiprocessors
     case 33: *value = 0x3b; break;        // the bus
     case 34: *value = 0x1d; break;        // the device on it
+    case 38: *value = 48 << 10; break;    // L2 cache, small: what rotates buffers past it rotates small ones
     case 50: *value = 0x1ffff; break;     // the domain, one that no other device has
     case 75: *value = state().major; break; // compute capability
     case 76: *value = state().minor; break;

@@ -1,5 +1,5 @@
 //! `cargo xtask ci`: what .ci/run calls: cargo-deny and tint where they are installed, the CUDA kernels' hash
-//! and budget, the test command, then the demo.
+//! and budget, the test command, the rehearsal of the commands for a GPU, then the demo.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -8,7 +8,7 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
-use crate::{deny, kernels, test, wgsl};
+use crate::{deny, gpu_rehearse, kernels, test, wgsl};
 
 /// The README promises the demo's answer within this time, after the build.
 const DEMO_SECONDS_MAX: u64 = 60;
@@ -16,6 +16,7 @@ const DEMO_SECONDS_MAX: u64 = 60;
 pub(crate) fn run(root: &Path) -> Result<bool> {
     let others = [deny::run(root)?, wgsl::run(root)?, kernels::run(root, kernels::Task::Check)?];
     let tests = test::report(root, true)?;
+    let rehearsal = gpu_rehearse::run(root)?;
     let demo = demo(root);
     match &demo {
         Ok(line) => println!("demo: ok: {line}"),
@@ -27,8 +28,11 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
             println!("error: {name} failed");
         }
     }
+    if !rehearsal {
+        println!("error: gpu-rehearse failed");
+    }
     println!("{tests}");
-    Ok(tests.good() && demo.is_ok() && others == [true; 3])
+    Ok(tests.good() && demo.is_ok() && rehearsal && others == [true; 3])
 }
 
 /// Run the README's demo and check what it reports.

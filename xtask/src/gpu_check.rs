@@ -9,23 +9,51 @@ use anyhow::{Context, Result, ensure};
 
 /// What the script runs, in its own folder.
 const SCRIPT: &str = "#!/bin/sh\n\
-    # Checks the CUDA backend on this machine; the report goes to the first argument, or to report.json here.\n\
-    # It ends within ten minutes; run it again until it says no more what is left: the report goes on.\n\
-    # Arguments behind it go to the check: see ./gpu-check --help and --list.\n\
+    # Checks the CUDA backend on this machine, goes on from report.json in the folder that it is called in, if that is there, and writes\n\
+    # the report to the folder that OUT names, or over the one it went on from. Arguments go to the check: ./gpu-check --help.\n\
+    # GPU_CHECK_SMOKE=1 takes tiny sizes, where numbers mean nothing.\n\
     set -eu\n\
     here=$(cd \"$(dirname \"$0\")\" && pwd)\n\
-    out=${1:-$here/report.json}\n\
-    [ $# -eq 0 ] || shift\n\
     exec \"$here/gpu-check\" --goldens \"$here/goldens\" --lagoon \"$here/lagoon\" --label \"$(cat \"$here/commit\")\" \
-    --out \"$out\" \"$@\"\n";
+    --from report.json --out \"${OUT:-.}/report.json\" ${GPU_CHECK_SMOKE:+--smoke} \"$@\"\n";
 
-/// Machines with a GPU may be far away.
-const PACK_BYTES_MAX: u64 = 64 << 20;
+/// What is sent to a machine with a GPU, in all: the archive, and a report to go on from.
+pub(crate) const SENT_BYTES_MAX: u64 = 64 << 20;
+
+/// The folder of what is sent, which git ignores.
+pub(crate) const FOLDER: &str = "target/gpu";
+
+/// The archive's name in it.
+pub(crate) const ARCHIVE: &str = "gpu-check.tar.gz";
 
 pub(crate) fn run(root: &Path, here: bool) -> Result<bool> {
+    let (archive, pack) = build_pack(root)?;
+    println!("{}: {} KiB", archive.display(), fs::metadata(&archive)?.len() >> 10);
+    println!("there: the commands of docs/gpu.md");
+    if !here {
+        return Ok(true);
+    }
+    // It goes on from the repository's report.
+    let results = root.join("benches/results");
+    let folder = archive.with_file_name("here");
+    fs::create_dir_all(&folder)?;
+    if root.join(REPORT).is_file() {
+        fs::copy(root.join(REPORT), folder.join("report.json"))?;
+    }
+    let status = Command::new("sh").arg(pack.join("run.sh")).current_dir(&folder).env_remove("OUT").status();
+    let status = status.context("run the check")?;
+    fs::copy(folder.join("report.json"), root.join(REPORT))
+        .with_context(|| format!("write to {}", results.display()))?;
+    println!("{REPORT}: {status}");
+    Ok(status.success())
+}
+
+/// Builds the archive, and the folder that it holds.
+pub(crate) fn build_pack(root: &Path) -> Result<(PathBuf, PathBuf)> {
     build(root)?;
     let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
-    let pack = target.join("gpu-check");
+    let packs = target.join("gpu-pack");
+    let pack = packs.join("gpu-check");
     if pack.exists() {
         fs::remove_dir_all(&pack).with_context(|| format!("remove {}", pack.display()))?;
     }
@@ -39,32 +67,31 @@ pub(crate) fn run(root: &Path, here: bool) -> Result<bool> {
     copy(&root.join("tests/goldens"), &pack.join("goldens"))?;
     fs::write(pack.join("commit"), commit(root)?)?;
     fs::write(pack.join("run.sh"), SCRIPT)?;
-    let archive = target.join("gpu-check.tar.gz");
-    let tar = Command::new("tar").arg("-czf").arg(&archive).arg("-C").arg(&target).arg("gpu-check").status();
+    let folder = root.join(FOLDER);
+    fs::create_dir_all(&folder)?;
+    let archive = folder.join(ARCHIVE);
+    let tar = Command::new("tar").arg("-czf").arg(&archive).arg("-C").arg(&packs).arg("gpu-check").status();
     ensure!(tar.context("run tar")?.success(), "tar failed");
     let bytes = fs::metadata(&archive)?.len();
-    ensure!(bytes <= PACK_BYTES_MAX, "{} has {bytes} bytes, at most {PACK_BYTES_MAX}", archive.display());
-    println!("{}: {} KiB", archive.display(), bytes >> 10);
-    println!("there: tar -xzf gpu-check.tar.gz && sh gpu-check/run.sh report.json");
-    if !here {
-        return Ok(true);
-    }
-    let report = root.join(REPORT);
-    let status = Command::new("sh").arg(pack.join("run.sh")).arg(&report).status().context("run the check")?;
-    println!("{}: {status}", report.display());
-    Ok(status.success())
+    // A report has some hundred KiB.
+    ensure!(bytes + (1 << 20) <= SENT_BYTES_MAX, "{} has {bytes} bytes, at most {SENT_BYTES_MAX}", archive.display());
+    Ok((archive, pack))
 }
 
 /// The report that the repository has.
 const REPORT: &str = "benches/results/gpu-check.json";
 
-/// Fills docs/gpu.md and its figures from [`REPORT`].
+/// Fills docs/gpu.md and its figures from [`REPORT`]; where there is none, its cells become empty.
 pub(crate) fn page(root: &Path) -> Result<bool> {
     let report = root.join(REPORT);
-    ensure!(report.is_file(), "there is no {REPORT}\nhint: cargo xtask gpu-check says how one is made");
     let program = ["run", "--locked", "--release", "--package", "lagoon-benches", "--bin", "gpu-page", "--"];
     let mut command = Command::new("cargo");
-    command.args(program).arg(&report).arg("--docs").arg(root.join("docs")).current_dir(root);
+    command
+        .args(program)
+        .args(report.is_file().then_some(&report))
+        .arg("--docs")
+        .arg(root.join("docs"))
+        .current_dir(root);
     Ok(command.stdin(Stdio::null()).status().context("run cargo")?.success())
 }
 

@@ -15,6 +15,7 @@ mod ci;
 mod deny;
 mod environment;
 mod gpu_check;
+mod gpu_rehearse;
 mod kernels;
 mod libtest;
 mod licence;
@@ -60,13 +61,15 @@ enum Command {
         #[arg(long)]
         run: bool,
     },
+    /// Run the commands of docs/gpu.md over the fake driver, as they run where a GPU is lent
+    GpuRehearse,
     /// Fill docs/gpu.md from the report in benches/results
     GpuPage,
     /// Check licences, banned crates and sources with cargo-deny, where it is installed
     Deny,
     /// Rewrite the hash in WIRE.md after the protocol's page was brought up to date
     WireLock,
-    /// What CI runs: `test`, then the demo
+    /// What CI runs: `test`, the rehearsal of the GPU's commands, the demo
     Ci,
 }
 
@@ -88,6 +91,7 @@ fn run(command: &Command) -> Result<bool> {
         Command::Kernels { budget: true, .. } => kernels::run(&root, kernels::Task::WriteBudget),
         Command::Kernels { .. } => kernels::run(&root, kernels::Task::Write),
         Command::GpuCheck { run } => gpu_check::run(&root, *run),
+        Command::GpuRehearse => gpu_rehearse::run(&root),
         Command::GpuPage => gpu_check::page(&root),
         Command::Deny => deny::run(&root),
         Command::WireLock => tidy::wire::lock(&root),

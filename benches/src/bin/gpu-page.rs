@@ -7,8 +7,8 @@ use std::path::PathBuf;
 /// Fills the page about GPUs from a report.
 #[derive(Debug, Parser)]
 struct Args {
-    /// The report of gpu-check.
-    report: PathBuf,
+    /// The report of gpu-check; without one the page gets empty cells.
+    report: Option<PathBuf>,
     /// The folder with gpu.md and plots/.
     #[arg(long)]
     docs: PathBuf,
@@ -17,9 +17,14 @@ struct Args {
 fn main() -> anyhow::Result<()> {
     let args = Args::parse();
     let read = |path: &PathBuf| std::fs::read_to_string(path).with_context(|| format!("read {}", path.display()));
-    let report = serde_json::from_str(&read(&args.report)?).context("parse the report")?;
     let at = args.docs.join("gpu.md");
-    let page = lagoon_benches::gpu_page::page(&read(&at)?, &report)?;
+    let template = read(&at)?;
+    let Some(report) = &args.report else {
+        let text = lagoon_benches::gpu_page::blank(&template)?;
+        return std::fs::write(&at, text).with_context(|| format!("write {}", at.display()));
+    };
+    let report = serde_json::from_str(&read(report)?).context("parse the report")?;
+    let page = lagoon_benches::gpu_page::page(&template, &report)?;
     std::fs::write(&at, page.text).with_context(|| format!("write {}", at.display()))?;
     for (name, svg) in page.figures {
         let path = args.docs.join("plots").join(name);

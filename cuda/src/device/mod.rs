@@ -173,6 +173,17 @@ impl CudaDevice {
         self.lanes[0].graphs()
     }
 
+    /// An event, with timing, behind everything that was called so far in the lane of the next calls.
+    ///
+    /// # Errors
+    /// What the device says.
+    pub fn timestamp(&mut self) -> Result<Event, DeviceError> {
+        self.lane().settle()?;
+        let event = Event::new(&self.context, true)?;
+        event.record(&self.lanes[self.at].stream)?;
+        Ok(event)
+    }
+
     /// Attributes of the device.
     #[must_use]
     pub fn attributes(&self) -> &crate::driver::Attributes {

@@ -28,6 +28,8 @@ pub struct Attributes {
     /// Major and minor: `(9, 0)` for H100 and H200.
     pub compute_capability: (u32, u32),
     pub multiprocessors: u32,
+    /// Bytes of the L2 cache.
+    pub l2_bytes: u32,
     /// All memory of the device, used or not.
     pub memory_bytes: u64,
     /// Bytes of shared memory that one block may have when it asks for more than the default.
@@ -233,6 +235,7 @@ fn attributes(device: sys::CUdevice) -> Result<Attributes, CudaError> {
             attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         ),
         multiprocessors: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        l2_bytes: attribute(A::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
         memory_bytes: memory as u64,
         shared_bytes_per_block: attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
         virtual_memory: attribute(A::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)? != 0,

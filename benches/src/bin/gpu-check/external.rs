@@ -2,7 +2,7 @@
 //! to be absent, with what would bring it.
 
 use crate::{Args, Out};
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, ensure};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ fn output(program: &Path, args: &[&str]) -> Option<String> {
 }
 
 /// A program in the path, or in the usual folders of CUDA.
-fn find(name: &str) -> Option<PathBuf> {
+pub(crate) fn find(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let home = std::env::var_os("CUDA_HOME").map(|home| PathBuf::from(home).join("bin"));
     let usual = ["/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer"].map(PathBuf::from);
@@ -94,35 +94,6 @@ pub(crate) fn torch(args: &Args, out: &mut Out) -> anyhow::Result<()> {
         let _gone = std::fs::remove_dir_all(folder);
     }
     ensure!(status.success() && done, "torch_sdpa.py: {status}");
-    Ok(())
-}
-
-/// Conformance once more under each of NVIDIA's checkers.
-pub(crate) fn sanitizer(args: &Args, out: &mut Out) -> anyhow::Result<()> {
-    let Some(program) = find("compute-sanitizer") else {
-        return out.set("absent", "compute-sanitizer is not installed (it comes with NVIDIA's toolkit)");
-    };
-    for tool in ["memcheck", "racecheck", "synccheck"] {
-        let report = out.path.with_extension(format!("{tool}.json"));
-        let run = Command::new(&program)
-            .args(["--tool", tool, "--error-exitcode", "77"])
-            .arg(std::env::current_exe()?)
-            .args(["--child", "conformance", "--smoke", "--goldens"])
-            .arg(&args.goldens)
-            .arg("--out")
-            .arg(&report)
-            .stdin(Stdio::null())
-            .output()
-            .context("run compute-sanitizer")?;
-        let text = String::from_utf8_lossy(&run.stdout).into_owned();
-        let last: Vec<&str> = text.lines().rev().filter(|line| line.contains("ERROR SUMMARY")).take(1).collect();
-        out.push("rows", json!({ "tool": tool, "clean": run.status.code() != Some(77), "ended": run.status.to_string(), "summary": last }))?;
-        // Its findings are those of the section `conformance`.
-        let _gone = std::fs::remove_file(report);
-        if run.status.code() == Some(77) {
-            bail!("{tool} found errors");
-        }
-    }
     Ok(())
 }
 

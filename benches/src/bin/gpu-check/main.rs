@@ -2,30 +2,40 @@
 //! out right, how fast memory is mapped and kernels run against ceilings of the same run and against torch and llama.cpp where
 //! these are there, and whether the demo's pool answers.
 //!
-//! `cargo xtask gpu-check` packs this with what it needs; the machine needs no Rust. Each section runs in a process of its own
-//! with a time limit, writes what it finds as it goes, and costs no other its results. The report is written after each; a
-//! run that is cut short is continued by the next, which leaves out what is there (`--fresh` does not).
+//! `cargo xtask gpu-check` packs this with what it needs; the machine needs no Rust. The sections are data ([`sections`]), each in
+//! processes of its own with a time limit ([`parent`]), which write what they find row by row ([`child`]): a fault costs its row,
+//! a section no other its results. A run goes on from the report of an earlier one (`--from`), which may be absent, and
+//! leaves out what is there (`--fresh` does not). Where commands are limited, `--part N` runs what one of them has time for.
 
+mod attention;
+mod child;
 mod conformance;
 mod external;
 mod goldens;
+mod inputs;
+mod linear;
 mod mixed;
+mod parent;
+mod sanitizer;
 mod sections;
-mod speed;
 mod steps;
+mod timing;
+mod tune;
 mod vmm;
+mod warpgroups;
 mod windows;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
+use child::Out;
 use clap::Parser;
 use lagoon_backend::Device;
 use lagoon_benches::gpu::targets;
+use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, CudaProbe, kernels};
-use sections::{SECTIONS, Section};
+use sections::{AROUND_S, PARTS_S, SECTIONS, Section};
 use serde_json::{Value, json};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
+use std::process::ExitCode;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
@@ -41,13 +51,16 @@ struct Args {
     /// Tiny sizes: that the check itself runs, on a machine where numbers mean nothing.
     #[arg(long, visible_alias = "small")]
     smoke: bool,
+    /// Only the sections of this part, and then what earlier parts did not come to, within the part's time; see --list.
+    #[arg(long, conflicts_with_all = ["only", "limit_s"])]
+    part: Option<u64>,
     /// Only these sections; see --list.
     #[arg(long, value_delimiter = ',')]
     only: Vec<String>,
     /// Not these sections.
     #[arg(long, value_delimiter = ',')]
     skip: Vec<String>,
-    /// Print the sections and their time limits.
+    /// Print the sections, their parts and time limits.
     #[arg(long)]
     list: bool,
     /// Seconds for all sections; one that has not begun by then is left for the next run.
@@ -56,23 +69,28 @@ struct Args {
     /// Let pip install torch into a temporary folder where python3 has none.
     #[arg(long)]
     pip: bool,
-    /// Where the report goes, and where an unfinished one is; standard output where nothing is said.
+    /// Where the report goes.
+    #[arg(long, default_value = "report.json")]
+    out: PathBuf,
+    /// The report to go on from; --out where nothing is said. It may be absent.
     #[arg(long)]
-    out: Option<PathBuf>,
-    /// Forget what the report at --out has.
+    from: Option<PathBuf>,
+    /// Measure what is asked for anew, whatever the earlier report has of it.
     #[arg(long)]
     fresh: bool,
-    /// What the report is of, such as a commit; copied into it.
+    /// What the report is of, such as a commit; copied into it and into each section.
     #[arg(long, default_value = "")]
     label: String,
-    /// Run this section here and write what it finds to --out: how the check runs each.
+    /// Run this section here and write what it finds to --out, with the report so far in --from: how the check runs each.
     #[arg(long, hide = true)]
     child: Option<String>,
 }
 
-/// The device, opened anew.
-fn open() -> anyhow::Result<CudaDevice> {
-    CudaDevice::open(kernels::FATBIN, CudaOptions::default()).context("open the CUDA device")
+/// The device, opened anew, in this precision and with no warpgroup products.
+fn open(precision: Precision) -> anyhow::Result<CudaDevice> {
+    let mut device = CudaDevice::open(kernels::FATBIN, CudaOptions::default()).context("open the CUDA device")?;
+    device.set_tuning(Tuning { precision, wgmma: false, ..*device.tuning() });
+    Ok(device)
 }
 
 /// Whether this process only shows that the check runs.
@@ -82,38 +100,9 @@ fn is_smoke() -> bool {
     SMOKE.get().copied().unwrap_or(false)
 }
 
-/// What a panic said.
-fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
-    let text = panic.downcast_ref::<String>().cloned();
-    text.or_else(|| panic.downcast_ref::<&str>().map(|s| (*s).to_owned())).unwrap_or_else(|| "it panicked".to_owned())
-}
-
-/// What a section has found so far, on disk after every change.
-#[derive(Debug)]
-struct Out {
-    path: PathBuf,
-    found: Value,
-}
-
-impl Out {
-    /// Sets a finding.
-    fn set(&mut self, key: &str, value: impl Into<Value>) -> anyhow::Result<()> {
-        self.found[key] = value.into();
-        self.write()
-    }
-
-    /// Adds a finding to a list.
-    fn push(&mut self, key: &str, value: Value) -> anyhow::Result<()> {
-        match &mut self.found[key] {
-            Value::Array(list) => list.push(value),
-            other => *other = json!([value]),
-        }
-        self.write()
-    }
-
-    fn write(&self) -> anyhow::Result<()> {
-        write_whole(&self.path, &self.found)
-    }
+/// A JSON file, if it is there and whole.
+fn read_json(path: &Path) -> Option<Value> {
+    std::fs::read(path).ok().and_then(|bytes| serde_json::from_slice(&bytes).ok())
 }
 
 /// A whole file or the one before.
@@ -122,72 +111,6 @@ fn write_whole(path: &Path, value: &Value) -> anyhow::Result<()> {
     std::fs::write(&draft, serde_json::to_string_pretty(value)? + "\n")
         .and_then(|()| std::fs::rename(&draft, path))
         .with_context(|| format!("write {}", path.display()))
-}
-
-/// Runs a section in this process.
-fn child(args: &Args, name: &str) -> anyhow::Result<ExitCode> {
-    let section = SECTIONS.iter().find(|s| s.name == name).with_context(|| format!("no section {name}"))?;
-    let path = args.out.clone().context("--child needs --out")?;
-    SMOKE.get_or_init(|| args.smoke);
-    let mut out = Out { path, found: json!({}) };
-    let result = catch_unwind(AssertUnwindSafe(|| (section.run)(args, &mut out)));
-    let error = match result {
-        Ok(Ok(())) => None,
-        Ok(Err(error)) => Some(format!("{error:#}")),
-        Err(panic) => Some(panic_text(panic.as_ref())),
-    };
-    let failed = error.is_some() || out.found["ok"] == json!(false);
-    if let Some(error) = error {
-        out.found["error"] = json!(error);
-    }
-    out.set("release_errors", lagoon_cuda::driver::release_errors())?;
-    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
-}
-
-/// Runs a section in a process of its own: its entry in the report.
-fn run_section(args: &Args, section: &Section, limit: Duration) -> anyhow::Result<Value> {
-    let path = std::env::temp_dir().join(format!("gpu-check-{}-{}.json", std::process::id(), section.name));
-    let mut command = Command::new(std::env::current_exe()?);
-    command.args(["--child", section.name, "--out"]).arg(&path).arg("--goldens").arg(&args.goldens);
-    if let Some(lagoon) = &args.lagoon {
-        command.arg("--lagoon").arg(lagoon);
-    }
-    command.args(args.smoke.then_some("--smoke")).args(args.pip.then_some("--pip"));
-    // What a section starts (the demo's instances) is to end with it, or it would keep the GPU's memory from the next one.
-    #[cfg(unix)]
-    std::os::unix::process::CommandExt::process_group(&mut command, 0);
-    let started = Instant::now();
-    let mut child = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().context("run a section")?;
-    let status = loop {
-        if let Some(status) = child.try_wait()? {
-            break Some(status);
-        }
-        if started.elapsed() > limit {
-            break None;
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    };
-    if status.is_none() {
-        let group = format!("-{}", child.id());
-        let mut kill = Command::new("kill");
-        let killed = kill.args(["-KILL", "--", &group]).stdin(Stdio::null()).stderr(Stdio::null()).status();
-        if !killed.is_ok_and(|killed| killed.success()) {
-            child.kill()?;
-        }
-        child.wait()?;
-    }
-    let text = std::fs::read_to_string(&path).unwrap_or_default();
-    // What it has not written does not matter any more.
-    let _gone = std::fs::remove_file(&path);
-    let found: Value = serde_json::from_str(&text).unwrap_or(Value::Null);
-    let state = match status {
-        None => "timed out",
-        Some(status) if status.success() && !found["absent"].is_null() => "absent",
-        Some(status) if status.success() => "ok",
-        Some(_) => "failed",
-    };
-    let how = status.map_or_else(|| format!("killed after {} s", limit.as_secs()), |status| status.to_string());
-    Ok(json!({ "state": state, "seconds": started.elapsed().as_secs_f64(), "ended": how, "found": found }))
 }
 
 /// The report's head, and whether there is a device.
@@ -203,7 +126,7 @@ fn head(args: &Args) -> (Value, bool) {
     });
     let mut real = false;
     if present {
-        report["device"] = match open() {
+        report["device"] = match open(Precision::Fast) {
             Ok(device) => {
                 let (info, a) = (device.info(), device.attributes());
                 real = a.name != "Fake device";
@@ -211,6 +134,7 @@ fn head(args: &Args) -> (Value, bool) {
                     "name": info.name,
                     "compute_capability": format!("{}.{}", a.compute_capability.0, a.compute_capability.1),
                     "multiprocessors": a.multiprocessors,
+                    "l2_bytes": a.l2_bytes,
                     "memory_bytes": a.memory_bytes,
                     "free_bytes": info.memory_bytes,
                     "shared_bytes_per_block": a.shared_bytes_per_block,
@@ -226,21 +150,28 @@ fn head(args: &Args) -> (Value, bool) {
     (report, present)
 }
 
-/// Sections that are asked for, in order.
-fn wanted(args: &Args) -> anyhow::Result<Vec<&'static Section>> {
+/// Sections that are asked for, in order, and the time for them.
+fn wanted(args: &Args) -> anyhow::Result<(Vec<&'static Section>, Duration)> {
     for name in args.only.iter().chain(&args.skip) {
         if !SECTIONS.iter().any(|section| section.name == name) {
             bail!("no section {name}\nhint: --list shows them");
         }
     }
     let is = |list: &[String], section: &Section| list.iter().any(|name| name == section.name);
-    let asked = |s: &&Section| (args.only.is_empty() || is(&args.only, s)) && !is(&args.skip, s);
-    Ok(SECTIONS.iter().filter(asked).collect())
+    let asked = |s: &&Section| if args.only.is_empty() { s.part > 0 } else { is(&args.only, s) };
+    let mut all: Vec<&Section> = SECTIONS.iter().filter(asked).filter(|s| !is(&args.skip, s)).collect();
+    let Some(part) = args.part else { return Ok((all, Duration::from_secs(args.limit_s))) };
+    ensure!((1..=PARTS_S.len() as u64).contains(&part), "there are parts 1 to {}", PARTS_S.len());
+    all.retain(|section| section.part <= part);
+    // Stable: what earlier parts left comes behind this part's own.
+    all.sort_by_key(|section| section.part != part);
+    Ok((all, parent::times(args, PARTS_S[usize::try_from(part)? - 1] - AROUND_S)))
 }
 
-/// Whether an entry of an earlier run need not be made again.
-fn is_there(entry: &Value) -> bool {
-    entry["state"] == json!("ok") || entry["state"] == json!("absent")
+/// Whether a section's entry of an earlier run need not be made again: what failed is, unless only what was left is asked for.
+fn is_there(entry: &Value, left_only: bool) -> bool {
+    let states: &[&str] = if left_only { &["ok", "absent", "failed"] } else { &["ok", "absent"] };
+    states.iter().any(|state| entry["state"] == json!(state))
 }
 
 /// Sums up what the sections came to.
@@ -254,55 +185,68 @@ fn conclude(report: &mut Value) {
     report["targets"] = json!(targets(report));
 }
 
-fn main() -> anyhow::Result<ExitCode> {
-    let args = Args::parse();
-    if args.list {
-        SECTIONS.iter().for_each(|s| print_line(&format!("{:<12} {:>4} s  {}", s.name, s.limit_s, s.what)));
-        return Ok(ExitCode::SUCCESS);
-    }
-    if let Some(name) = &args.child {
-        return child(&args, name);
-    }
-    let sections = wanted(&args)?;
-    let (mut report, present) = head(&args);
-    if let Some(earlier) = args.out.as_ref().filter(|_| !args.fresh).and_then(|path| std::fs::read(path).ok())
-        && let Ok(earlier) = serde_json::from_slice::<Value>(&earlier)
-        && ["label", "kernels", "smoke", "driver"].iter().all(|key| earlier[*key] == report[*key])
+/// The report's head with the sections of an earlier one, if that is of the same driver and sizes.
+fn begin(args: &Args, sections: &[&Section]) -> (Value, bool) {
+    let earlier = read_json(args.from.as_ref().unwrap_or(&args.out));
+    let (mut report, present) = head(args);
+    if let Some(mut earlier) = earlier
+        && ["smoke", "driver"].iter().all(|key| earlier[*key] == report[*key])
     {
-        report["sections"] = earlier["sections"].clone();
+        if let Some(entries) = earlier["sections"].as_object_mut().filter(|_| args.fresh) {
+            sections.iter().for_each(|section| drop(entries.remove(section.name)));
+        }
+        report["sections"] = earlier["sections"].take();
     }
-    let (began, all) = (Instant::now(), Duration::from_secs(args.limit_s));
+    (report, present)
+}
+
+fn check(args: &Args) -> anyhow::Result<ExitCode> {
+    let began = Instant::now();
+    let (sections, all) = wanted(args)?;
+    let (mut report, present) = begin(args, &sections);
+    conclude(&mut report);
+    write_whole(&args.out, &report)?;
     let mut left = Vec::new();
     for section in sections.iter().filter(|_| present) {
-        if is_there(&report["sections"][section.name]) {
+        let left_only = args.part.is_some_and(|part| part != section.part);
+        if is_there(&report["sections"][section.name], left_only) {
             continue;
         }
-        let rest = all.saturating_sub(began.elapsed());
-        if rest < Duration::from_secs(section.limit_s).min(all / 4) {
+        let (limit, rest) = (parent::times(args, section.limit_s), all.saturating_sub(began.elapsed()));
+        if rest < limit.min(all / 4) {
             left.push(section.name);
             continue;
         }
-        let entry = run_section(&args, section, rest.min(Duration::from_secs(section.limit_s)))?;
-        report["sections"][section.name] = entry;
         report["not_run"] = json!(left);
-        conclude(&mut report);
-        if let Some(path) = &args.out {
-            write_whole(path, &report)?;
-        }
+        parent::run(args, section, rest.min(limit), &mut report)?;
     }
     report["not_run"] = json!(left);
     conclude(&mut report);
-    match &args.out {
-        Some(path) => write_whole(path, &report)?,
-        None => print_line(&serde_json::to_string_pretty(&report)?),
-    }
+    write_whole(&args.out, &report)?;
     if !left.is_empty() {
         complain(&format!("time is up: {} were not run\nhint: run it again, the report goes on", left.join(", ")));
     }
     Ok(if report["ok"] == json!(true) && left.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-#[allow(clippy::print_stdout, reason = "the report is the program's answer")]
+fn main() -> anyhow::Result<ExitCode> {
+    let args = Args::parse();
+    if args.list {
+        for (part, seconds) in (1..).zip(PARTS_S) {
+            print_line(&format!("part {part}: {seconds} s"));
+        }
+        for s in SECTIONS {
+            print_line(&format!("{} {:<16} {:>4} s  {}", s.part, s.name, s.limit_s, s.what));
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    match &args.child {
+        Some(name) => child::run(&args, name),
+        None => check(&args),
+    }
+}
+
+#[allow(clippy::print_stdout, reason = "the list is the program's answer")]
 fn print_line(text: &str) {
     println!("{text}");
 }

@@ -1,10 +1,12 @@
 //! CUDA beside wgpu on the same GPU: how much faster it is, and that attention over KV that lies half on each is attention; and
 //! the product's demo, on CUDA alone and with wgpu creditors.
 
-use crate::speed::{G, linear, seconds, store};
-use crate::{Args, Out};
+use crate::attention::{G, SCALE};
+use crate::timing::host_seconds;
+use crate::{Args, Out, inputs};
 use anyhow::{Context, bail, ensure};
-use lagoon_backend::{AttnBatch, AttnRows, CpuDevice, Device, Partials};
+use lagoon_backend::{AttnBatch, AttnRows, CpuDevice, Device, Mode, Partials};
+use lagoon_cuda::kernels::attention::Precision;
 use lagoon_shaders::{AdapterChoice, WgpuDevice, list_adapters};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
 use serde_json::{Value, json};
@@ -27,54 +29,62 @@ fn open_wgpu(args: &Args, out: &mut Out) -> anyhow::Result<Option<WgpuDevice>> {
     Ok(Some(device))
 }
 
-/// Microseconds of one call of some work.
-struct Work {
-    name: String,
-    us: f64,
+/// Some work that both devices do.
+#[derive(Clone, Copy)]
+enum Work {
+    Decode { batch: u32, context: u32 },
+    Prefill { tokens: u32 },
+    Linear { rows: usize, n: usize },
 }
 
-fn decode<D: Device>(d: &mut D, batch: u32, context: u32) -> anyhow::Result<f64> {
-    let kv = store(d, 1, (batch * context) as usize, DType::F16)?;
-    let q = d.tensor(batch as usize, G.q_dim())?;
-    let mut out = d.partials(batch as usize, G)?;
+impl Work {
+    fn name(self) -> String {
+        match self {
+            Self::Decode { batch, context } => format!("decode {batch} x {context}"),
+            Self::Prefill { tokens } => format!("prefill {tokens}"),
+            Self::Linear { rows, n } => format!("linear {rows} x {n} x {n}"),
+        }
+    }
+
+    /// Microseconds of one call, by the host's clock: wgpu has no events.
+    fn time<D: Device>(self, d: &mut D) -> anyhow::Result<f64> {
+        let s = match self {
+            Self::Decode { batch, context } => attention(d, batch, 1, context),
+            Self::Prefill { tokens } => attention(d, 1, tokens, tokens),
+            Self::Linear { rows, n } => {
+                let weight = inputs::weight(d, DType::F16, n, n, 1)?;
+                let x = inputs::tensor(d, rows, n, 2)?;
+                let mut out = d.tensor(rows, n)?;
+                host_seconds(d, 20, |d| Ok(d.matmul(&x, &weight, rows, Mode::Set, &mut out)?))
+            }
+        }?;
+        Ok(s * 1e6)
+    }
+}
+
+/// Seconds of attention of `batch` sequences with this many rows over this many keys.
+fn attention<D: Device>(d: &mut D, batch: u32, rows: u32, context: u32) -> anyhow::Result<f64> {
+    let kv = inputs::store(d, 1, (batch * context) as usize, DType::F16)?;
+    let q = inputs::tensor(d, (batch * rows) as usize, G.q_dim(), 3)?;
+    let mut out = d.partials((batch * rows) as usize, G)?;
     let seqs: Vec<AttnRows> =
-        (0..batch).map(|row| AttnRows { row0: row, rows: 1, pos0: context - 1, run0: row, runs: 1 }).collect();
-    let runs: Vec<KvRun> = (0..batch).map(|row| KvRun { base: row * context, len: context, first_pos: 0 }).collect();
-    let batch = AttnBatch { geometry: G, scale: 0.088, window: None, alibi: None, seqs: &seqs, runs: &runs };
-    Ok(seconds(d, 5, |d| Ok(d.attention(&q, &batch, &kv, 0, &mut out)?))? * 1e6)
-}
-
-fn prefill<D: Device>(d: &mut D, tokens: u32) -> anyhow::Result<f64> {
-    let kv = store(d, 1, tokens as usize, DType::F16)?;
-    let q = d.tensor(tokens as usize, G.q_dim())?;
-    let mut out = d.partials(tokens as usize, G)?;
-    let seqs = [AttnRows { row0: 0, rows: tokens, pos0: 0, run0: 0, runs: 1 }];
-    let runs = [KvRun { base: 0, len: tokens, first_pos: 0 }];
-    let batch = AttnBatch { geometry: G, scale: 0.088, window: None, alibi: None, seqs: &seqs, runs: &runs };
-    Ok(seconds(d, 2, |d| Ok(d.attention(&q, &batch, &kv, 0, &mut out)?))? * 1e6)
-}
-
-fn works<D: Device>(d: &mut D, smoke: bool) -> anyhow::Result<Vec<Work>> {
-    let mut all = Vec::new();
-    let (decodes, prompt, n): (&[(u32, u32)], u32, usize) =
-        if smoke { (&[(2, 30)], 20, 64) } else { (&[(1, 8192), (8, 4096)], 2048, 4096) };
-    for (batch, context) in decodes {
-        all.push(Work { name: format!("decode {batch} x {context}"), us: decode(d, *batch, *context)? });
-    }
-    all.push(Work { name: format!("prefill {prompt}"), us: prefill(d, prompt)? });
-    for rows in if smoke { [1, 20] } else { [1, 512] } {
-        let us = linear(d, rows, n, n, DType::F16)? * 1e6;
-        all.push(Work { name: format!("linear {rows} x {n} x {n}"), us });
-    }
-    Ok(all)
+        (0..batch).map(|i| AttnRows { row0: i * rows, rows, pos0: context - rows, run0: i, runs: 1 }).collect();
+    let runs: Vec<KvRun> = (0..batch).map(|i| KvRun { base: i * context, len: context, first_pos: 0 }).collect();
+    let batch = AttnBatch { geometry: G, scale: SCALE, window: None, alibi: None, seqs: &seqs, runs: &runs };
+    host_seconds(d, 3, |d| Ok(d.attention(&q, &batch, &kv, 0, &mut out)?))
 }
 
 pub(crate) fn wgpu(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     let Some(mut device) = open_wgpu(args, out)? else { return Ok(()) };
-    let by_wgpu = works(&mut device, args.smoke)?;
-    let by_cuda = works(&mut crate::open()?, args.smoke)?;
-    for (w, c) in by_wgpu.iter().zip(&by_cuda) {
-        out.push("rows", json!({ "work": w.name, "wgpu_us": w.us, "cuda_us": c.us, "times": w.us / c.us }))?;
+    let (decodes, tokens, n, rows) =
+        if args.smoke { ([(2, 30), (1, 40)], 20, 64, [1, 20]) } else { ([(1, 8192), (8, 4096)], 2048, 4096, [1, 512]) };
+    let attention = decodes.map(|(batch, context)| Work::Decode { batch, context });
+    let linear = rows.map(|rows| Work::Linear { rows, n });
+    for work in attention.into_iter().chain([Work::Prefill { tokens }]).chain(linear) {
+        out.row("rows", json!({ "work": work.name() }), || {
+            let (wgpu_us, cuda_us) = (work.time(&mut device)?, work.time(&mut crate::open(Precision::Fast)?)?);
+            Ok(json!({ "wgpu_us": wgpu_us, "cuda_us": cuda_us, "times": wgpu_us / cuda_us }))
+        })?;
     }
     Ok(())
 }
@@ -106,7 +116,7 @@ fn partial<D: Device>(
     let mut out = d.partials(rows, g)?;
     let seqs = [AttnRows { row0: 0, rows: u32::try_from(rows)?, pos0, run0: 0, runs: 1 }];
     let runs = [KvRun { base: 0, len: u32::try_from(tokens)?, first_pos: half.first_pos }];
-    let batch = AttnBatch { geometry: g, scale: 0.088, window: None, alibi: None, seqs: &seqs, runs: &runs };
+    let batch = AttnBatch { geometry: g, scale: SCALE, window: None, alibi: None, seqs: &seqs, runs: &runs };
     d.attention(&q, &batch, &kv, 0, &mut out)?;
     let (mut o, mut lse) = (Vec::new(), Vec::new());
     d.read(&out.out, 0..rows, 0..g.q_dim(), &mut o)?;
@@ -117,16 +127,12 @@ fn partial<D: Device>(
 /// DistAttention by hand: the first half of a context on wgpu, the second on CUDA, merged there; and the whole on the host.
 pub(crate) fn dist(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     let Some(mut creditor) = open_wgpu(args, out)? else { return Ok(()) };
-    let mut debtor = crate::open()?;
+    let mut debtor = crate::open(Precision::Fast)?;
     let g = if args.smoke { AttentionGeometry { heads: 4, kv_heads: 2, head_dim: 64 } } else { G };
     let (tokens, rows) = if args.smoke { (60u32, 3) } else { (8192, 8) };
     let token = 4 * g.kv_dim();
-    let noise = |n: usize, step: usize| -> Vec<f32> {
-        (0..n).map(|i| ((i * step + i / 7 * 13) % 1009) as f32 / 504.0 - 1.0).collect()
-    };
-    let mut bytes = Vec::new();
-    DType::F16.encode(&noise(tokens as usize * token / 2, 37), &mut bytes);
-    let queries = noise(rows * g.q_dim(), 101);
+    let mut bytes = inputs::stored_noise(DType::F16, tokens as usize * token / 2, 1.0, 1);
+    let queries = inputs::noise(rows * g.q_dim(), 1.0, 2);
     let pos0 = tokens - u32::try_from(rows)?;
     let cut = tokens / 2;
     let split = bytes.split_off(cut as usize * token);

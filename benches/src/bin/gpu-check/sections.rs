@@ -1,39 +1,85 @@
-//! The sections of the check, in the order in which they run: first what tells whether the rest means anything, then what the
-//! targets need, then comparisons that take long or may be absent.
+//! The sections of the check in the order in which they run, their time limits, and the parts into which they are divided where
+//! a GPU is lent: one command each, first what tells most.
+//!
+//! Invariants, asserted at compile time:
+//! * a part's sections end within its command, so that the last of them is sure to run;
+//! * a command ends within [`COMMAND_S_MAX`], all commands together within [`LOAN_S_MAX`].
 
-use super::{Args, Out, conformance, external, goldens, mixed, speed, steps, vmm};
+use super::{
+    Args, Out, attention, conformance, external, goldens, linear, mixed, sanitizer, steps, tune, vmm, warpgroups,
+};
 
 /// A section.
 pub(crate) struct Section {
     pub(crate) name: &'static str,
     pub(crate) what: &'static str,
-    /// Seconds that it may take.
+    /// The command that runs it, counted from 1; 0: only where it is asked for by name.
+    pub(crate) part: u64,
+    /// Seconds that it may take, and that one row of it may take: a kernel that hangs costs its row.
     pub(crate) limit_s: u64,
+    pub(crate) row_s: u64,
     pub(crate) run: fn(&Args, &mut Out) -> anyhow::Result<()>,
 }
 
+/// Seconds of each part's command, unpacking the archive included.
+pub(crate) const PARTS_S: [u64; 3] = [500, 480, 340];
+
+/// Seconds that unpacking, the first look at the device and the report's last write may take.
+pub(crate) const AROUND_S: u64 = 20;
+
+/// Seconds of one command, and of all commands, where a GPU is lent for half an hour: each start of the machine costs a minute or
+/// more of it.
+const COMMAND_S_MAX: u64 = 540;
+const LOAN_S_MAX: u64 = 22 * 60;
+
 macro_rules! sections {
-    ($($name:literal, $limit:literal, $run:path, $what:literal;)+) => {
-        &[$(Section { name: $name, what: $what, limit_s: $limit, run: $run }),+]
+    ($($part:literal $name:literal, $limit:literal, $row:literal, $run:path, $what:literal;)+) => {
+        &[$(Section { name: $name, what: $what, part: $part, limit_s: $limit, row_s: $row, run: $run }),+]
     };
 }
 
+// Warpgroup kernels and the sanitizer come last in their parts: a trap, or a GPU that it leaves in disorder, costs nothing else.
 pub(crate) const SECTIONS: &[Section] = sections![
-    "ceilings", 60, speed::ceilings, "copy bandwidth of the device and over PCIe, products of matrices";
-    "conformance", 150, conformance::run, "the backend's contract, cut in three ways";
-    "goldens", 120, goldens::run, "logits of small models against transformers'";
-    "tune", 60, speed::tune, "decode's shapes; warpgroup products compared with the other kernel, and timed";
-    "decode", 120, speed::decode_all, "decode attention against copy bandwidth, with page groups sliced and not";
-    "prefill", 120, speed::prefill_all, "a prompt's attention in the kernels that there are";
-    "paged", 90, speed::paged, "contiguous KV against blocks in the same kernels (vAttention, Tables 6 and 7)";
-    "linear", 90, speed::linear_all, "linear layers by own kernels and by cuBLASLt";
-    "vmm", 60, vmm::run, "calls of virtual memory, allocation bandwidth, steps and prompts with and without overlap and reuse, windows";
-    "steps", 150, steps::run, "decoding of a model of Llama-3.1-8B's shape against its roofline, with graphs and without";
-    "torch", 240, external::torch, "torch's scaled_dot_product_attention with every backend";
-    "wgpu", 120, mixed::wgpu, "the same work through wgpu, and its ratio to CUDA";
-    "dist", 60, mixed::dist, "attention over KV half on CUDA and half on wgpu, merged, against the host";
-    "demo", 150, mixed::demo, "a pooled answer equal to a single instance's, all on CUDA";
-    "demo_mixed", 180, mixed::demo_mixed, "the same with a CUDA debtor and wgpu creditors";
-    "sanitizer", 240, external::sanitizer, "conformance under compute-sanitizer, where it is there";
-    "llama", 400, external::llama, "llama.cpp's CUDA build on a model of the same shape, where it can be had";
+    1 "ceilings", 40, 20, linear::ceilings, "copy bandwidth of the device and over PCIe, products of matrices";
+    1 "conformance", 130, 20, conformance::run, "the backend's contract in both precisions, untuned and in small pieces";
+    1 "goldens", 60, 15, goldens::run, "logits of small models against transformers', in both precisions";
+    1 "tune", 40, 25, tune::run, "shapes of decode attention that later sections use";
+    1 "decode", 70, 20, attention::decode_all, "decode attention against copy bandwidth, with page groups sliced and not";
+    1 "steps", 100, 40, steps::run, "decoding at Llama-3.1-8B's shape against its roofline, with graphs and without";
+    1 "warpgroup_trial", 40, 15, warpgroups::trial, "warpgroup products compared with the other kernel, and timed";
+    2 "prefill", 50, 15, attention::prefill_all, "a prompt's attention in the kernels on mma.sync";
+    2 "vmm", 60, 20, vmm::run, "calls of virtual memory, allocation, steps and prompts with and without overlap and reuse, windows";
+    2 "linear", 60, 15, linear::rows, "linear layers by own kernels and by cuBLASLt";
+    2 "paged", 60, 15, attention::paged, "contiguous KV against blocks in the same kernels (vAttention, Tables 6 and 7)";
+    2 "torch", 110, 60, external::torch, "torch's scaled_dot_product_attention with every backend";
+    2 "demo", 60, 60, mixed::demo, "a pooled answer equal to a single instance's, all on CUDA";
+    2 "warpgroups", 60, 15, warpgroups::run, "conformance and prefill attention on warpgroup products";
+    3 "dist", 30, 30, mixed::dist, "attention over KV half on CUDA and half on wgpu, merged, against the host";
+    3 "wgpu", 60, 60, mixed::wgpu, "the same work through wgpu, and its ratio to CUDA";
+    3 "demo_mixed", 80, 80, mixed::demo_mixed, "the demo with a CUDA debtor and wgpu creditors";
+    3 "sanitizer", 150, 60, sanitizer::run, "small cases under compute-sanitizer: memcheck, racecheck, synccheck";
+    0 "llama", 400, 400, external::llama, "llama.cpp's CUDA build on a model of the same shape, where it can be had";
 ];
+
+/// Seconds of all sections of a part.
+const fn seconds_of(part: u64) -> u64 {
+    let (mut i, mut sum) = (0, 0);
+    while i < SECTIONS.len() {
+        if SECTIONS[i].part == part {
+            sum += SECTIONS[i].limit_s;
+        }
+        i += 1;
+    }
+    sum
+}
+
+const _: () = {
+    let (mut part, mut all) = (0, 0);
+    while part < PARTS_S.len() {
+        assert!(seconds_of(part as u64 + 1) + AROUND_S <= PARTS_S[part], "a part's sections end within its command");
+        assert!(PARTS_S[part] <= COMMAND_S_MAX, "a command ends before it is killed");
+        all += PARTS_S[part];
+        part += 1;
+    }
+    assert!(all <= LOAN_S_MAX, "all commands fit a loan");
+};

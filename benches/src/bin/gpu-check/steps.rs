@@ -4,16 +4,21 @@
 //! A prompt's whole prefill, in chunks as an instance makes them, is timed too: what mapping memory for it adds to is known then
 //! (vAttention, Figure 13).
 //!
-//! A step ends with the logits on the device; one number of each row is read. Sampling is not part of it.
+//! A step ends with the logits on the device, of which one number is read. Sampling is not part of it. Weights and KV are noise;
+//! all logits of a row's last step have to be numbers.
 
-use crate::speed::{copy_bandwidth, tuning};
-use crate::{Args, Out};
+use crate::attention::{G, SCALE, device};
+use crate::linear::copy_bandwidth;
+use crate::timing::spread;
+use crate::tune::tuning;
+use crate::{Args, Out, inputs};
+use anyhow::{Context as _, ensure};
 use bytes::Bytes;
 use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, Mode, Partials, WeightSource};
-use lagoon_cuda::kernels::attention::Tuning;
-use lagoon_cuda::{CudaDevice, CudaKv, CudaOptions, CudaTensor, CudaWeight, kernels};
+use lagoon_cuda::kernels::attention::Precision;
+use lagoon_cuda::{CudaDevice, CudaKv, CudaTensor, CudaWeight};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::time::Instant;
 
 #[derive(Clone, Copy)]
@@ -25,8 +30,7 @@ struct Shape {
     geometry: AttentionGeometry,
 }
 
-const LLAMA_8B: Shape =
-    Shape { layers: 32, hidden: 4096, intermediate: 14336, vocab: 128_256, geometry: crate::speed::G };
+const LLAMA_8B: Shape = Shape { layers: 32, hidden: 4096, intermediate: 14336, vocab: 128_256, geometry: G };
 const TINY: Shape = Shape {
     layers: 2,
     hidden: 64,
@@ -54,21 +58,26 @@ struct Model {
 }
 
 impl Model {
-    /// Weights of a small scale from one buffer of noise, which serves all.
+    /// Weights of a small scale, each from another place of one buffer of noise that is longer than any of them; norms' near 1.
     fn new(d: &mut CudaDevice, shape: Shape) -> anyhow::Result<Self> {
         let g = shape.geometry;
         let widest = [2 * shape.intermediate, shape.vocab, g.qkv_dim(), g.q_dim()].into_iter().max().unwrap_or(1);
-        let most = widest * shape.hidden;
-        let values: Vec<f32> =
-            (0u32..1 << 16).map(|i| (i.wrapping_mul(2_654_435_761) >> 16) as f32 / 1e6 - 0.032).collect();
-        let mut piece = Vec::new();
-        DType::BF16.encode(&values, &mut piece);
-        let noise = Bytes::from(piece.iter().copied().cycle().take(most * 2).collect::<Vec<u8>>());
-        let mut bytes = 0;
+        // Places are this far apart, which is prime to every number of columns here.
+        let (step, count) = (7919, 4 * shape.layers + 2);
+        let noise = Bytes::from(inputs::stored_noise(DType::BF16, widest * shape.hidden + step * count, 0.02, 1));
+        let (mut bytes, mut place) = (0, 0);
         let mut weight = |d: &mut CudaDevice, rows: usize, cols: usize| {
             bytes += rows * cols * 2;
-            let parts = vec![(rows, noise.slice(..rows * cols * 2))];
-            d.weight(WeightSource { dtype: DType::BF16, cols, parts })
+            let data = if rows == 1 {
+                let near_one: Vec<f32> = inputs::noise(cols, 0.3, 2).iter().map(|v| 1.0 + v).collect();
+                let mut data = Vec::new();
+                DType::BF16.encode(&near_one, &mut data);
+                data.into()
+            } else {
+                place += step;
+                noise.slice(place * 2..(place + rows * cols) * 2)
+            };
+            d.weight(WeightSource { dtype: DType::BF16, cols, parts: vec![(rows, data)] })
         };
         let layers = (0..shape.layers)
             .map(|_| {
@@ -82,13 +91,9 @@ impl Model {
             })
             .collect::<anyhow::Result<_>>()?;
         let (head, norm) = (weight(d, shape.vocab, shape.hidden)?, weight(d, 1, shape.hidden)?);
+        let embed = weight(d, shape.vocab, shape.hidden)?;
         // Of the table a step reads a few rows.
-        let before = bytes;
-        let embed = d.weight(WeightSource {
-            dtype: DType::BF16,
-            cols: shape.hidden,
-            parts: vec![(shape.vocab, noise.slice(..shape.vocab * shape.hidden * 2))],
-        })?;
+        let before = bytes - shape.vocab * shape.hidden * 2;
         Ok(Self { shape, embed, head, norm, layers, bytes: before })
     }
 }
@@ -96,8 +101,11 @@ impl Model {
 /// What steps of some sequences need.
 struct Steps {
     batch: u32,
+    sampled: usize,
     room: u32,
     kv: CudaKv,
+    /// What the rows are rotated by: noise, since only its size matters.
+    angles: Vec<f32>,
     rope: CudaTensor,
     x: CudaTensor,
     normed: CudaTensor,
@@ -122,12 +130,13 @@ impl Steps {
         let layers = u32::try_from(shape.layers)?;
         let kv_shape = KvShape { layers, kv_heads: g.kv_heads, head_dim: g.head_dim, dtype: DType::BF16 };
         let mut kv = d.kv(kv_shape, slots as usize)?;
-        // Memory behind all slots.
-        d.kv_write(&mut kv, 0, slots - 1, &vec![0; kv_shape.layer_token_bytes()])?;
+        inputs::fill(d, &mut kv, kv_shape, slots as usize)?;
         Ok(Self {
             batch,
+            sampled,
             room,
             kv,
+            angles: inputs::noise(rows * g.head_dim as usize, 0.7, 3),
             rope: d.tensor(rows, g.head_dim as usize)?,
             x: d.tensor(rows, shape.hidden)?,
             normed: d.tensor(rows, shape.hidden)?,
@@ -141,14 +150,16 @@ impl Steps {
         })
     }
 
-    /// One step at this position of every sequence.
-    fn step(&mut self, d: &mut CudaDevice, model: &Model, pos: u32) -> anyhow::Result<()> {
+    /// One step at this position of every sequence, as a graph where that is wanted.
+    fn step(&mut self, d: &mut CudaDevice, model: &Model, pos: u32, graph: bool) -> anyhow::Result<()> {
         let slots: Vec<u32> = (0..self.batch).map(|row| row * self.room + pos).collect();
         let seqs: Vec<AttnRows> =
             (0..self.batch).map(|row| AttnRows { row0: row, rows: 1, pos0: pos, run0: row, runs: 1 }).collect();
         let runs: Vec<KvRun> =
             (0..self.batch).map(|row| KvRun { base: row * self.room, len: pos + 1, first_pos: 0 }).collect();
-        d.begin_repeatable()?;
+        if graph {
+            d.begin_repeatable()?;
+        }
         self.forward(d, model, &slots, &seqs, &runs)
     }
 
@@ -169,9 +180,11 @@ impl Steps {
         runs: &[KvRun],
     ) -> anyhow::Result<()> {
         let (g, rows) = (model.shape.geometry, slots.len());
-        d.write(&mut self.rope, 0, &vec![1.0; rows * g.head_dim as usize])?;
-        d.embed(&model.embed, &vec![slots[0] % 8; rows], &mut self.x)?;
-        let batch = AttnBatch { geometry: g, scale: 0.088, window: None, alibi: None, seqs, runs };
+        d.write(&mut self.rope, 0, &self.angles[..rows * g.head_dim as usize])?;
+        let vocab = u32::try_from(model.shape.vocab)?;
+        let ids: Vec<u32> = slots.iter().map(|slot| slot.wrapping_mul(2_654_435_761) % vocab).collect();
+        d.embed(&model.embed, &ids, &mut self.x)?;
+        let batch = AttnBatch { geometry: g, scale: SCALE, window: None, alibi: None, seqs, runs };
         for (i, layer) in model.layers.iter().enumerate() {
             d.rms_norm(&self.x, &layer.norm, 1e-5, rows, &mut self.normed)?;
             d.matmul(&self.normed, &layer.qkv, rows, Mode::Set, &mut self.qkv)?;
@@ -189,84 +202,116 @@ impl Steps {
         let rows = wanted.len();
         d.rms_norm(&self.last, &model.norm, 1e-5, rows, &mut self.last_normed)?;
         d.matmul(&self.last_normed, &model.head, rows, Mode::Set, &mut self.logits)?;
+        // What a step waits for; sampling reads as little.
         let mut first = Vec::new();
         d.read(&self.logits, rows - 1..rows, 0..1, &mut first)?;
-        anyhow::ensure!(first.iter().all(|v| v.is_finite()), "logits that are no numbers");
+        Ok(())
+    }
+
+    /// That the last step's logits are numbers, and not all one.
+    fn check(&self, d: &mut CudaDevice, model: &Model) -> anyhow::Result<()> {
+        let mut all = Vec::new();
+        d.read(&self.logits, 0..self.sampled, 0..model.shape.vocab, &mut all)?;
+        ensure!(all.iter().all(|v| v.is_finite()), "logits that are no numbers");
+        ensure!(all.iter().any(|v| *v != all[0]), "logits that are all {}", all[0]);
         Ok(())
     }
 }
 
+/// The device with the model, for as many rows as this process measures.
+type Loaded = (CudaDevice, Model);
+
+fn load(args: &Args) -> anyhow::Result<Loaded> {
+    let mut d = device(tuning(args, DType::BF16, Precision::Fast)?, 1)?;
+    let model = Model::new(&mut d, if args.smoke { TINY } else { LLAMA_8B })?;
+    Ok((d, model))
+}
+
 /// A prompt of 16 Ki tokens in chunks of 2048, without sampling but with the last row's logits.
-fn prompt(args: &Args, d: &mut CudaDevice, model: &Model) -> anyhow::Result<serde_json::Value> {
-    let (chunk, tokens) = if args.smoke { (20, 40) } else { (2048, 16 << 10) };
+fn prompt((d, model): &mut Loaded, chunk: u32, tokens: u32, times: usize) -> anyhow::Result<Value> {
     let mut steps = Steps::new(d, model.shape, (chunk, 1), (tokens, tokens))?;
-    let mut times = Vec::new();
-    for _ in 0..if args.smoke { 1 } else { 4 } {
+    let mut ms = Vec::new();
+    for _ in 0..=times {
         let started = Instant::now();
         for first in (0..tokens).step_by(chunk as usize) {
             steps.chunk(d, model, first)?;
         }
-        times.push(started.elapsed().as_secs_f64());
+        ms.push(started.elapsed().as_secs_f64() * 1e3);
     }
+    steps.check(d, model)?;
     // The first chooses products and makes scratch.
-    let s = times.iter().skip(1).copied().reduce(f64::min).unwrap_or(times[0]);
-    Ok(json!({ "tokens": tokens, "chunk": chunk, "ms": s * 1e3, "linear_layers": d.linear_layers() }))
+    let [least, middle, most] = spread(ms.split_off(1));
+    Ok(json!({ "ms": middle, "ms_least": least, "ms_most": most, "linear_layers": d.linear_layers() }))
 }
 
-fn measure(args: &Args, out: &mut Out, shape: Shape, tuning: Tuning, no_graphs: bool, copy: f64) -> anyhow::Result<()> {
-    let options = CudaOptions { tuning: Some(tuning), no_graphs, ..CudaOptions::default() };
-    let mut d = CudaDevice::open(kernels::FATBIN, options)?;
-    let model = Model::new(&mut d, shape)?;
-    let sizes: &[(u32, u32)] =
-        if args.smoke { &[(1, 20), (3, 20)] } else { &[(1, 512), (1, 8192), (16, 2048), (64, 1024)] };
-    let count: u32 = if args.smoke { 6 } else { 60 };
-    if !no_graphs {
-        out.push("prompts", prompt(args, &mut d, &model)?)?;
+/// Steps of `batch` sequences from `context` keys on.
+struct Decoding {
+    batch: u32,
+    context: u32,
+    graphs: bool,
+    count: u32,
+}
+
+fn decoding(what: &Decoding, (d, model): &mut Loaded, copy: f64) -> anyhow::Result<Value> {
+    let Decoding { batch, context, graphs, count } = *what;
+    let room = context + count;
+    let mut steps = Steps::new(d, model.shape, (batch, batch as usize), (room, batch * room))?;
+    let before = d.graphs().0;
+    let (mut host, mut device) = (Vec::new(), Vec::new());
+    for i in 0..count {
+        let begin = d.timestamp()?;
+        let started = Instant::now();
+        steps.step(d, model, context + i, graphs)?;
+        host.push(started.elapsed().as_secs_f64() * 1e6);
+        let end = d.timestamp()?;
+        d.sync()?;
+        device.push(f64::from(end.since_ms(&begin)?) * 1e3);
     }
-    for (batch, context) in sizes {
-        let room = context + count;
-        let mut steps = Steps::new(&mut d, shape, (*batch, *batch as usize), (room, batch * room))?;
-        let before = d.graphs().0;
-        let mut times = Vec::new();
-        for i in 0..count {
-            let started = Instant::now();
-            steps.step(&mut d, &model, context + i)?;
-            times.push(started.elapsed().as_secs_f64());
-        }
-        let series: Vec<f64> = times.iter().map(|s| (s * 1e7).round() / 10.0).collect();
-        times.sort_by(f64::total_cmp);
-        let s = times[times.len() / 2];
-        let g = shape.geometry;
-        let kv = f64::from(*batch) * f64::from(*context) * (2 * g.kv_dim() * 2 * shape.layers) as f64;
-        let floor = (model.bytes as f64 + kv) / copy;
-        let counters = d.graphs().0;
-        out.push(
-            "rows",
-            json!({
-                "batch": batch,
-                "context": context,
-                "graphs": !no_graphs,
-                "step_us": s * 1e6,
-                "tokens_per_s": f64::from(*batch) / s,
-                "roofline_us": floor * 1e6,
-                "of_roofline": floor / s,
-                "replayed": counters.replayed - before.replayed,
-                "captured": counters.captured - before.captured,
-                "graphs_off": d.graphs().2,
-                "each_step_us": series,
-            }),
-        )?;
-    }
-    Ok(())
+    steps.check(d, model)?;
+    let series: Vec<f64> = host.iter().map(|us| (us * 10.0).round() / 10.0).collect();
+    let (g, us) = (model.shape.geometry, spread(host));
+    let kv = f64::from(batch) * f64::from(context) * (2 * g.kv_dim() * 2 * model.shape.layers) as f64;
+    let floor_us = (model.bytes as f64 + kv) / copy * 1e6;
+    let counters = d.graphs().0;
+    Ok(json!({
+        "step_us": us[1],
+        "step_us_least": us[0],
+        "step_us_most": us[2],
+        "device_us": spread(device)[1],
+        "tokens_per_s": f64::from(batch) / us[1] * 1e6,
+        "roofline_us": floor_us,
+        "of_roofline": floor_us / us[1],
+        "replayed": counters.replayed - before.replayed,
+        "captured": counters.captured - before.captured,
+        "graphs_off": d.graphs().2,
+        "each_step_us": series,
+    }))
 }
 
 pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
-    let shape = if args.smoke { TINY } else { LLAMA_8B };
-    let copy = copy_bandwidth(args.smoke)?;
-    out.set("copy_gb_per_s", copy / 1e9)?;
-    let tuning = tuning(args.smoke, DType::BF16)?;
-    for no_graphs in [false, true] {
-        measure(args, out, shape, tuning, no_graphs, copy)?;
+    let copy = copy_bandwidth(args, out)?;
+    let sizes: &[(u32, u32)] =
+        if args.smoke { &[(1, 20), (3, 20)] } else { &[(1, 512), (1, 8192), (16, 2048), (64, 1024)] };
+    let count = if args.smoke { 6 } else { 60 };
+    let mut loaded = None;
+    for graphs in [true, false] {
+        for &(batch, context) in sizes {
+            out.row("rows", json!({ "batch": batch, "context": context, "graphs": graphs }), || {
+                let what = Decoding { batch, context, graphs, count };
+                decoding(&what, get(&mut loaded, args)?, copy)
+            })?;
+        }
     }
-    Ok(())
+    let (chunk, tokens, times) = if args.smoke { (20, 40, 1) } else { (2048, 16 << 10, 3) };
+    out.row("prompts", json!({ "tokens": tokens, "chunk": chunk }), || {
+        prompt(get(&mut loaded, args)?, chunk, tokens, times)
+    })
+}
+
+/// The model, loaded by the first row of this process that needs it.
+fn get<'a>(loaded: &'a mut Option<Loaded>, args: &Args) -> anyhow::Result<&'a mut Loaded> {
+    if loaded.is_none() {
+        *loaded = Some(load(args)?);
+    }
+    loaded.as_mut().context("loaded above")
 }

@@ -6,6 +6,7 @@ use crate::{Args, Out};
 use anyhow::{Context as _, ensure};
 use lagoon_backend::Device;
 use lagoon_cuda::driver::{Context, Physical, Reservation, Sharing};
+use lagoon_cuda::kernels::attention::Precision;
 use lagoon_cuda::{CudaDevice, CudaKv, VirtualKv};
 use lagoon_kv::vmm::{VmmConfig, VmmLayout, VmmShape};
 use lagoon_types::{DType, KvShape, KvSpace};
@@ -171,7 +172,7 @@ fn prompts(small: bool, layers_per_group: u32) -> anyhow::Result<Value> {
 
 /// What an rBlock costs whose tokens another sequence has, too: mapped at a second address, and copied through the host.
 fn prefixes(small: bool) -> anyhow::Result<Value> {
-    let mut device = crate::open()?;
+    let mut device = crate::open(Precision::Fast)?;
     let layers = if small { 2 } else { 32 };
     // A page group of one layer's K: 2 MiB.
     let (shape, tokens) = (KvShape { layers, kv_heads: 8, head_dim: 128, dtype: DType::F16 }, 1024);
@@ -231,18 +232,19 @@ fn allocation(small: bool, pages: usize) -> anyhow::Result<Value> {
 
 pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     let small = args.smoke;
-    out.set("calls", calls(small)?)?;
+    out.row("calls", json!({}), || calls(small))?;
     for pages in [1, 4, 16] {
-        out.push("allocation", allocation(small, pages)?)?;
+        out.row("allocation", json!({ "pages": pages }), || allocation(small, pages))?;
     }
-    out.push("prefixes", prefixes(small)?)?;
-    out.set("windows", crate::windows::run(args)?)?;
+    out.row("prefixes", json!({}), || prefixes(small))?;
+    out.row("windows", json!({}), || crate::windows::run(args))?;
     // Without slicing small page groups are many: a page group holds 1024 tokens there, and 32 with full slicing.
     let groups: &[u32] = if small { &[32] } else { &[1, 32] };
-    for group in groups {
-        out.push("prompts_of_figure_13", prompts(small, *group)?)?;
+    for &group in groups {
+        out.row("prompts_of_figure_13", json!({ "layers_per_group": group }), || prompts(small, group))?;
         for overlap in [false, true] {
-            out.push("decode_steps_of_figure_12", steps(small, overlap, *group)?)?;
+            let key = json!({ "layers_per_group": group, "overlapped": overlap });
+            out.row("decode_steps_of_figure_12", key, || steps(small, overlap, group))?;
         }
     }
     Ok(())

@@ -1,0 +1,102 @@
+//! Times: of the device between two events around calls in its stream, in rounds of which the middle counts; and of the host around
+//! the same calls, which is longer where launching takes longer than the work.
+
+use crate::is_smoke;
+use anyhow::Context as _;
+use lagoon_backend::Device;
+use lagoon_cuda::CudaDevice;
+use serde_json::{Value, json};
+use std::time::Instant;
+
+/// Rounds of calls; each is to last this long, with so many calls at most.
+const ROUNDS: usize = 7;
+const ROUND_S: f64 = 0.02;
+const CALLS_MAX: usize = 200;
+
+/// The smallest, the middle and the largest of some numbers.
+pub(crate) fn spread(mut values: Vec<f64>) -> [f64; 3] {
+    values.sort_by(f64::total_cmp);
+    [values[0], values[values.len() / 2], values[values.len() - 1]]
+}
+
+/// The time of one call, in microseconds.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Time {
+    /// Of the device: the smallest, the middle and the largest of the rounds.
+    pub(crate) us: [f64; 3],
+    /// Of the host, around a round and its wait: the middle.
+    pub(crate) host_us: f64,
+}
+
+impl Time {
+    pub(crate) fn seconds(&self) -> f64 {
+        self.us[1] / 1e6
+    }
+
+    /// The fields of a row: `us` with its spread, and `host_us`.
+    pub(crate) fn fields(&self) -> Value {
+        let [least, middle, most] = self.us;
+        json!({ "us": middle, "us_least": least, "us_most": most, "host_us": self.host_us })
+    }
+}
+
+/// Times `f(device, i)`, which queues the work of the `i`th call; calls use `copies` inputs in turn, each of which is used once before
+/// anything counts.
+pub(crate) fn time(
+    d: &mut CudaDevice,
+    copies: usize,
+    mut f: impl FnMut(&mut CudaDevice, usize) -> anyhow::Result<()>,
+) -> anyhow::Result<Time> {
+    (0..copies).try_for_each(|i| f(d, i))?;
+    d.sync()?;
+    let started = Instant::now();
+    f(d, 0)?;
+    d.sync()?;
+    let one = started.elapsed().as_secs_f64().max(1e-6);
+    let (rounds, calls) = match is_smoke() {
+        true => (1, 2),
+        false => (ROUNDS, ((ROUND_S / one) as usize).clamp(2, CALLS_MAX)),
+    };
+    let (mut device, mut host, mut i) = (Vec::new(), Vec::new(), 0);
+    for _ in 0..rounds {
+        let started = Instant::now();
+        let begin = d.timestamp()?;
+        for _ in 0..calls {
+            i += 1;
+            f(d, i % copies)?;
+        }
+        let end = d.timestamp()?;
+        d.sync()?;
+        host.push(started.elapsed().as_secs_f64() * 1e6 / calls as f64);
+        device.push(f64::from(end.since_ms(&begin)?) * 1e3 / calls as f64);
+    }
+    Ok(Time { us: spread(device), host_us: spread(host)[1] })
+}
+
+/// Seconds of one call by the host's clock, for devices without events: the middle of rounds of calls and one wait.
+pub(crate) fn host_seconds<D: Device>(
+    d: &mut D,
+    calls: usize,
+    mut f: impl FnMut(&mut D) -> anyhow::Result<()>,
+) -> anyhow::Result<f64> {
+    f(d)?;
+    d.sync()?;
+    let (rounds, calls) = if is_smoke() { (1, 1) } else { (5, calls) };
+    let mut times = Vec::new();
+    for _ in 0..rounds {
+        let started = Instant::now();
+        (0..calls).try_for_each(|_| f(d))?;
+        d.sync()?;
+        times.push(started.elapsed().as_secs_f64() / calls as f64);
+    }
+    Ok(spread(times)[1])
+}
+
+/// `value` with the fields of another object.
+pub(crate) fn with(mut value: Value, more: Value) -> anyhow::Result<Value> {
+    let fields = value.as_object_mut().context("an object")?;
+    if let Value::Object(more) = more {
+        fields.extend(more);
+    }
+    Ok(value)
+}

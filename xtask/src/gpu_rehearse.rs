@@ -1,0 +1,279 @@
+//! `cargo xtask gpu-rehearse`: the commands of docs/gpu.md, word for word, as they run where a GPU is lent, over the fake driver.
+//!
+//! Each command gets a fresh folder with the archive and the report that the command before it left, and nothing else; only the files
+//! in its output folder outlive it. In the end the report has to be complete. What the commands may take and leave is held against
+//! the loan's limits.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+
+use crate::gpu_check::{ARCHIVE, FOLDER, SENT_BYTES_MAX, build_pack};
+
+/// The commands stand between these lines of docs/gpu.md.
+const BEGIN: &str = "<!-- commands: begin -->";
+const END: &str = "<!-- commands: end -->";
+
+/// What a loan gives: seconds of a command and of all, the length of a command's text, and what comes back from its output folder.
+const COMMAND_S_MAX: u64 = 540;
+const ALL_S_MAX: u64 = 22 * 60;
+const COMMAND_CHARS_MAX: usize = 2000;
+const FILES_MAX: usize = 8;
+const FILE_BYTES_MAX: u64 = 16 << 20;
+
+/// Sections that may be absent where there is no GPU, with a reason. Everything else has to be measured.
+const MAY_BE_ABSENT: [&str; 4] = ["torch", "wgpu", "dist", "demo_mixed"];
+
+/// A command of docs/gpu.md, and its seconds.
+#[derive(Debug, PartialEq, Eq)]
+struct Step {
+    seconds: u64,
+    text: String,
+}
+
+/// The commands of the page: a line `# SECONDS s: what` before each.
+fn steps(page: &str) -> Result<Vec<Step>> {
+    let (_, rest) = page.split_once(BEGIN).with_context(|| format!("docs/gpu.md lacks {BEGIN}"))?;
+    let (block, _) = rest.split_once(END).with_context(|| format!("docs/gpu.md lacks {END}"))?;
+    let (mut steps, mut seconds) = (Vec::new(), None);
+    for line in block.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with("```")) {
+        if let Some(about) = line.strip_prefix("# ") {
+            seconds = about.split_once(" s: ").and_then(|(number, _)| number.parse().ok());
+        } else {
+            let seconds = seconds.take().with_context(|| format!("no `# SECONDS s: ` before {line}"))?;
+            steps.push(Step { seconds, text: line.to_owned() });
+        }
+    }
+    check_limits(&steps)?;
+    Ok(steps)
+}
+
+fn check_limits(steps: &[Step]) -> Result<()> {
+    ensure!(!steps.is_empty(), "docs/gpu.md has no command");
+    for step in steps {
+        let chars = step.text.chars().count();
+        ensure!(chars <= COMMAND_CHARS_MAX, "a command of {chars} characters, at most {COMMAND_CHARS_MAX}");
+        ensure!(step.seconds <= COMMAND_S_MAX, "a command of {} s, at most {COMMAND_S_MAX}", step.seconds);
+    }
+    let all: u64 = steps.iter().map(|step| step.seconds).sum();
+    ensure!(all <= ALL_S_MAX, "commands of {all} s together, at most {ALL_S_MAX}");
+    Ok(())
+}
+
+/// What the fake machine has in place of NVIDIA's.
+struct Fakes {
+    driver: PathBuf,
+    blas: PathBuf,
+    kernels: PathBuf,
+}
+
+/// Has the tests' own helpers build the fakes, and reads where they are.
+fn fakes(root: &Path) -> Result<Fakes> {
+    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
+    let list = target.join("tmp/gpu-check-fakes");
+    // Of another state of the sources.
+    let _gone = fs::remove_file(&list);
+    let test = ["--test", "gpu_check", "the_fakes_are_built", "--", "--exact"];
+    let mut command = Command::new("cargo");
+    command.args(["test", "--locked", "--release", "--quiet", "--workspace"]).args(test).current_dir(root);
+    let status = command.stdin(Stdio::null()).stdout(Stdio::null()).status().context("run cargo")?;
+    ensure!(status.success(), "the fakes do not build");
+    let text = fs::read_to_string(&list).context("the fakes were not built\nhint: g++ is needed")?;
+    let [driver, blas, kernels] =
+        text.lines().map(PathBuf::from).collect::<Vec<_>>().try_into().ok().context("three paths")?;
+    Ok(Fakes { driver, blas, kernels })
+}
+
+/// Stand-ins for programs of the lent machine, in a folder for the path: compute-sanitizer, which runs what it is given.
+fn tools(folder: &Path) -> Result<PathBuf> {
+    let bin = folder.join("tools");
+    fs::create_dir_all(&bin)?;
+    let program = bin.join("compute-sanitizer");
+    let text = "#!/bin/sh\n\
+        while [ \"${1#--}\" != \"$1\" ]; do [ \"$1\" != --log-file ] || log=$2; shift 2; done\n\
+        echo '========= ERROR SUMMARY: 0 errors' > \"$log\"\n\
+        exec \"$@\"\n";
+    fs::write(&program, text)?;
+    #[cfg(unix)]
+    fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
+    Ok(bin)
+}
+
+/// Runs one command as the machine does: in a fresh folder with what is sent, of which only the output folder stays.
+fn rehearse(step: &Step, folder: &Path, archive: &Path, last: Option<&Path>, fakes: &Fakes) -> Result<PathBuf> {
+    let (machine, out) = (folder.join("machine"), folder.join("out"));
+    for fresh in [&machine, &out] {
+        if fresh.exists() {
+            fs::remove_dir_all(fresh)?;
+        }
+    }
+    let sent = machine.join(FOLDER);
+    fs::create_dir_all(&sent)?;
+    fs::create_dir_all(&out)?;
+    fs::copy(archive, sent.join(ARCHIVE))?;
+    if let Some(last) = last {
+        fs::copy(last, sent.join("report.json"))?;
+    }
+    let bytes: u64 = fs::read_dir(&sent)?.map(|file| Ok(file?.metadata()?.len())).sum::<std::io::Result<u64>>()?;
+    ensure!(bytes <= SENT_BYTES_MAX, "{bytes} bytes are sent, at most {SENT_BYTES_MAX}");
+    let path = std::env::var("PATH").unwrap_or_default();
+    let temporary = machine.join("tmp");
+    fs::create_dir_all(&temporary)?;
+    let started = Instant::now();
+    let status = Command::new("sh")
+        .args(["-c", &step.text])
+        .current_dir(&machine)
+        .env("OUT", &out)
+        .env("TMPDIR", &temporary)
+        .env("PATH", format!("{}:{path}", tools(folder)?.display()))
+        .env("LD_LIBRARY_PATH", fakes.driver.parent().context("a folder")?)
+        .env("LAGOON_FAKE_KERNELS", &fakes.kernels)
+        .env("LAGOON_FAKE_CAPABILITY", "9.0")
+        .env("LAGOON_CUBLASLT", &fakes.blas)
+        .env("GPU_CHECK_SMOKE", "1")
+        .stdin(Stdio::null())
+        .status()
+        .context("run sh")?;
+    let seconds = started.elapsed().as_secs();
+    println!("{} ({seconds} s, {status})", step.text);
+    check_files(&out)?;
+    let report = folder.join("report.json");
+    fs::copy(out.join("report.json"), &report).context("the command left no report")?;
+    fs::remove_dir_all(&machine)?;
+    Ok(report)
+}
+
+/// What comes back: few files, none of them large.
+fn check_files(out: &Path) -> Result<()> {
+    let files: Vec<_> = fs::read_dir(out)?.collect::<std::io::Result<_>>()?;
+    ensure!(files.len() <= FILES_MAX, "{} files in the output folder, at most {FILES_MAX}", files.len());
+    for file in files {
+        let (bytes, name) = (file.metadata()?.len(), file.file_name());
+        ensure!(file.file_type()?.is_file(), "{} is no file", name.display());
+        ensure!(bytes <= FILE_BYTES_MAX, "{} has {bytes} bytes, at most {FILE_BYTES_MAX}", name.display());
+    }
+    Ok(())
+}
+
+/// That every section of the three parts was measured, or says why not.
+fn check_report(report: &Value, sections: &[String]) -> Result<()> {
+    ensure!(report["smoke"] == true && report["measured_on_gpu"] == false, "a report of the fake driver says so");
+    for name in sections {
+        let entry = &report["sections"][name];
+        match entry["state"].as_str() {
+            Some("ok") => ensure!(entry["found"].as_object().is_some_and(|o| o.len() > 1), "{name} has found nothing"),
+            Some("absent") if MAY_BE_ABSENT.contains(&name.as_str()) => {
+                ensure!(entry["found"]["absent"].as_str().is_some_and(|why| why.len() > 10), "{name} does not say why")
+            }
+            state => bail!("{name} is {}: {entry:#}", state.unwrap_or("not in the report")),
+        }
+    }
+    ensure!(report["release_errors"] == 0, "{} releases failed", report["release_errors"]);
+    Ok(())
+}
+
+/// What the check's own list says: the seconds of each part, and the sections that are in one.
+fn listed(pack: &Path) -> Result<(Vec<u64>, Vec<String>)> {
+    let output =
+        Command::new(pack.join("gpu-check")).args(["--goldens", ".", "--list"]).output().context("run the check")?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let (mut parts, mut sections) = (Vec::new(), Vec::new());
+    for line in text.lines() {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        match words[..] {
+            ["part", _, seconds, "s"] => parts.push(seconds.parse().context("a part's seconds")?),
+            ["0", ..] => {}
+            [_, name, ..] => sections.push(name.to_owned()),
+            _ => bail!("a line of the list: {line}"),
+        }
+    }
+    ensure!(sections.len() > 10, "the check lists no sections: {text}");
+    Ok((parts, sections))
+}
+
+pub(crate) fn run(root: &Path) -> Result<bool> {
+    let steps = steps(&fs::read_to_string(root.join("docs/gpu.md")).context("read docs/gpu.md")?)?;
+    let (archive, pack) = build_pack(root)?;
+    let (parts, sections) = listed(&pack)?;
+    let told: Vec<u64> = steps.iter().map(|step| step.seconds).collect();
+    ensure!(told == parts, "docs/gpu.md tells of commands of {told:?} s, the check's parts have {parts:?}");
+    let fakes = fakes(root)?;
+    let folder = std::env::temp_dir().join(format!("gpu-rehearse-{}", std::process::id()));
+    fs::create_dir_all(&folder)?;
+    let mut last = None;
+    for step in &steps {
+        last = Some(rehearse(step, &folder, &archive, last.as_deref(), &fakes)?);
+    }
+    let text = fs::read_to_string(last.context("a report")?)?;
+    let report: Value = serde_json::from_str(&text).context("parse the report")?;
+    let checked = check_report(&report, &sections);
+    if let Err(error) = &checked {
+        println!("error: {error:#}\nthe folder is kept: {}", folder.display());
+        return Ok(false);
+    }
+    println!("gpu-rehearse: ok, {} commands, a report of {} KiB", steps.len(), text.len() >> 10);
+    fs::remove_dir_all(&folder)?;
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn page(commands: &str) -> String {
+        format!("before\n{BEGIN}\n```\n{commands}\n```\n{END}\nafter")
+    }
+
+    #[test]
+    fn commands_are_read_with_their_seconds() {
+        let found = steps(&page("# 500 s: one\nsh a --part 1\n\n# 480 s: two\nsh b")).unwrap();
+        let step = |seconds, text: &str| Step { seconds, text: text.into() };
+        assert_eq!(found, [step(500, "sh a --part 1"), step(480, "sh b")]);
+    }
+
+    #[test]
+    fn commands_beyond_the_loan_are_refused() {
+        for commands in [
+            "",
+            "sh a",
+            "# 541 s: long\nsh a",
+            "# 500 s: a\nsh a\n# 500 s: b\nsh b\n# 330 s: c\nsh c",
+            &format!("# 5 s: wide\nsh {}", "a".repeat(COMMAND_CHARS_MAX)),
+        ] {
+            assert!(steps(&page(commands)).is_err(), "{commands:.60}");
+        }
+        assert!(steps("no block").is_err());
+    }
+
+    #[test]
+    fn a_report_with_a_gap_is_refused() {
+        let entry = |state: &str, found: Value| json!({ "state": state, "found": found });
+        let rows = json!({ "rows": [1], "release_errors": 0 });
+        let report = |decode: Value, torch: Value| {
+            json!({ "smoke": true, "measured_on_gpu": false, "release_errors": 0,
+                "sections": { "decode": decode, "torch": torch } })
+        };
+        let names = ["decode".to_owned(), "torch".to_owned()];
+        let absent = || entry("absent", json!({ "absent": "python3 is not installed" }));
+        let good = report(entry("ok", rows.clone()), absent());
+        check_report(&good, &names).unwrap();
+        for bad in [
+            report(Value::Null, absent()),
+            report(entry("failed", rows.clone()), absent()),
+            report(entry("running", rows.clone()), absent()),
+            report(absent(), absent()),
+            report(entry("ok", json!({ "release_errors": 0 })), absent()),
+            report(entry("ok", rows.clone()), entry("absent", json!({}))),
+        ] {
+            assert!(check_report(&bad, &names).is_err(), "{bad}");
+        }
+        let mut leaks = good;
+        leaks["release_errors"] = json!(1);
+        assert!(check_report(&leaks, &names).is_err());
+    }
+}
