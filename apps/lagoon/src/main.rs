@@ -31,6 +31,7 @@ mod kv;
 mod leader;
 mod local;
 mod loop_thread;
+mod metrics_table;
 mod model;
 mod node;
 mod node_metrics;
@@ -41,6 +42,7 @@ mod pool_client;
 mod pool_watch;
 mod quiet;
 mod reach;
+mod reference;
 mod registry;
 mod replay;
 mod role;
@@ -102,6 +104,9 @@ enum Command {
     Certs(certs::CertsArgs),
     /// What this machine offers: adapters, UDP buffers, ports, versions.
     Doctor(doctor::DoctorArgs),
+    /// Print a reference page of docs/reference in Markdown.
+    #[command(hide = true)]
+    Reference(reference::ReferenceArgs),
 }
 
 fn main() -> ExitCode {
@@ -137,6 +142,10 @@ fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
             Command::Kv(args) => kv::run(args).await.map(done),
             Command::Certs(args) => certs::run(args).map(done),
             Command::Doctor(args) => doctor::run(args).await.map(done),
+            Command::Reference(args) => {
+                reference::run(&args);
+                Ok(ExitCode::SUCCESS)
+            }
         }
     })
 }
