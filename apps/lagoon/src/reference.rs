@@ -69,68 +69,62 @@ fn metrics() -> String {
 fn flags() -> String {
     let mut cli = Cli::command();
     cli.build();
-    let commands: Vec<&Command> = commands(&cli);
-    let mut users: BTreeMap<String, Vec<String>> = BTreeMap::new();
-    for command in &commands {
-        for row in command.get_arguments().filter(|a| is_shown(a)).map(row) {
-            users.entry(row).or_default().push(name(command));
+    let mut commands = Vec::new();
+    list_commands(&cli, &[], &mut commands);
+    let mut users: BTreeMap<&String, Vec<&str>> = BTreeMap::new();
+    for Listed { name, rows, .. } in &commands {
+        rows.iter().for_each(|row| users.entry(row).or_default().push(name));
+    }
+    let mut shared: Vec<(&[&str], Vec<&String>)> = Vec::new();
+    for row in commands.iter().flat_map(|command| &command.rows) {
+        let of = users[row].as_slice();
+        match shared.iter_mut().find(|(with, _)| *with == of) {
+            Some((_, rows)) if rows.contains(&row) => {}
+            Some((_, rows)) => rows.push(row),
+            None if of.len() > 1 => shared.push((of, vec![row])),
+            None => {}
         }
     }
     let mut out = FLAGS_HEAD.to_owned();
-    let mut shared: Vec<(Vec<String>, Vec<String>)> = Vec::new();
-    for command in commands {
-        let _ = write!(out, "\n## {}\n\n{}\n", name(command), about(command));
-        let rows: Vec<String> = command.get_arguments().filter(|a| is_shown(a)).map(row).collect();
-        let mut own = Vec::new();
-        for row in rows {
-            match &users[&row] {
-                of if of.len() == 1 => own.push(row),
-                of => match shared.iter_mut().find(|(with, _)| with == of) {
-                    Some((_, rows)) if rows.contains(&row) => {}
-                    Some((_, rows)) => rows.push(row),
-                    None => shared.push((of.clone(), vec![row])),
-                },
-            }
+    for Listed { name, about, rows } in &commands {
+        let _ = write!(out, "\n## {name}\n\n{}\n", sentence(about));
+        let own: Vec<&String> = rows.iter().filter(|row| users[row].len() == 1).collect();
+        if own.len() < rows.len() {
+            out.push_str("Flags that other commands have, too: [below](#shared-flags).\n");
         }
         table(&mut out, &own);
     }
+    out.push_str("\n## Shared flags\n");
     for (of, rows) in shared {
-        let _ = write!(out, "\n## Flags of {}\n", list(&of));
+        let _ = write!(out, "\n### {}\n", of.join(", "));
         table(&mut out, &rows);
     }
     out
 }
 
-fn table(out: &mut String, rows: &[String]) {
+fn table(out: &mut String, rows: &[&String]) {
     if !rows.is_empty() {
-        let _ = write!(out, "\n| flag | default | what it does |\n|---|---|---|\n{}\n", rows.join("\n"));
+        out.push_str("\n| flag | default | what it does |\n|---|---|---|\n");
+        rows.iter().for_each(|row| _ = writeln!(out, "{row}"));
     }
 }
 
-/// `a`, `b` and `c`.
-fn list(names: &[String]) -> String {
-    let quoted: Vec<String> = names.iter().map(|n| format!("`{n}`")).collect();
-    match quoted.split_last() {
-        Some((last, rest)) if !rest.is_empty() => format!("{} and {last}", rest.join(", ")),
-        _ => quoted.concat(),
-    }
+/// A command as the page lists it.
+struct Listed {
+    name: String,
+    about: String,
+    rows: Vec<String>,
 }
 
-/// The program itself and every command that does something, in order.
-fn commands(of: &Command) -> Vec<&Command> {
-    let mut out = vec![of];
+/// The program itself and every command that does something, in order. What a command has of its parent stands there.
+fn list_commands(of: &Command, inherited: &[String], out: &mut Vec<Listed>) {
+    let mut rows: Vec<String> = of.get_arguments().filter(|a| is_shown(a)).map(row).collect();
+    rows.retain(|row| !inherited.contains(row));
+    let about = of.get_long_about().or(of.get_about()).map(ToString::to_string).unwrap_or_default();
+    let inherited = [inherited, &rows].concat();
+    out.push(Listed { name: of.get_bin_name().unwrap_or(of.get_name()).to_owned(), about, rows });
     let shown = of.get_subcommands().filter(|c| !c.is_hide_set() && c.get_name() != "help");
-    shown.for_each(|c| out.extend(commands(c)));
-    out
-}
-
-fn name(command: &Command) -> String {
-    command.get_bin_name().unwrap_or(command.get_name()).to_owned()
-}
-
-fn about(command: &Command) -> String {
-    let about = command.get_long_about().or(command.get_about());
-    about.map(|text| text.to_string()).unwrap_or_default()
+    shown.for_each(|command| list_commands(command, &inherited, out));
 }
 
 fn is_shown(arg: &Arg) -> bool {
@@ -149,7 +143,7 @@ fn row(arg: &Arg) -> String {
     };
     let help = arg.get_long_help().or(arg.get_help()).map(|text| text.to_string()).unwrap_or_default();
     // Defaults that are computed stand at the end of the help text.
-    let (mut help, computed) = match help.split_once(" [default: ") {
+    let (help, computed) = match help.split_once(" [default: ") {
         Some((help, rest)) => (help.to_owned(), rest.split_once(']').map(|(default, _)| default.to_owned())),
         None => (help, None),
     };
@@ -159,19 +153,23 @@ fn row(arg: &Arg) -> String {
         (true, None) => String::new(),
         (false, None) => format!("`{}`", set.join(" ")),
     };
+    let mut help = sentence(&help);
     if let Some(variable) = arg.get_env() {
         let _ = write!(help, " Environment: `{}`.", variable.to_string_lossy());
     }
     let possible = arg.get_possible_values();
-    let of_value = |v: &clap::builder::PossibleValue| match v.get_help() {
-        Some(text) => format!("`{}`: {text}", v.get_name()),
-        None => format!("`{}`", v.get_name()),
-    };
-    if arg.get_action().takes_values() && !possible.is_empty() {
-        let possible: Vec<String> = possible.iter().filter(|v| !v.is_hide_set()).map(of_value).collect();
-        let _ = write!(help, " {}", possible.join("; "));
+    if arg.get_action().takes_values() {
+        for value in possible.iter().filter(|v| !v.is_hide_set()) {
+            let of = value.get_help().map(|text| format!(": {text}")).unwrap_or_default();
+            let _ = write!(help, "<br>`{}`{of}", value.get_name());
+        }
     }
-    format!("| `{}` | {} | {} |", cell(&flag), cell(&default), cell(help.trim()))
+    format!("| `{}` | {} | {} |", cell(&flag), cell(&default), cell(help.trim().trim_start_matches("<br>")))
+}
+
+/// Text with the full stop that clap has taken from it.
+fn sentence(text: &str) -> String {
+    if text.is_empty() || text.ends_with(['.', ':']) { text.to_owned() } else { format!("{text}.") }
 }
 
 /// Text that stays in its table cell.

@@ -1,8 +1,9 @@
 //! Rules about pages: links lead to files, hops name functions that exist, quoted limits have the value of their constant,
-//! docs/SUMMARY.md lists every page.
+//! messages are quoted as the program says them, docs/SUMMARY.md lists every page.
 //!
 //! A hop is `` `path: function` `` with a path from the repository's root: a Rust file, or a directory below which one file
-//! has the function. A quoted limit is `` `NAME` (value) ``: `250 ms`, `6 s`, `10 min`, `512 KiB`, `1 MiB` or a number.
+//! has the function. A quoted limit is `` `NAME` (value) ``: `250 ms`, `6 s`, `10 min`, `512 KiB`, `1 MiB` or a number. A
+//! quoted message is a line of a `text` fence in the troubleshooting page, with `…` in the place of values.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -14,6 +15,9 @@ use super::limits::Limits;
 use crate::{source, workspace};
 
 const SUMMARY: &str = "docs/SUMMARY.md";
+const TROUBLE: &str = "docs/guide/troubleshoot.md";
+/// Where messages come from.
+const SAYS: [&str; 4] = ["apps", "cuda/src", "engine", "net"];
 /// Files whose constants may be quoted.
 const LIMITS: [&str; 2] = ["engine/types/src/limits.rs", "apps/http/src/limits.rs"];
 
@@ -53,6 +57,10 @@ pub(super) fn check(root: &Path) -> Result<Vec<Finding>> {
     let limits = Limits::parse(&sources);
     let mut functions = Functions::new(root);
     let mut out = unlisted(&pages);
+    let trouble = pages.iter().find(|(name, _)| name == TROUBLE);
+    if let Some((_, text)) = trouble {
+        out.extend(unsaid(text, &spoken(root)?));
+    }
     for (page, text) in &pages {
         for line in lines(page, text) {
             out.extend(broken_links(root, &line));
@@ -94,6 +102,34 @@ fn unlisted(pages: &[(String, String)]) -> Vec<Finding> {
     let listed = |name: &str| name.strip_prefix("docs/").is_none_or(|path| summary.contains(&format!("({path})")));
     let lost = pages.iter().map(|(name, _)| name).filter(|name| *name != SUMMARY && !listed(name));
     lost.map(|name| Finding::new("summary", name.clone(), format!("{SUMMARY} does not list this page"))).collect()
+}
+
+/// The text of all sources, with literals that continue on the next line joined.
+fn spoken(root: &Path) -> Result<String> {
+    let mut out = String::new();
+    for dir in SAYS {
+        for path in workspace::files(&root.join(dir), "rs")? {
+            let text = std::fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
+            let mut parts = text.split("\\\n");
+            out.extend(parts.next());
+            parts.for_each(|part| out.push_str(part.trim_start()));
+        }
+    }
+    Ok(out)
+}
+
+/// Lines of `text` fences that have a part which no source says.
+fn unsaid(page: &str, said: &str) -> Vec<Finding> {
+    let (mut quoted, mut out) = (false, Vec::new());
+    for (text, number) in page.lines().zip(1..) {
+        if text.starts_with("```") {
+            quoted = text == "```text";
+        } else if quoted && let Some(part) = text.split('…').map(str::trim).find(|part| !said.contains(part)) {
+            let line = Line { page: TROUBLE, number, text };
+            out.push(line.finding("message", format!("no source says {part:?}")));
+        }
+    }
+    out
 }
 
 /// Targets of Markdown links that are no files of the repository. Addresses and anchors are not looked at.
@@ -214,6 +250,15 @@ mod tests {
         let broken = |text: &str| broken_links(root, &Line { page: "src/a.md", ..line(text) }).len();
         assert_eq!(broken("[a](main.rs), [b](../Cargo.toml#x), [c](https://a.b/c), [d](#here)"), 0);
         assert_eq!(broken("[a](none.rs) and [b](../none.toml)"), 2);
+    }
+
+    #[test]
+    fn messages_are_said_by_some_source() {
+        let said = "bail!(\"listen on {addr}: failed\")";
+        let wrong = |line: &str| unsaid(&format!("```text\n{line}\n```\n"), said).len();
+        assert_eq!((wrong("listen on …"), wrong("listen on …: failed")), (0, 0));
+        assert_eq!((wrong("listens on …"), wrong("listen on … : broken")), (1, 1));
+        assert!(unsaid("```sh\nnothing\n```\nnothing\n", said).is_empty());
     }
 
     #[test]
