@@ -17,7 +17,9 @@ impl Limits {
                 continue;
             };
             let value = out.value(value.trim_end().trim_end_matches(';'));
-            value.into_iter().for_each(|value| drop(out.values.insert(name.to_owned(), value)));
+            if let Some(value) = value {
+                out.values.insert(name.to_owned(), value);
+            }
         }
         out
     }
