@@ -104,15 +104,18 @@ fn unlisted(pages: &[(String, String)]) -> Vec<Finding> {
     lost.map(|name| Finding::new("summary", name.clone(), format!("{SUMMARY} does not list this page"))).collect()
 }
 
-/// The text of all sources, with literals that continue on the next line joined.
+/// The text of all sources without comment lines, with literals that continue on the next line joined.
 fn spoken(root: &Path) -> Result<String> {
     let mut out = String::new();
     for dir in SAYS {
         for path in workspace::files(&root.join(dir), "rs")? {
             let text = std::fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
-            let mut parts = text.split("\\\n");
-            out.extend(parts.next());
-            parts.for_each(|part| out.push_str(part.trim_start()));
+            for line in text.lines().map(str::trim_start).filter(|line| !line.starts_with("//")) {
+                match line.strip_suffix('\\') {
+                    Some(part) => out.push_str(part),
+                    None => out.extend([line, "\n"]),
+                }
+            }
         }
     }
     Ok(out)
