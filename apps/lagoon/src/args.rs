@@ -23,7 +23,7 @@ pub(crate) enum BackendArg {
 /// How remote KV is attended to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum RemoteArg {
-    /// Whichever moves fewer bytes, per sequence and chunk.
+    /// Whichever is predicted to delay a layer less, per sequence and chunk.
     #[default]
     Auto,
     /// Queries travel to the KV.
