@@ -22,6 +22,7 @@ mod process_drain;
 mod process_faults;
 mod process_host_tier;
 mod process_http;
+mod process_metrics;
 mod process_moves;
 mod process_operate;
 mod process_reach;

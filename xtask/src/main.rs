@@ -13,6 +13,7 @@ use clap::{Parser, Subcommand};
 
 mod ci;
 mod deny;
+mod docs;
 mod environment;
 mod gpu_check;
 mod gpu_rehearse;
@@ -35,7 +36,7 @@ struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Check layering, file and function sizes, module docs, unsafe, op parity, licences and the wire hash
+    /// Check layering, file and function sizes, module docs, unsafe, op parity, licences, the wire hash and the pages
     Tidy,
     /// Run every check and every test (the README's test command)
     Test {
@@ -65,6 +66,8 @@ enum Command {
     GpuRehearse,
     /// Fill docs/gpu.md from the report in benches/results
     GpuPage,
+    /// Write docs/reference from the program's own definitions
+    Docs,
     /// Check licences, banned crates and sources with cargo-deny, where it is installed
     Deny,
     /// Rewrite the hash in WIRE.md after the protocol's page was brought up to date
@@ -93,6 +96,7 @@ fn run(command: &Command) -> Result<bool> {
         Command::GpuCheck { run } => gpu_check::run(&root, *run),
         Command::GpuRehearse => gpu_rehearse::run(&root),
         Command::GpuPage => gpu_check::page(&root),
+        Command::Docs => docs::run(&root),
         Command::Deny => deny::run(&root),
         Command::WireLock => tidy::wire::lock(&root),
         Command::Ci => ci::run(&root),

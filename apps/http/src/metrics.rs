@@ -1,12 +1,77 @@
-//! The server's metrics, all named `lagoon_*`, through the process-wide recorder of the `metrics` crate.
+//! The HTTP server's metrics, and the table form in which every process declares the metrics that it exports.
 //!
-//! The binary installs one recorder with [`install`] and hands its handle to the server, so that `/metrics` also
-//! shows what other parts of the process record.
+//! A [`Metric`] is declared once: the recorder's histogram bounds and descriptions, and docs/reference/metrics.md, are made
+//! from it. A process calls [`install`] with its tables and hands the handle to the server, so that `/metrics` also shows
+//! what other parts of the process record.
 
 use axum::http::StatusCode;
 use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
 use metrics_exporter_prometheus::{BuildError, Matcher, PrometheusBuilder, PrometheusHandle};
 use std::time::Duration;
+
+/// The declaration of one metric.
+#[derive(Clone, Copy, Debug)]
+pub struct Metric {
+    /// Name in the Prometheus exposition.
+    pub name: &'static str,
+    /// Counter, gauge or histogram.
+    pub kind: Kind,
+    /// What one unit of the value is.
+    pub unit: &'static str,
+    /// Labels, each with its values; no values where they are not known in advance (names of instances).
+    pub labels: Labels,
+    /// One sentence for operators; also the `# HELP` line.
+    pub help: &'static str,
+}
+
+/// The kind of a metric.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Kind {
+    /// Only grows while the process lives.
+    Counter,
+    /// Goes up and down.
+    Gauge,
+    /// Counts observations by upper bound.
+    Histogram {
+        /// Upper bounds of the buckets, in the metric's unit.
+        bounds: &'static [f64],
+    },
+}
+
+/// The labels of a metric: names, each with its values.
+pub type Labels = &'static [(&'static str, &'static [&'static str])];
+
+impl Metric {
+    /// Declares a counter.
+    #[must_use]
+    pub const fn counter(name: &'static str, unit: &'static str, labels: Labels, help: &'static str) -> Self {
+        Self { name, kind: Kind::Counter, unit, labels, help }
+    }
+
+    /// Declares a gauge.
+    #[must_use]
+    pub const fn gauge(name: &'static str, unit: &'static str, labels: Labels, help: &'static str) -> Self {
+        Self { name, kind: Kind::Gauge, unit, labels, help }
+    }
+
+    /// Declares a histogram of seconds with these upper bounds.
+    #[must_use]
+    pub const fn seconds(name: &'static str, bounds: &'static [f64], labels: Labels, help: &'static str) -> Self {
+        Self { name, kind: Kind::Histogram { bounds }, unit: "seconds", labels, help }
+    }
+}
+
+impl Kind {
+    /// As the `# TYPE` line spells it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Counter => "counter",
+            Self::Gauge => "gauge",
+            Self::Histogram { .. } => "histogram",
+        }
+    }
+}
 
 const REQUESTS: &str = "lagoon_http_requests_total";
 const REQUEST_SECONDS: &str = "lagoon_http_request_seconds";
@@ -17,14 +82,41 @@ const NEXT_TOKEN_SECONDS: &str = "lagoon_time_between_tokens_seconds";
 const PROMPT_TOKENS: &str = "lagoon_prompt_tokens_total";
 const GENERATION_TOKENS: &str = "lagoon_generation_tokens_total";
 
-/// Bounds of the histograms' buckets, in seconds.
-const SECONDS: &[f64] =
+/// Bounds of buckets for requests and their phases, in seconds.
+pub const SECONDS: &[f64] =
     &[0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0];
-/// As [`SECONDS`], for waits within one step.
-const STEP_SECONDS: &[f64] =
+/// Bounds of buckets for waits within one step, in seconds.
+pub const STEP_SECONDS: &[f64] =
     &[0.000_025, 0.000_05, 0.0001, 0.000_25, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 10.0];
 /// Time between the recorder's housekeeping rounds, which keep histograms that nobody scrapes bounded.
 const UPKEEP: Duration = Duration::from_secs(5);
+
+/// The HTTP server's metrics.
+pub const METRICS: &[Metric] = &[
+    Metric::counter(
+        REQUESTS,
+        "requests",
+        &[("route", &[]), ("status", &[])],
+        "HTTP requests by route and HTTP status.",
+    ),
+    Metric::seconds(
+        REQUEST_SECONDS,
+        SECONDS,
+        &[("route", &[])],
+        "Time from the arrival of a request to the headers of its response.",
+    ),
+    Metric::gauge(RUNNING, "sequences", &[], "Sequences that were submitted and have not ended."),
+    Metric::counter(
+        ENDED,
+        "sequences",
+        &[("outcome", &["stop", "length", "failed", "cancelled"])],
+        "Sequences that have ended, by outcome.",
+    ),
+    Metric::seconds(FIRST_TOKEN_SECONDS, SECONDS, &[], "Time from submission to the first token of a sequence (TTFT)."),
+    Metric::seconds(NEXT_TOKEN_SECONDS, SECONDS, &[], "Time between two consecutive tokens of a sequence (TBT)."),
+    Metric::counter(PROMPT_TOKENS, "tokens", &[], "Prompt tokens of accepted requests."),
+    Metric::counter(GENERATION_TOKENS, "tokens", &[], "Generated tokens."),
+];
 
 /// How a sequence ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,18 +128,20 @@ pub(crate) enum Outcome {
     Cancelled,
 }
 
-/// Installs the process-wide recorder, with the bucket bounds that Lagoon's histograms use, describes the metrics and
-/// starts the recorder's housekeeping. Call once, inside a tokio runtime.
+/// Installs the process-wide recorder, with the bounds and descriptions of `tables`, and starts the recorder's
+/// housekeeping. Call once, inside a tokio runtime.
 ///
 /// # Errors
 /// When a recorder is installed already.
-pub fn install() -> Result<PrometheusHandle, BuildError> {
-    let handle = PrometheusBuilder::new()
-        .set_buckets_for_metric(Matcher::Suffix("_seconds".to_owned()), SECONDS)?
-        .set_buckets_for_metric(Matcher::Full("lagoon_layer_partials_wait_seconds".to_owned()), STEP_SECONDS)?
-        .set_buckets_for_metric(Matcher::Full("lagoon_step_partials_wait_seconds".to_owned()), STEP_SECONDS)?
-        .install_recorder()?;
-    describe();
+pub fn install(tables: &[&[Metric]]) -> Result<PrometheusHandle, BuildError> {
+    let mut builder = PrometheusBuilder::new();
+    for metric in tables.iter().copied().flatten() {
+        if let Kind::Histogram { bounds } = metric.kind {
+            builder = builder.set_buckets_for_metric(Matcher::Full(metric.name.to_owned()), bounds)?;
+        }
+    }
+    let handle = builder.install_recorder()?;
+    tables.iter().copied().flatten().for_each(describe);
     let upkeep = handle.clone();
     tokio::spawn(async move {
         loop {
@@ -58,18 +152,19 @@ pub fn install() -> Result<PrometheusHandle, BuildError> {
     Ok(handle)
 }
 
-fn describe() {
-    describe_counter!(REQUESTS, "HTTP requests by route and status.");
-    describe_histogram!(REQUEST_SECONDS, "Time from a request's arrival to the headers of its response.");
-    describe_gauge!(RUNNING, "Sequences that were submitted and have not ended.");
-    describe_counter!(ENDED, "Sequences by how they ended: stop, length, failed or cancelled.");
-    describe_histogram!(FIRST_TOKEN_SECONDS, "Time from submission to a sequence's first token.");
-    describe_histogram!(NEXT_TOKEN_SECONDS, "Time between two tokens of a sequence.");
-    describe_counter!(PROMPT_TOKENS, "Prompt tokens of accepted requests.");
-    describe_counter!(GENERATION_TOKENS, "Generated tokens.");
-    gauge!(RUNNING).set(0.0);
-    counter!(PROMPT_TOKENS).absolute(0);
-    counter!(GENERATION_TOKENS).absolute(0);
+fn describe(metric: &Metric) {
+    match metric.kind {
+        Kind::Counter => describe_counter!(metric.name, metric.help),
+        Kind::Gauge => describe_gauge!(metric.name, metric.help),
+        Kind::Histogram { .. } => describe_histogram!(metric.name, metric.help),
+    }
+}
+
+/// Exports the metrics without labels at 0 before the first request.
+pub(crate) fn export_at_start() {
+    gauge!(RUNNING).increment(0.0);
+    counter!(PROMPT_TOKENS).increment(0);
+    counter!(GENERATION_TOKENS).increment(0);
 }
 
 /// `route` is the matched pattern, never the raw path: labels stay few.

@@ -236,7 +236,9 @@ fn byte_letters() -> impl Iterator<Item = char> {
 /// The process's recorder: one for all tests.
 pub fn recorder() -> PrometheusHandle {
     static HANDLE: OnceLock<PrometheusHandle> = OnceLock::new();
-    HANDLE.get_or_init(|| crate::metrics::install().expect("no other recorder is installed")).clone()
+    HANDLE
+        .get_or_init(|| crate::metrics::install(&[crate::metrics::METRICS]).expect("no other recorder is installed"))
+        .clone()
 }
 
 /// A server's state around `engine`, with logits exposed and no key.

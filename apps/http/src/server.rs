@@ -22,6 +22,7 @@ use std::{sync::Arc, time::Instant};
 ///
 /// With an API key set, every route but `/health` (also `/metrics`, and routes that do not exist) asks for it.
 pub fn router(state: ServerState) -> Router {
+    metrics::export_at_start();
     let state = Arc::new(state);
     Router::new()
         .route("/v1/chat/completions", post(generations::chat))

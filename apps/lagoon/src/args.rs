@@ -23,7 +23,7 @@ pub(crate) enum BackendArg {
 /// How remote KV is attended to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum RemoteArg {
-    /// Whichever moves fewer bytes, per sequence and chunk.
+    /// Whichever is predicted to delay a layer less, per sequence and chunk.
     #[default]
     Auto,
     /// Queries travel to the KV.
@@ -35,44 +35,42 @@ pub(crate) enum RemoteArg {
 /// How a decode worker reads KV.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum TransferPathArg {
-    /// On the device where both stage in memory of one or of peers, from shared memory where the prefill worker is on this host,
-    /// else over QUIC.
+    /// The first that is possible: device memory of the same GPU or a peer, shared memory on one host, QUIC.
     #[default]
     Auto,
     /// Over QUIC, also on one host: for benchmarks.
     Quic,
 }
 
-/// Where KV lies that passes between a device that others cannot read and them.
+/// Where the staging buffer is, through which KV passes whose store other processes cannot read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum StageMemoryArg {
-    /// On a CUDA device, in its own memory, which workers on this host with the same device or a peer of it read without the host;
-    /// what others read is copied to the host when they do. On other devices as `host`.
+    /// In CUDA device memory: workers on this host with the same GPU or a peer read it on the device. Other backends: as `host`.
     #[default]
     Device,
-    /// In the host's memory, which all workers on this host share.
+    /// In host memory, which all workers on this host share.
     Host,
 }
 
 /// When a decode worker gets the KV of a prompt.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum KvTransferArg {
-    /// When it is computed and there is memory for it: the prefill worker goes on meanwhile.
+    /// When it is computed and the decode worker has memory for it.
     #[default]
     Pull,
-    /// While it is computed, layer by layer, into memory that is allocated before the prompt is given to a prefill worker.
+    /// Layer by layer while it is computed, into memory that is allocated first.
     Push,
 }
 
 /// Whether an instance measures itself at start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum CalibrateArg {
-    /// Once for each model, backend, device and element type; then what was measured is read from the cache.
+    /// Once for each model, backend, device and element type, then from the cache.
     #[default]
     Auto,
     /// At every start.
     Always,
-    /// Not at all: the planner does without this instance's numbers.
+    /// Never: the planner assumes numbers.
     Off,
 }
 
@@ -126,8 +124,8 @@ pub(crate) struct EngineArgs {
     /// comma-separated, for its instances in turn [default: the first; `lagoon up` takes all of CUDA's].
     #[arg(long, value_name = "N|NAME", value_delimiter = ',')]
     pub(crate) device: Vec<DeviceArg>,
-    /// Share of a CUDA device's memory, in percent, that weights, KV and buffers take where --kv-tokens does not say how much;
-    /// instances that `lagoon up` puts on one device divide it.
+    /// Percent of a CUDA device's memory that weights, KV and buffers take without --kv-tokens; `lagoon up` divides it among the
+    /// instances on a device.
     #[arg(long, value_name = "PERCENT", default_value_t = MEMORY_PERCENT, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub(crate) memory_percent: u32,
     /// Convert weights on loading: f32, f16 or bf16 [default: as stored].
@@ -139,19 +137,18 @@ pub(crate) struct EngineArgs {
     /// KV capacity of each instance, in tokens [default: by the memory there is].
     #[arg(long, value_name = "N")]
     pub(crate) kv_tokens: Option<u32>,
-    /// Tokens of KV in each instance's host memory besides, lent to itself and others as a kv node of the pool.
+    /// Tokens of KV in host memory, added to each instance as a kv node of the pool [default: none].
     #[arg(long, value_name = "N")]
     pub(crate) host_kv_tokens: Option<u32>,
-    /// Tokens of KV in each instance's device memory besides, lent to itself and others as a kv node of the pool: instances on this
-    /// host with the same GPU or a peer of it attend to it where it lies, and send no queries for it. CUDA only; 0 for none,
-    /// because this memory serves nobody as long as nobody borrows.
+    /// Tokens of KV in CUDA device memory, added to each instance as a kv node of the pool: instances on this host with the same
+    /// GPU or a peer map it and attend to it in place.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) lend_device_tokens: u32,
-    /// Tokens of memory beside the KV cache through which KV that others compute or are computed for passes, where others cannot
-    /// read the cache itself (wgpu, CUDA) [default: twice the longest sequence, at most all].
+    /// Tokens of the staging buffer through which KV of prefill and decode workers passes on wgpu and CUDA [default: twice the
+    /// longest sequence, at most the KV memory].
     #[arg(long, value_name = "N")]
     pub(crate) stage_kv_tokens: Option<u32>,
-    /// Where that memory is.
+    /// Where the staging buffer is.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) stage_memory: StageMemoryArg,
     /// Tokens in an rBlock; the same in the whole pool.
@@ -169,19 +166,19 @@ pub(crate) struct EngineArgs {
     /// Share of the KV capacity that may be lent, in percent.
     #[arg(long, value_name = "PERCENT", default_value_t = 100, value_parser = clap::value_parser!(u32).range(0..=100))]
     pub(crate) lend_percent: u32,
-    /// Milliseconds that a decode step of an instance may take with other instances' work on its device; it lends no
-    /// more than leaves room for that [default: no limit].
+    /// Milliseconds that a decode step of an instance may take: it lends no more memory than leaves time for that [default: no
+    /// limit].
     #[arg(long, value_name = "MS", value_parser = clap::value_parser!(u32).range(1..=60_000))]
     pub(crate) target_tbt_ms: Option<u32>,
-    /// Keep the KV of what has ended in memory that nobody else needs, and do not compute prompts anew that begin alike. The
-    /// answers are the same; how soon one comes tells whether somebody asked the like before.
+    /// Keep KV in free memory and share it among requests with a common prefix. The time to first token then tells whether
+    /// somebody sent the same prefix before.
     #[arg(long, value_name = "on|off", default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
     pub(crate) prefix_cache: bool,
     /// Threads of the CPU backend [default: all cores].
     #[arg(long, value_name = "N")]
     pub(crate) threads: Option<usize>,
-    /// Microseconds to poll for a peer's frame that is due before sleeping; about 1000 shortens each layer's wait where
-    /// the instance has a processor to spare [default: sleep at once].
+    /// Microseconds to poll for a peer's frame that is due before sleeping; about 1000 shortens the wait of each layer with remote
+    /// KV where a core is free.
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=100_000))]
     pub(crate) poll_us: u64,
     /// Take at least as long as the device that this JSON file describes (`PaceProfile`): for benchmarks of a whole
@@ -194,20 +191,19 @@ pub(crate) struct EngineArgs {
     /// Whether steps go on while KV is copied, or wait for what moves beside them: for benchmarks.
     #[arg(long, value_name = "on|off", hide = true, default_value = "on", value_parser = parse_switch, action = clap::ArgAction::Set)]
     pub(crate) move_overlap: bool,
-    /// When a decode worker gets the KV of prompts that prefill workers compute.
+    /// When a decode worker reads the KV of a prompt.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) kv_transfer: KvTransferArg,
     /// How a decode worker reads the KV that prefill workers computed.
     #[arg(long, value_enum, hide = true, default_value_t)]
     pub(crate) transfer_path: TransferPathArg,
-    /// How KV on other instances is attended to.
+    /// How KV on creditors is attended to.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) remote_attention: RemoteArg,
     /// Element type of queries and partials between instances.
     #[arg(long, value_parser = parse_dtype, default_value = "f32")]
     pub(crate) wire_dtype: DType,
-    /// Measure this instance at start, for the planner, which takes about a second; on CUDA also how attention is best cut,
-    /// which takes three more.
+    /// Measure this instance at start for the planner, in about a second; on CUDA also tune attention, in three more.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) calibrate: CalibrateArg,
     /// How activations enter the tensor cores of a CUDA device (all that are supported have such: compute capability 8.0 and

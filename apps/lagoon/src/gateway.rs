@@ -5,6 +5,7 @@
 //! goes on with its requests ([`crate::replay`]).
 
 use crate::args::TlsArgs;
+use crate::metrics_table;
 use crate::pool_client::PoolClient;
 use crate::pool_watch::PoolWatch;
 use crate::replay::{self, Attempts, Repeatable, ReplayLimits};
@@ -144,7 +145,7 @@ pub(crate) struct GatewayArgs {
 /// When the address cannot be listened on, or the pool's gManager does not answer.
 pub(crate) async fn run(args: GatewayArgs) -> anyhow::Result<()> {
     let stop = crate::shutdown::token(args.exit_with_stdin);
-    let metrics = lagoon_http::metrics::install().context("install the metrics recorder")?;
+    let metrics = lagoon_http::metrics::install(&[metrics_table::GATEWAY]).context("install the metrics recorder")?;
     let router = if args.gmanager.is_empty() {
         let backend = |addr: &SocketAddr| Backend {
             name: addr.to_string(),

@@ -6,6 +6,7 @@
 use crate::args::TlsArgs;
 use crate::election::{Election, ElectionArgs, Standing};
 use crate::gmanager_metrics;
+use crate::metrics_table;
 use crate::registry::Registry;
 use anyhow::Context;
 use axum::http::header;
@@ -103,8 +104,7 @@ pub(crate) async fn run(args: GManagerArgs) -> anyhow::Result<()> {
 /// Serves `/metrics`, if asked to, beside the address on which instances connect.
 async fn serve_metrics(args: &GManagerArgs, stop: CancellationToken) -> anyhow::Result<Option<SocketAddr>> {
     let Some(port) = args.metrics_port else { return Ok(None) };
-    let handle = lagoon_http::metrics::install()?;
-    gmanager_metrics::describe();
+    let handle = lagoon_http::metrics::install(&[metrics_table::GMANAGER])?;
     let addr = SocketAddr::new(args.listen.ip(), port);
     let listener = tokio::net::TcpListener::bind(addr)
         .await

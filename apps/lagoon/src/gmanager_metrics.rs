@@ -3,7 +3,7 @@
 use crate::pool_client::role_name;
 use lagoon_cluster::{DgfmStats, GManager, GManagerStats, SwitchedBy};
 use lagoon_protocol::{InstanceStatus, Role};
-use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
+use metrics::{counter, gauge, histogram};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -70,20 +70,4 @@ pub(crate) fn record_standing(term: Option<u64>) {
     gauge!("lagoon_gmanager_leads").set(if term.is_some() { 1.0 } else { 0.0 });
     #[allow(clippy::cast_precision_loss, reason = "for comparing, and under 2^53 for millennia")]
     gauge!("lagoon_gmanager_term").set(term.unwrap_or(0) as f64);
-}
-
-/// Says what the metrics mean. Call it once, after the recorder is installed.
-pub(crate) fn describe() {
-    describe_gauge!("lagoon_gmanager_leads", "1 while this gManager leads, 0 while it stands by.");
-    describe_gauge!("lagoon_gmanager_term", "The term that it leads in, 0 while it stands by.");
-    describe_gauge!("lagoon_gmanager_instances", "Instances of the pool: alive, draining or silent.");
-    describe_counter!("lagoon_gmanager_rounds_total", "Planning rounds.");
-    describe_histogram!("lagoon_gmanager_round_seconds", "Time of a planning round.");
-    describe_counter!("lagoon_gmanager_moves_total", "Orders to move KV: given, done, and failed in part or whole.");
-    describe_counter!("lagoon_gmanager_blocks_moved_total", "rBlocks that moved by order.");
-    describe_counter!("lagoon_gmanager_fenced_total", "Instances that were declared dead.");
-    describe_counter!("lagoon_gmanager_refusals_total", "Borrowings that creditors refused, as debtors told.");
-    describe_counter!("lagoon_gmanager_cycles_total", "Cycles of debts: found, completed, given up.");
-    describe_counter!("lagoon_role_switches_total", "Instances that were told to take another role, and by whom.");
-    describe_counter!("lagoon_gmanager_cycle_blocks_total", "rBlocks brought home out of cycles.");
 }

@@ -32,6 +32,7 @@ mod kv;
 mod leader;
 mod local;
 mod loop_thread;
+mod metrics_table;
 mod model;
 mod node;
 mod node_metrics;
@@ -43,6 +44,7 @@ mod pool_client;
 mod pool_watch;
 mod quiet;
 mod reach;
+mod reference;
 mod registry;
 mod replay;
 mod role;
@@ -109,6 +111,9 @@ enum Command {
     /// What `serve` measures of a CUDA device, in a process that may end.
     #[command(hide = true)]
     CudaTrial(cuda_trial::CudaTrialArgs),
+    /// Print a reference page of docs/reference in Markdown.
+    #[command(hide = true)]
+    Reference(reference::ReferenceArgs),
 }
 
 fn main() -> ExitCode {
@@ -145,6 +150,10 @@ fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
             Command::Certs(args) => certs::run(args).map(done),
             Command::Doctor(args) => doctor::run(args).await.map(done),
             Command::CudaTrial(args) => cuda_trial::run(&args).map(done),
+            Command::Reference(args) => {
+                reference::run(&args);
+                Ok(ExitCode::SUCCESS)
+            }
         }
     })
 }

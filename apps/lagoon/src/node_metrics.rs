@@ -7,7 +7,7 @@ use crate::tier_kind::TierKind;
 use crate::transfers::Carried;
 use lagoon_backend::{KvCounters, LaunchCounters};
 use lagoon_instance::{LastTimes, MoveStatus, PrefillStatus, PrefixStatus, ReachStatus};
-use metrics::{counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
+use metrics::{counter, gauge, histogram};
 use std::time::Duration;
 
 /// See the module's documentation.
@@ -157,58 +157,6 @@ fn record_carried(of: &Carried) {
     counter!("lagoon_transfer_windows_refused_total").absolute(of.windows_refused);
 }
 
-fn describe_prefill() {
-    describe_gauge!("lagoon_prefill_workers", "Prefill workers that are connected and whose KV can be read.");
-    describe_gauge!("lagoon_prefill_away", "Requests whose prompts are computed elsewhere, or wait to be read.");
-    describe_gauge!("lagoon_prefill_jobs", "Prompts that this instance computes for others.");
-    describe_gauge!("lagoon_prefill_queued_tokens", "Tokens of these that are not computed yet.");
-    describe_counter!(
-        "lagoon_prefill_prompts_total",
-        "Prompts that others computed (pulled), gave back or lost (retried), and that nobody took (own)."
-    );
-    describe_counter!(
-        "lagoon_prefill_affine_prompts_total",
-        "Prompts that were given to a prefill worker which had computed their beginning."
-    );
-    describe_counter!("lagoon_prefill_affine_tokens_total", "Tokens of these beginnings.");
-    describe_counter!("lagoon_prefill_jobs_total", "Prompts for others, by what became of them.");
-    describe_gauge!(
-        "lagoon_transfer_stage_blocks_used",
-        "rBlocks in use of memory beside the KV store, through which KV passes where others cannot read the store."
-    );
-    describe_counter!("lagoon_transfer_stage_waits_total", "Prompts for others that waited for such memory.");
-    describe_counter!("lagoon_transfer_reads_total", "Reads of KV before merging.");
-    describe_counter!("lagoon_transfer_transactions_total", "Reads of KV after merging (KVDirect's coalescing).");
-    describe_counter!("lagoon_transfer_bytes_total", "Bytes of KV that were read.");
-    describe_counter!(
-        "lagoon_transfer_bytes_found_total",
-        "Bytes of KV of prompts that others computed which were not read, as an earlier request had left or has them here."
-    );
-    describe_counter!(
-        "lagoon_transfer_busy_microseconds_total",
-        "Time in which any KV was being read: bytes over it are the rate of transfers."
-    );
-    describe_gauge!(
-        "lagoon_transfer_path_bytes_per_second",
-        "What a path to a prefill worker carried when it was opened, by worker and path."
-    );
-    describe_counter!(
-        "lagoon_transfer_path_bytes_total",
-        "Bytes of KV that were read, by path: same device, peer device, same process, same host, quic."
-    );
-    describe_gauge!("lagoon_transfer_windows_mapped", "Prefill workers whose device memory is mapped here.");
-    describe_counter!(
-        "lagoon_transfer_windows_refused_total",
-        "Times that a prefill worker's device memory could not be mapped, so that its KV passed the host."
-    );
-    describe_counter!("lagoon_transfer_blocks_damaged_total", "rBlocks that did not arrive as they were.");
-    describe_histogram!(
-        "lagoon_prefill_phase_seconds",
-        "Time of a request whose prompt was computed elsewhere, by phase: queue, prefill, decode_queue, transfer, and \
-         decode, when it has ended (KVDirect, Fig. 14)."
-    );
-}
-
 fn record_moves(moves: &MoveStatus, block_tokens: u32) {
     gauge!("lagoon_moves_in_progress").set(as_f64(moves.in_progress));
     gauge!("lagoon_move_tokens_per_step").set(moves.tokens_per_step);
@@ -229,124 +177,4 @@ fn record_moves(moves: &MoveStatus, block_tokens: u32) {
 
 fn as_f64(n: usize) -> f64 {
     f64::from(u32::try_from(n).unwrap_or(u32::MAX))
-}
-
-/// Says what the metrics mean. Call it once, after the recorder is installed.
-pub(crate) fn describe() {
-    describe_gauge!("lagoon_kv_blocks_total", "rBlocks of this instance.");
-    describe_gauge!("lagoon_kv_blocks_free", "rBlocks that nobody has.");
-    describe_gauge!(
-        "lagoon_kv_blocks_lent",
-        "rBlocks that other instances have borrowed here, one that several leases share as often."
-    );
-    describe_gauge!("lagoon_kv_blocks_borrowed", "rBlocks that this instance has borrowed elsewhere.");
-    describe_counter!("lagoon_kv_blocks_borrowed_total", "rBlocks that were lent to this instance's requests.");
-    describe_gauge!("lagoon_host_kv_blocks_total", "rBlocks in host memory (--host-kv-tokens).");
-    describe_gauge!("lagoon_host_kv_blocks_free", "rBlocks in host memory that nobody has.");
-    describe_gauge!(
-        "lagoon_host_kv_blocks_lent",
-        "rBlocks in host memory that instances have borrowed, this one too, by lease."
-    );
-    describe_reach();
-    describe_gauge!("lagoon_requests_running", "Sequences in the batch.");
-    describe_gauge!("lagoon_requests_waiting", "Sequences that wait for memory.");
-    describe_counter!(
-        "lagoon_preemptions_total",
-        "Times that a running sequence gave its memory up: to be computed again (recompute), or with its KV in host \
-         memory (parked)."
-    );
-    describe_counter!("lagoon_preempted_tokens_total", "Tokens whose KV sequences gave up and must compute again.");
-    describe_gauge!("lagoon_requests_parked", "Sequences whose KV is in host memory until there is room.");
-    describe_counter!("lagoon_recoveries_total", "Times that a sequence lost KV with a creditor.");
-    describe_counter!("lagoon_recomputed_tokens_total", "Tokens computed again because their KV was lost.");
-    describe_counter!("lagoon_fences_total", "Times that the gManager took this instance for dead.");
-    describe_counter!("lagoon_guest_steps_shed_total", "Peers' steps refused to keep the own latency target.");
-    describe_moves();
-    describe_memory();
-    describe_prefill();
-    describe_prefix();
-    describe_gauge!("lagoon_draining", "1 while this instance is being drained.");
-    describe_counter!("lagoon_wire_bytes_sent_total", "Bytes of frames sent to peers and the gManager, by class.");
-}
-
-fn describe_reach() {
-    describe_gauge!("lagoon_lent_kv_blocks_total", "rBlocks that debtors on this host may map (--lend-device-tokens).");
-    describe_gauge!("lagoon_lent_kv_blocks_free", "rBlocks of these that nobody has.");
-    describe_gauge!("lagoon_lent_kv_blocks_lent", "rBlocks of these that instances have borrowed, this one too.");
-    describe_counter!("lagoon_lent_kv_blocks_sealed_total", "rBlocks of these that were sealed for their debtors.");
-    describe_counter!(
-        "lagoon_remote_attentions_total",
-        "A sequence's step over KV of a creditor: attended to where it lies (mapped), by queries that were sent (shipped), \
-         here after the KV was brought (fetched)."
-    );
-    describe_gauge!("lagoon_creditors_mapped", "Creditors whose device memory is mapped here.");
-    describe_counter!("lagoon_creditor_maps_refused_total", "Times that one's could not be: queries are sent then.");
-    describe_counter!(
-        "lagoon_steps_reused_memory_total",
-        "Steps thrown away because mapped memory was somebody else's by then: what was there is computed again."
-    );
-}
-
-fn describe_prefix() {
-    describe_gauge!("lagoon_prefix_cache_blocks", "Free rBlocks that keep the KV of what has ended.");
-    describe_counter!("lagoon_prefix_cache_evicted_blocks_total", "rBlocks of these whose memory was wanted.");
-    describe_counter!(
-        "lagoon_prefix_cache_shared_blocks_total",
-        "rBlocks that others had at the time, and that were shared with them."
-    );
-    describe_gauge!("lagoon_kv_shared_blocks", "How many more rBlocks would be in use now without sharing.");
-    describe_counter!(
-        "lagoon_prefix_cache_tokens_total",
-        "Tokens of requests that got their memory here and were looked up (looked_up), and those whose KV was found (hit)."
-    );
-}
-
-fn describe_memory() {
-    describe_gauge!(
-        "lagoon_kv_page_groups",
-        "Page groups of KV that are mapped nowhere (free), or kept mapped for whoever comes next (kept). CUDA only."
-    );
-    describe_counter!(
-        "lagoon_kv_page_groups_mapped_total",
-        "Page groups mapped: while a step waited (in_step), one iteration ahead (ahead), for the next sequence before it \
-         came (eager), for a shared prefix (shared)."
-    );
-    describe_counter!("lagoon_kv_page_groups_reused_total", "Page groups found mapped where they were wanted.");
-    describe_counter!(
-        "lagoon_kv_page_groups_reclaimed_total",
-        "Kept page groups that were unmapped for want of others."
-    );
-    describe_counter!("lagoon_kv_mappings_refused_total", "Times that no page group was left.");
-    describe_counter!(
-        "lagoon_steps_launched_total",
-        "Steps without remote KV, by launch: kernel by kernel (eager), made a graph (captured), as a graph that was there \
-         (replayed). CUDA only."
-    );
-    describe_counter!("lagoon_graphs_evicted_total", "Graphs that had to go for others.");
-}
-
-fn describe_moves() {
-    describe_gauge!("lagoon_moves_in_progress", "Moves of rBlocks under way for this instance's requests.");
-    describe_gauge!("lagoon_move_tokens_per_step", "Tokens that move in one step beside a sequence that grows.");
-    describe_counter!(
-        "lagoon_moved_blocks_total",
-        "rBlocks of this instance's requests that moved: out to a creditor, home, or between two creditors; by why."
-    );
-    describe_counter!("lagoon_moved_tokens_total", "Tokens of these rBlocks.");
-    describe_counter!("lagoon_moved_bytes_total", "Bytes of KV that moves copied.");
-    describe_counter!(
-        "lagoon_moves_failed_total",
-        "Moves that no target had room for (refused), and that ended before all of their rBlocks had moved (cut_short)."
-    );
-    describe_counter!("lagoon_move_blocks_damaged_total", "rBlocks whose copy was not what its hash says.");
-    describe_counter!(
-        "lagoon_recalls_total",
-        "Recalls: of creditors, received here; this instance's own, met and missed by its debtors."
-    );
-    describe_counter!("lagoon_revoked_blocks_total", "rBlocks that this instance took back after a recall was missed.");
-    describe_histogram!(
-        "lagoon_layer_partials_wait_seconds",
-        "Time from when a layer's queries left until the last creditor's partials came."
-    );
-    describe_histogram!("lagoon_step_partials_wait_seconds", "The sum of these over a step's layers.");
 }

@@ -6,6 +6,7 @@ use crate::capacity::{Beside, default_kv_tokens};
 use crate::device::{self, FETCH_TOKENS, Sizes};
 use crate::engine::NodeEngine;
 use crate::loop_thread::LoopThread;
+use crate::metrics_table;
 use crate::model::{OpenModel, defaults, resolve, short_name};
 use crate::node::{NodeLoop, Pool, Shared};
 use crate::node_status::About;
@@ -481,8 +482,7 @@ fn router(
         let health = axum::routing::get(|| async { "ok" });
         return Ok(axum::Router::new().route("/health", health).route("/lagoon/status", status));
     }
-    let metrics = lagoon_http::metrics::install()?;
-    crate::node_metrics::describe();
+    let metrics = lagoon_http::metrics::install(metrics_table::INSTANCE)?;
     let state = ServerState {
         engine,
         tokenizer: Arc::new(

@@ -4,6 +4,7 @@ use crate::api_client::ApiClient;
 use crate::args::EngineArgs;
 use crate::gateway::Gateway;
 use crate::local::{ChildNode, Common, EphemeralCa, LocalPool, Wanted, start_pool};
+use crate::metrics_table;
 use crate::placement::{self, Chosen};
 use crate::pool_client::{PoolClient, PoolRow, PoolState};
 use crate::pool_watch::PoolWatch;
@@ -136,7 +137,11 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     let state = wait_registered(&mut client, count).await?;
     wait_acquainted(&pool, &state.instances, args.api_key.as_ref()).await?;
     let watch = PoolWatch::start(client, state, args.engine.block_tokens, stop.clone());
-    let gateway = Gateway::new(Arc::new(watch.clone()), lagoon_http::metrics::install()?, args.api_key.clone())?;
+    let gateway = Gateway::new(
+        Arc::new(watch.clone()),
+        lagoon_http::metrics::install(&[metrics_table::GATEWAY])?,
+        args.api_key.clone(),
+    )?;
     let operator = PoolClient::new(&[pool.gmanager], &ca.identity()?)?;
     let router = watch.router(operator, args.api_key.as_ref()).fallback_service(gateway.router());
     announce(&args, &name, listener.local_addr()?, &pool, &devices_of(&pool, &wanted))?;

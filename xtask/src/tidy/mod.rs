@@ -9,9 +9,11 @@ use anyhow::{Context, Result};
 
 use crate::{deny, skips, workspace};
 
+mod docs;
 mod exceptions;
 mod files;
 mod layers;
+mod limits;
 pub(crate) mod wire;
 
 /// A broken rule.
@@ -37,6 +39,7 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
     findings.extend(files::check(root)?);
     findings.extend(files::op_parity(root)?);
     findings.extend(wire::check(root)?);
+    findings.extend(docs::check(root)?);
     findings.extend(deny::findings(root, &graph)?);
     findings.extend(skips::dead(root)?);
     let text = std::fs::read_to_string(root.join("xtask/tidy.toml")).context("read xtask/tidy.toml")?;

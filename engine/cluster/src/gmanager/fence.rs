@@ -1,4 +1,4 @@
-//! Fencing: an instance that is not heard is declared dead, by its incarnation (design: ARCHITECTURE.md, "Failure").
+//! Fencing: an instance that is not heard is declared dead, by its incarnation (docs/failures.md).
 //!
 //! All others are told, again and again until every lease of that incarnation has ended by itself. If the instance
 //! lives after all, the answer to its next heartbeat says so; it forgets its leases and joins under a new incarnation.

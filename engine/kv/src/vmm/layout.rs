@@ -150,7 +150,7 @@ mod tests {
 
     const MIB2: u64 = 2 << 20;
 
-    /// ARCHITECTURE.md: an rBlock is a whole number of page groups and of tokens, K and V one range each.
+    /// docs/virtual-memory.md: an rBlock is a whole number of page groups and of tokens, K and V one range each.
     #[test]
     fn rblocks_of_the_models_are_as_the_design_lists_them() {
         for (model, layers, kv_heads, tokens, stripes) in [

@@ -1,0 +1,282 @@
+//! Rules about pages: links lead to files, hops name functions that exist, quoted limits have the value of their constant,
+//! messages are quoted as the program says them, docs/SUMMARY.md lists every page.
+//!
+//! A hop is `` `path: function` `` with a path from the repository's root: a Rust file, or a directory below which one file
+//! has the function. A quoted limit is `` `NAME` (value) ``: `250 ms`, `6 s`, `10 min`, `512 KiB`, `1 MiB` or a number. A
+//! quoted message is a line of a `text` fence in the troubleshooting page, with `…` in the place of values.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+use super::Finding;
+use super::limits::Limits;
+use crate::{source, workspace};
+
+const SUMMARY: &str = "docs/SUMMARY.md";
+const TROUBLE: &str = "docs/guide/troubleshoot.md";
+/// Where messages come from.
+const SAYS: [&str; 4] = ["apps", "cuda/src", "engine", "net"];
+/// Files whose constants may be quoted.
+const LIMITS: [&str; 2] = ["engine/types/src/limits.rs", "apps/http/src/limits.rs"];
+
+/// A line of a page outside of code fences.
+struct Line<'a> {
+    page: &'a str,
+    number: usize,
+    text: &'a str,
+}
+
+impl Line<'_> {
+    fn finding(&self, rule: &'static str, message: String) -> Finding {
+        Finding::new(rule, format!("{}:{}", self.page, self.number), message)
+    }
+}
+
+/// Pages that the rules look at: those at the root and below docs, paths from the root with their texts.
+fn pages(root: &Path) -> Result<Vec<(String, String)>> {
+    let mut out = Vec::new();
+    for path in workspace::files(root, "md")? {
+        let name = workspace::relative(root, &path);
+        if !name.contains('/') || name.starts_with("docs/") {
+            let text = std::fs::read_to_string(&path).with_context(|| format!("read {name}"))?;
+            out.push((name, text));
+        }
+    }
+    Ok(out)
+}
+
+/// Everything that is wrong with the pages.
+pub(super) fn check(root: &Path) -> Result<Vec<Finding>> {
+    let pages = pages(root)?;
+    let mut sources = String::new();
+    for file in LIMITS {
+        sources += &std::fs::read_to_string(root.join(file)).with_context(|| format!("read {file}"))?;
+    }
+    let limits = Limits::parse(&sources);
+    let mut functions = Functions::new(root);
+    let mut out = unlisted(&pages);
+    let trouble = pages.iter().find(|(name, _)| name == TROUBLE);
+    if let Some((_, text)) = trouble {
+        out.extend(unsaid(text, &spoken(root)?));
+    }
+    for (page, text) in &pages {
+        for line in lines(page, text) {
+            out.extend(broken_links(root, &line));
+            out.extend(quoted_limits(&limits, &line));
+            for (path, function) in hops(line.text) {
+                let missing = functions.missing(path, function)?;
+                out.extend(missing.map(|why| line.finding("hop", format!("`{path}: {function}`: {why}"))));
+            }
+        }
+    }
+    Ok(out)
+}
+
+fn lines<'a>(page: &'a str, text: &'a str) -> impl Iterator<Item = Line<'a>> {
+    let mut fenced = false;
+    text.lines().zip(1..).filter_map(move |(text, number)| {
+        let fence = text.trim_start().starts_with("```");
+        fenced ^= fence;
+        (!fenced && !fence).then_some(Line { page, number, text })
+    })
+}
+
+/// The text between backticks, with what follows the closing one.
+fn spans(text: &str) -> impl Iterator<Item = (&str, &str)> {
+    let mut rest = text;
+    std::iter::from_fn(move || {
+        let (_, after) = rest.split_once('`')?;
+        let (span, after) = after.split_once('`')?;
+        rest = after;
+        Some((span, after))
+    })
+}
+
+/// Pages below docs that the summary does not link to; the summary itself is none of them.
+fn unlisted(pages: &[(String, String)]) -> Vec<Finding> {
+    let Some((_, summary)) = pages.iter().find(|(name, _)| name == SUMMARY) else {
+        return vec![Finding::new("summary", SUMMARY, "is missing: it lists every page below docs")];
+    };
+    let listed = |name: &str| name.strip_prefix("docs/").is_none_or(|path| summary.contains(&format!("({path})")));
+    let lost = pages.iter().map(|(name, _)| name).filter(|name| *name != SUMMARY && !listed(name));
+    lost.map(|name| Finding::new("summary", name.clone(), format!("{SUMMARY} does not list this page"))).collect()
+}
+
+/// The text of all sources without comment lines, with literals that continue on the next line joined.
+fn spoken(root: &Path) -> Result<String> {
+    let mut out = String::new();
+    for dir in SAYS {
+        for path in workspace::files(&root.join(dir), "rs")? {
+            let text = std::fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
+            for line in text.lines().map(str::trim_start).filter(|line| !line.starts_with("//")) {
+                match line.strip_suffix('\\') {
+                    Some(part) => out.push_str(part),
+                    None => out.extend([line, "\n"]),
+                }
+            }
+        }
+    }
+    Ok(out)
+}
+
+/// Lines of `text` fences that have a part which no source says.
+fn unsaid(page: &str, said: &str) -> Vec<Finding> {
+    let (mut quoted, mut out) = (false, Vec::new());
+    for (text, number) in page.lines().zip(1..) {
+        if text.starts_with("```") {
+            quoted = text == "```text";
+        } else if quoted && let Some(part) = text.split('…').map(str::trim).find(|part| !said.contains(part)) {
+            let line = Line { page: TROUBLE, number, text };
+            out.push(line.finding("message", format!("no source says {part:?}")));
+        }
+    }
+    out
+}
+
+/// Targets of Markdown links that are no files of the repository. Addresses and anchors are not looked at.
+fn broken_links(root: &Path, line: &Line<'_>) -> Vec<Finding> {
+    let dir = Path::new(line.page).parent().unwrap_or(Path::new(""));
+    let target = |(at, _): (usize, &str)| Some(line.text[at + 2..].split_once(')')?.0);
+    let targets = line.text.match_indices("](").filter_map(target);
+    let files = targets.map(|t| t.split('#').next().unwrap_or(t)).filter(|t| !t.is_empty() && !t.contains("://"));
+    let broken = files.filter(|file| !root.join(dir).join(file).exists());
+    broken.map(|file| line.finding("link", format!("there is no {file}"))).collect()
+}
+
+/// Quoted limits that do not exist or have another value.
+fn quoted_limits(limits: &Limits, line: &Line<'_>) -> Vec<Finding> {
+    let mut out = Vec::new();
+    for (name, after) in spans(line.text) {
+        let constant = name.contains('_') && name.chars().all(|c| matches!(c, 'A'..='Z' | '0'..='9' | '_'));
+        let quoted = after.strip_prefix(" (").and_then(|rest| rest.split_once(')')).map(|(value, _)| value);
+        let Some(quoted) = quoted.filter(|q| constant && q.starts_with(|c: char| c.is_ascii_digit())) else { continue };
+        if let Err(why) = limits.check(name, quoted) {
+            out.push(line.finding("limit", why));
+        }
+    }
+    out
+}
+
+/// Pairs of path and function that a line names.
+fn hops(text: &str) -> impl Iterator<Item = (&str, &str)> {
+    spans(text).filter_map(|(span, _)| {
+        let (path, function) = span.split_once(": ")?;
+        let is_name = |name: &str| name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == ':');
+        let is_path = |path: &str| path.chars().all(|c| c.is_ascii_alphanumeric() || "_-./".contains(c));
+        (path.contains('/') && is_path(path) && is_name(function)).then_some((path, function))
+    })
+}
+
+/// What files define, read once each.
+struct Functions<'a> {
+    root: &'a Path,
+    /// Masked texts by path.
+    read: BTreeMap<String, Vec<Vec<u8>>>,
+}
+
+impl<'a> Functions<'a> {
+    fn new(root: &'a Path) -> Self {
+        Self { root, read: BTreeMap::new() }
+    }
+
+    /// Why the hop is wrong, if it is. Of `Type::function` only the function is looked for.
+    fn missing(&mut self, path: &str, function: &str) -> Result<Option<String>> {
+        let at = self.root.join(path);
+        if !at.exists() {
+            return Ok(Some(format!("there is no {path}")));
+        }
+        if !self.read.contains_key(path) {
+            let files = if at.is_dir() { workspace::files(&at, "rs")? } else { vec![at] };
+            let read = |file: &std::path::PathBuf| std::fs::read_to_string(file).map(|text| source::mask(&text));
+            let texts = files.iter().map(read).collect::<Result<_, _>>().with_context(|| format!("read {path}"))?;
+            self.read.insert(path.to_owned(), texts);
+        }
+        let name = function.rsplit("::").next().unwrap_or(function);
+        let found = self.read[path].iter().any(|text| defines(text, name));
+        Ok((!found).then(|| format!("there is no `fn {name}` in {path}")))
+    }
+}
+
+/// Whether masked text has `fn name`.
+fn defines(masked: &[u8], name: &str) -> bool {
+    source::words(masked, name).into_iter().any(|at| masked[..at].trim_ascii_end().ends_with(b"fn"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(text: &str) -> Line<'_> {
+        Line { page: "docs/a.md", number: 7, text }
+    }
+
+    #[test]
+    fn hops_are_a_path_and_a_function() {
+        let found: Vec<_> =
+            hops("1. `a/b.rs: run` and `engine/kv: Pool::take`, not `x: y`, `a/b.rs` or `a/b: c d`").collect();
+        assert_eq!(found, [("a/b.rs", "run"), ("engine/kv", "Pool::take")]);
+    }
+
+    #[test]
+    fn a_hop_needs_a_definition() {
+        let text = source::mask("fn run() {}\n// fn gone() {}\nimpl A { pub fn  take(&self) {} }\nrunner();\n");
+        assert!(defines(&text, "run") && defines(&text, "take"));
+        assert!(!defines(&text, "gone") && !defines(&text, "runner") && !defines(&text, "ru"));
+    }
+
+    #[test]
+    fn hops_are_looked_up_below_this_repository() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let mut functions = Functions::new(root);
+        assert_eq!(functions.missing("src/tidy/docs.rs", "check").unwrap(), None);
+        assert_eq!(functions.missing("src/tidy", "Functions::missing").unwrap(), None);
+        let why = functions.missing("src/tidy/docs.rs", "no_such").unwrap().unwrap();
+        assert_eq!(why, "there is no `fn no_such` in src/tidy/docs.rs");
+        assert_eq!(functions.missing("src/none.rs", "x").unwrap().unwrap(), "there is no src/none.rs");
+    }
+
+    #[test]
+    fn limits_are_compared_with_their_constants() {
+        let limits = Limits::parse("pub const FENCE_MS: u64 = 6_000;\n");
+        let wrong = |text: &str| quoted_limits(&limits, &line(text)).len();
+        assert_eq!(wrong("after `FENCE_MS` (6 s) it is fenced"), 0);
+        assert_eq!(wrong("after `FENCE_MS` (7 s) it is fenced"), 1);
+        assert_eq!(wrong("after `FENCED_MS` (6 s) it is fenced"), 1);
+        assert_eq!(wrong("`FENCE_MS` (see below), `FENCE_MS`, `A_B` (of c)"), 0);
+    }
+
+    #[test]
+    fn links_lead_to_files() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let broken = |text: &str| broken_links(root, &Line { page: "src/a.md", ..line(text) }).len();
+        assert_eq!(broken("[a](main.rs), [b](../Cargo.toml#x), [c](https://a.b/c), [d](#here)"), 0);
+        assert_eq!(broken("[a](none.rs) and [b](../none.toml)"), 2);
+    }
+
+    #[test]
+    fn messages_are_said_by_some_source() {
+        let said = "bail!(\"listen on {addr}: failed\")";
+        let wrong = |line: &str| unsaid(&format!("```text\n{line}\n```\n"), said).len();
+        assert_eq!((wrong("listen on …"), wrong("listen on …: failed")), (0, 0));
+        assert_eq!((wrong("listens on …"), wrong("listen on … : broken")), (1, 1));
+        assert!(unsaid("```sh\nnothing\n```\nnothing\n", said).is_empty());
+    }
+
+    #[test]
+    fn fences_are_left_out() {
+        let of = |text: &str| lines("a", text).map(|l| l.number).collect::<Vec<_>>();
+        assert_eq!(of("a\n```sh\nb\n```\nc\n"), [1, 5]);
+    }
+
+    #[test]
+    fn the_summary_lists_every_page() {
+        let page = |name: &str, text: &str| (name.to_owned(), text.to_owned());
+        let summary = page(SUMMARY, "- [A](a.md)\n");
+        assert!(unlisted(&[summary.clone(), page("docs/a.md", ""), page("README.md", "")]).is_empty());
+        let lost = unlisted(&[summary, page("docs/guide/b.md", "")]);
+        assert_eq!(lost[0].subject, "docs/guide/b.md");
+        assert_eq!(unlisted(&[page("docs/a.md", "")]).len(), 1);
+    }
+}
