@@ -2,7 +2,7 @@
 
 use crate::{Args, Out, panic_text};
 use lagoon_backend::conformance::{Tolerance, cases};
-use lagoon_cuda::kernels::attention::{DecodeClass, Tuning};
+use lagoon_cuda::kernels::attention::{DecodeClass, Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, kernels};
 use serde_json::{Map, Value, json};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -29,16 +29,24 @@ const PIECES: Tuning = Tuning {
 pub(crate) fn run(_: &Args, out: &mut Out) -> anyhow::Result<()> {
     let cases: &[Case] = &lagoon_backend::conformance_names!(named());
     let large: Case = ("matmul_large_weight", cases::matmul_large_weight::<CudaDevice>);
-    let kinds = [("untuned", None, None), ("pieces", Some(PIECES), None), ("sliced", Some(PIECES), Some(2))];
+    let (exact, fast) = (Precision::Exact, Precision::Fast);
+    let kinds = [
+        ("untuned", None, None, exact),
+        ("pieces", Some(PIECES), None, exact),
+        ("sliced", Some(PIECES), Some(2), exact),
+        ("fast", None, None, fast),
+    ];
     let mut failed = 0;
-    for (kind, tuning, layers_per_group) in kinds {
+    for (kind, tuning, layers_per_group, precision) in kinds {
         let mut results = Map::new();
         for (name, case) in cases.iter().chain((kind == "untuned").then_some(&large)) {
             let options = CudaOptions { layers_per_group, tuning, ..CudaOptions::default() };
             let result = catch_unwind(AssertUnwindSafe(|| {
                 let mut device = CudaDevice::open(kernels::FATBIN, options).map_err(|e| e.to_string())?;
-                // In bf16 queries, attention weights and activations are two terms of 8 bits.
-                case(&mut device, Tolerance::loosened(8.0));
+                device.set_tuning(Tuning { precision, ..*device.tuning() });
+                // Under exact precision queries, attention weights and activations are two terms of 8 bits in bf16.
+                let tolerance = Tolerance::loosened(8.0);
+                case(&mut device, if precision == exact { tolerance } else { tolerance.one_term() });
                 Ok::<_, String>(())
             }));
             let text = match result {
