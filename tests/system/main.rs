@@ -17,6 +17,7 @@ mod pooled;
 mod prefix;
 mod process_cli;
 mod process_cluster;
+mod process_cuda_trial;
 mod process_disaggregated;
 mod process_drain;
 mod process_faults;

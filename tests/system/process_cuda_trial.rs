@@ -1,0 +1,141 @@
+//! Trials of warpgroup kernels by the real binary over the fake driver: a trap costs a child process, is remembered, and the
+//! server goes on; what `lagoon doctor` says of it, and of cuBLASLt in a Python wheel.
+
+use crate::cuda::{fake, shim};
+use lagoon_tests::process::{Server, lagoon, token_ids};
+use serde_json::{Value, json};
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+/// An environment with the fake driver, capability 9.0 and a cache of its own, and the arguments of a server.
+struct Machine {
+    variables: Vec<(&'static str, OsString)>,
+    cache: tempfile::TempDir,
+}
+
+impl Machine {
+    fn new(name: &str) -> Option<Self> {
+        let libraries = shim::library().and_then(|kernels| Ok((kernels, fake::build()?)));
+        let (kernels, driver) = libraries.map_err(|reason| lagoon_tests::skip(name, &reason)).ok()?;
+        let cache = tempfile::tempdir().unwrap();
+        let variables = vec![
+            ("LD_LIBRARY_PATH", driver.parent().unwrap().into()),
+            ("LAGOON_FAKE_KERNELS", kernels.into()),
+            ("LAGOON_FAKE_PAGE", "4096".into()),
+            ("LAGOON_FAKE_CAPABILITY", "9.0".into()),
+            ("LAGOON_CUDA_TRIAL_TOKENS", "64".into()),
+            ("LAGOON_LOG", "warn,lagoon::cuda_tuning=info".into()),
+            ("XDG_CACHE_HOME", cache.path().into()),
+        ];
+        Some(Self { variables, cache })
+    }
+
+    fn with(mut self, name: &'static str, value: impl Into<OsString>) -> Self {
+        self.variables.push((name, value.into()));
+        self
+    }
+
+    /// Serves two tokens with these flags; what it logged.
+    fn serve(&self, flags: &[&str]) -> String {
+        // f16 and heads of 64, which warpgroup kernels serve.
+        let model = lagoon_tests::root().join("models/passkey").to_string_lossy().into_owned();
+        let fixed =
+            ["--backend=cuda", "--http=127.0.0.1:0", "--block-tokens=32", "--kv-tokens=256", "--step-tokens=32"];
+        let variables: Vec<_> = self.variables.iter().map(|(name, value)| (*name, value.as_os_str())).collect();
+        let server = Server::start_with(&[&["serve", &model], &fixed[..], flags].concat(), &variables);
+        let answer = server.client().complete(&[7; 20], 2, &json!({ "ignore_eos": true })).json();
+        assert_eq!(token_ids(&answer).len(), 2, "{answer}");
+        server.stop().stderr
+    }
+
+    /// The one tuning that is kept.
+    fn remembered(&self) -> (PathBuf, Value) {
+        let files = std::fs::read_dir(self.cache.path().join("lagoon/cuda-tuning")).unwrap();
+        let files: Vec<PathBuf> = files.map(|file| file.unwrap().path()).collect();
+        let [file] = &files[..] else { panic!("{files:?}") };
+        (file.clone(), serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap())
+    }
+
+    /// What `lagoon doctor` says under this name.
+    fn doctor(&self, name: &str) -> Vec<Value> {
+        let output = lagoon(&["doctor", "--json"]).envs(self.variables.iter().cloned()).output().unwrap();
+        let found: Value = serde_json::from_slice(&output.stdout).unwrap();
+        found["checks"].as_array().unwrap().iter().filter(|check| check["name"] == name).cloned().collect()
+    }
+}
+
+#[test]
+fn a_trap_in_the_trial_costs_a_child_and_is_remembered() {
+    let Some(machine) = Machine::new("a_trap_in_the_trial_costs_a_child_and_is_remembered") else { return };
+    let machine = machine.with("LAGOON_FAKE_TRAP", "wgmma");
+    let log = machine.serve(&[]);
+    let (file, kept) = machine.remembered();
+    assert_eq!(kept["warpgroups"]["outcome"], "failed", "{kept}");
+    assert!(kept["warpgroups"]["finding"].as_str().unwrap().contains("LAUNCH_FAILED"), "{kept}");
+    assert!(kept["decode"].is_string(), "decode was tuned before: {kept}");
+    assert!(log.contains("failed its trial") && log.contains(file.to_str().unwrap()), "{log}");
+    let told = machine.doctor("cuda-trial");
+    assert!(
+        told.len() == 1 && told[0]["ok"] == false && told[0]["finding"].to_string().contains("LAUNCH_FAILED"),
+        "{told:?}"
+    );
+
+    // No second trial: without the trap it would find something else.
+    let mut machine = machine;
+    machine.variables.retain(|(name, _)| *name != "LAGOON_FAKE_TRAP");
+    let log = machine.serve(&[]);
+    assert!(!log.contains("tuned attention") && !log.contains("trial"), "{log}");
+    assert_eq!(machine.remembered().1, kept);
+    // A damaged file is measured anew, and so is everything where that is asked for.
+    let again = |machine: &Machine, flags: &[&str]| {
+        let log = machine.serve(flags);
+        assert!(log.contains("tuned attention"), "{log}");
+        // The fake's clock counts launches: neither kernel is faster.
+        assert_eq!(machine.remembered().1["warpgroups"]["outcome"], "slower");
+    };
+    std::fs::write(&file, "{").unwrap();
+    again(&machine, &[]);
+    std::fs::write(&file, kept.to_string()).unwrap();
+    again(&machine, &["--calibrate=always"]);
+}
+
+/// Warpgroup kernels serve rounded activations only, so under exact precision they are not tried.
+#[test]
+fn exact_precision_makes_no_trial() {
+    let Some(machine) = Machine::new("exact_precision_makes_no_trial") else { return };
+    let machine = machine.with("LAGOON_FAKE_TRAP", "wgmma");
+    let log = machine.serve(&["--cuda-precision=exact"]);
+    let (_, kept) = machine.remembered();
+    assert!(kept["warpgroups"].is_null() && kept["decode"].is_string(), "{kept}");
+    assert!(!log.contains("failed"), "{log}");
+}
+
+/// cuBLASLt lies where PyTorch's wheels put it: in the active environment, or where `python3` says, which may hang.
+#[test]
+fn cublaslt_is_found_in_wheels() {
+    let Some(machine) = Machine::new("cublaslt_is_found_in_wheels") else { return };
+    let blas = fake::build_blas().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let site = folder.path().join("lib/python3.12/site-packages");
+    let file = site.join("nvidia/cublas/lib/libcublasLt.so.12");
+    std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+    std::fs::copy(blas, &file).unwrap();
+    let python = |script: String| {
+        let path = folder.path().join("python3");
+        std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    };
+    let linear = |machine: &Machine| machine.doctor("cuda")[0]["finding"].as_str().unwrap().to_owned();
+    let found = |finding: String| assert!(finding.contains(file.to_str().unwrap()), "{finding}");
+    let path = format!("{}:{}", folder.path().display(), std::env::var("PATH").unwrap());
+    let machine = machine.with("PATH", path);
+    python(format!("echo {}", site.display()));
+    found(linear(&machine));
+    python("exec sleep 100".to_owned());
+    assert!(linear(&machine).contains("own kernels (libcublasLt.so (13 or 12) is not installed)"));
+    let machine = machine.with("VIRTUAL_ENV", Path::new(folder.path()));
+    found(linear(&machine));
+    // What is named wins.
+    let machine = machine.with("LAGOON_CUBLASLT", "none");
+    assert!(linear(&machine).contains("own kernels (LAGOON_CUBLASLT=none)"));
+}
