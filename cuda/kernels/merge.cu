@@ -1,5 +1,5 @@
 // Scale-reduce of one partial into another (Infinite-LLM v1, section 4.2; formulas in engine/types/src/partial.rs), one block
-// a row. 12 bytes an element: bound by memory, with accesses of 128 bits where heads are aligned. Weights are computed once a head.
+// a row. 12 bytes an element: bound by memory, with accesses of 128 bits where heads are aligned (for four elements two loads and a store, not eight and four). Weights are computed once a head.
 // Counts are as before the merge; the host adds them.
 #include "shared/common.cuh"
 

@@ -76,7 +76,8 @@ DEVICE void attention_any(const AttentionParams& p) {
 }
 
 // The reduction of an output row's pieces, one warp a head: reads 4 bytes an element and piece, by 128-bit loads where heads are
-// aligned. The weight of a piece is computed once for each 32 (or, wide, 128) elements and not for each. Grid: blocks of heads,
+// aligned. The weight of a piece is computed once for each 32 (or, wide, 128) elements, in shared memory: one exponential for 128
+// products where there were 128. Grid: blocks of heads,
 // rows.
 template <int W>
 DEVICE void attention_merge_head(const AttentionMergeParams& p, const MergeItem& item, uint32_t head, float* weights) {
