@@ -50,6 +50,8 @@ fn lagoon_in(namespace: Option<&str>, arguments: &[&str]) -> Command {
     for name in ["LAGOON_API_KEY", "LAGOON_LOG", "LAGOON_TLS_CA", "LAGOON_TLS_CERT", "LAGOON_TLS_KEY"] {
         command.env_remove(name);
     }
+    // Nor with its cuBLASLt, which the fake driver does not serve.
+    command.env("LAGOON_CUBLASLT", "none");
     // What instances measure of themselves is kept beside the binary, for the next test.
     command.env("XDG_CACHE_HOME", binary().with_file_name("test-cache"));
     command

@@ -12,7 +12,7 @@ use crate::process_up::{golden_prompt, single};
 use fake::{Fake, OUT_OF_MEMORY};
 use lagoon_backend::Device;
 use lagoon_backend::conformance::Data;
-use lagoon_cuda::{CudaDevice, CudaOptions};
+use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers};
 use lagoon_instance::RemotePolicy;
 use lagoon_kv::Placement;
 use lagoon_protocol::Role;
@@ -262,7 +262,11 @@ fn shared_prefixes_come_and_go() {
 #[test]
 fn the_device_draws_what_the_host_draws() {
     let Some(fake) = driver("the_device_draws_what_the_host_draws", 17) else { return };
-    let mut device = CudaDevice::open(lagoon_cuda::kernels::FATBIN, CudaOptions::default()).unwrap();
+    let mut device = CudaDevice::open(
+        lagoon_cuda::kernels::FATBIN,
+        CudaOptions { linear: LinearLayers::Own, ..CudaOptions::default() },
+    )
+    .unwrap();
     let (rows, vocab) = (5, 301);
     let (mut data, mut sampler) = (Data::new(18), Sampler::new());
     let mut lanes = [device.tensor(rows, vocab).unwrap(), device.tensor(rows, vocab).unwrap()];

@@ -26,6 +26,9 @@ impl Machine {
             ("LAGOON_CUDA_TRIAL_TOKENS", "64".into()),
             ("LAGOON_LOG", "warn,lagoon::cuda_tuning=info".into()),
             ("XDG_CACHE_HOME", cache.path().into()),
+            // Packages of this machine are not looked at.
+            ("VIRTUAL_ENV", "".into()),
+            ("CONDA_PREFIX", "".into()),
         ];
         Some(Self { variables, cache })
     }
@@ -58,7 +61,8 @@ impl Machine {
 
     /// What `lagoon doctor` says under this name.
     fn doctor(&self, name: &str) -> Vec<Value> {
-        let output = lagoon(&["doctor", "--json"]).envs(self.variables.iter().cloned()).output().unwrap();
+        let mut command = lagoon(&["doctor", "--json"]);
+        let output = command.env_remove("LAGOON_CUBLASLT").envs(self.variables.iter().cloned()).output().unwrap();
         let found: Value = serde_json::from_slice(&output.stdout).unwrap();
         found["checks"].as_array().unwrap().iter().filter(|check| check["name"] == name).cloned().collect()
     }

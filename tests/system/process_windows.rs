@@ -4,7 +4,7 @@
 use crate::process_disaggregated::connected;
 use crate::process_up::golden_prompt;
 use lagoon_backend::{Device, Window};
-use lagoon_cuda::{CudaDevice, CudaOptions};
+use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers};
 use lagoon_tests::faults::number;
 use lagoon_tests::golden::max_diff;
 use lagoon_tests::process::{Client, Server, completion, kill, logits, signal, token_ids};
@@ -166,7 +166,11 @@ fn a_killed_worker_leaves_no_device_memory_mapped() {
 fn a_window_is_handed_out_for_its_token_only() {
     let Some(fake) = crate::cuda::driver("a_window_is_handed_out_for_its_token_only", 3) else { return };
     let dir = tempfile::tempdir().unwrap();
-    let mut device = CudaDevice::open(lagoon_cuda::kernels::FATBIN, CudaOptions::default()).unwrap();
+    let mut device = CudaDevice::open(
+        lagoon_cuda::kernels::FATBIN,
+        CudaOptions { linear: LinearLayers::Own, ..CudaOptions::default() },
+    )
+    .unwrap();
     let theirs = device.window(5000).unwrap().unwrap().1;
     let own: Arc<dyn Window> = device.window(5000).unwrap().unwrap().1;
     theirs.write(7, b"written").unwrap();

@@ -6,6 +6,7 @@
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// Time that `python3` gets to name its folders.
@@ -26,9 +27,15 @@ const FILES: [(&str, usize); 5] = [
 
 /// The library's files in Python's packages that a driver of this CUDA version can take, in the order in which they are tried.
 pub(super) fn files(driver_major: usize) -> Vec<PathBuf> {
-    let prefixes = PREFIXES.iter().filter_map(std::env::var_os).map(PathBuf::from);
+    // Devices may be opened often; Python's folders stay where they are.
+    static PYTHONS: OnceLock<Vec<PathBuf>> = OnceLock::new();
+    let prefixes =
+        PREFIXES.iter().filter_map(std::env::var_os).map(PathBuf::from).filter(|prefix| prefix.is_absolute());
     let known = among(&prefixes.flat_map(|prefix| packages(&prefix)).collect::<Vec<_>>(), driver_major);
-    if known.is_empty() { among(&ask(Command::new("python3"), PYTHON_TIME_MAX), driver_major) } else { known }
+    if !known.is_empty() {
+        return known;
+    }
+    among(PYTHONS.get_or_init(|| ask(Command::new("python3"), PYTHON_TIME_MAX)), driver_major)
 }
 
 /// Those of the library's files that are in these folders.

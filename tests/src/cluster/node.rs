@@ -4,7 +4,7 @@ use super::mapped::MappedDevice;
 use super::transfer::Transport;
 use lagoon_backend::{Device, KvCounters, cpu::CpuDevice};
 use lagoon_cluster::GManager;
-use lagoon_cuda::{CudaDevice, CudaOptions};
+use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers};
 use lagoon_instance::{Instance, InstanceConfig, PeerKey, RemotePolicy, TransferConfig};
 use lagoon_model::{Checkpoint, LlamaWeights, ModelConfig, Rope, model_hash};
 use lagoon_protocol::{Calibration, LentMemory, MemoryTier, PoolShape, Role, TransferArena};
@@ -361,7 +361,11 @@ fn engine(
         }
         Backend::Cpu => boxed(executor(CpuDevice::new(), pool, spec, config, checkpoint)),
         Backend::Cuda => {
-            let device = CudaDevice::open(lagoon_cuda::kernels::FATBIN, CudaOptions::default()).unwrap();
+            let device = CudaDevice::open(
+                lagoon_cuda::kernels::FATBIN,
+                CudaOptions { linear: LinearLayers::Own, ..CudaOptions::default() },
+            )
+            .unwrap();
             boxed(executor(device, pool, spec, config, checkpoint))
         }
         Backend::Wgpu => boxed(executor(crate::wgpu().unwrap(), pool, spec, config, checkpoint)),
