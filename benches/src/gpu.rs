@@ -87,7 +87,7 @@ fn work(report: &Value, out: &mut Vec<Value>) {
         let row = json!({ "kind": "own kernels", "exact": false, "rows": rows });
         let share = number_of(report, "linear", "rows", &row, "weight_bytes_of_copy_bandwidth");
         out.push(target(
-            format!("linear layer 4096 to 14336, {rows} rows: share of copy bandwidth"),
+            format!("linear layer 4096 to 14336, batch {rows}: share of copy bandwidth"),
             expected,
             None,
             share,

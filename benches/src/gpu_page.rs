@@ -50,9 +50,15 @@ fn list<'a>(report: &'a Value, section: &str, name: &str) -> Vec<&'a Value> {
     report["sections"][section]["found"][name].as_array().into_iter().flatten().collect()
 }
 
+/// A number with three places at most.
+fn short(x: f64) -> String {
+    let text = format!("{x:.3}");
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
+}
+
 fn text(value: &Value) -> String {
     match value {
-        Value::Number(n) => n.as_f64().filter(|_| !n.is_u64()).map_or_else(|| n.to_string(), |x| format!("{x:.3}")),
+        Value::Number(n) => n.as_f64().filter(|_| !n.is_u64()).map_or_else(|| n.to_string(), short),
         Value::String(s) => s.clone(),
         Value::Bool(b) => if *b { "yes" } else { "no" }.to_owned(),
         Value::Array(both) => both.iter().map(text).collect::<Vec<_>>().join(" to "),

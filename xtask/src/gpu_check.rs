@@ -17,7 +17,7 @@ const SCRIPT: &str = "#!/bin/sh\n\
     exec \"$here/gpu-check\" --goldens \"$here/goldens\" --lagoon \"$here/lagoon\" --label \"$(cat \"$here/commit\")\" \
     --from report.json --out \"${OUT:-.}/report.json\" ${GPU_CHECK_SMOKE:+--smoke} \"$@\"\n";
 
-/// What is sent to a machine with a GPU, in all: the archive, and a report to go on from.
+/// What is sent to a machine with a GPU, in all: the archive, a report to go on from, and the checkout that they lie in.
 pub(crate) const SENT_BYTES_MAX: u64 = 64 << 20;
 
 /// The folder of what is sent, which git ignores.
@@ -74,7 +74,8 @@ pub(crate) fn build_pack(root: &Path) -> Result<(PathBuf, PathBuf)> {
     ensure!(tar.context("run tar")?.success(), "tar failed");
     let bytes = fs::metadata(&archive)?.len();
     // A report has some hundred KiB.
-    ensure!(bytes + (1 << 20) <= SENT_BYTES_MAX, "{} has {bytes} bytes, at most {SENT_BYTES_MAX}", archive.display());
+    let sent = bytes + checkout_bytes(root)? + (1 << 20);
+    ensure!(sent <= SENT_BYTES_MAX, "{sent} bytes are sent with {}, at most {SENT_BYTES_MAX}", archive.display());
     Ok((archive, pack))
 }
 
@@ -102,6 +103,15 @@ fn build(root: &Path) -> Result<()> {
     command.args(["build", "--locked", "--release"]).args(both).current_dir(root).stdin(Stdio::null());
     ensure!(command.status().context("run cargo")?.success(), "the check does not build");
     Ok(())
+}
+
+/// Bytes of the files that git tracks.
+pub(crate) fn checkout_bytes(root: &Path) -> Result<u64> {
+    let output = Command::new("git").args(["ls-files", "-z"]).current_dir(root).output().context("run git")?;
+    let names = String::from_utf8_lossy(&output.stdout).into_owned();
+    // Files that are deleted here travel no more.
+    let bytes = |name: &str| fs::metadata(root.join(name)).map_or(0, |file| file.len());
+    Ok(names.split_terminator('\0').map(bytes).sum())
 }
 
 /// The commit, and whether files differ from it.
