@@ -96,7 +96,7 @@ fn activated_product<D: Device>(
     let (mut out, before) = data.tensor(device, rows + 1, n);
     device.matmul_activated(&x, &weight, rows, activation, &mut scratch, &mut out).expect("matmul_activated");
     let (product, sums) = oracle(&values, rows, k, columns, |row, i| exact[row * k + i]);
-    let bound = bound(k, tolerance);
+    let bound = bound(k, dtype, tolerance);
     // By element of the result: what it is, and how far the product's errors and the activation's own may take it. The slopes
     // of both activations are at most 1.13.
     let wanted = |i: usize| {
