@@ -180,11 +180,13 @@ DEVICE float exp2_fast(float x) {
 }
 
 // A 16-byte load that does not displace what other threads share: weights are read once.
+// Not by the non-coherent path (.nc), whose loads ptxas moves behind wait_for_grids.
 DEVICE uint4 load_once(const void* from) {
     uint4 y;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w)
-                 : "l"(__cvta_generic_to_global(from)));
+                 : "l"(__cvta_generic_to_global(from))
+                 : "memory");
     return y;
 }
 
