@@ -458,6 +458,7 @@ impl World {
         let now = self.agenda.now_us();
         let written = matches!(event, Event::Runner(Report::Written { .. }));
         let effects = self.nodes[at].instance.handle(event, now / 1000);
+        crate::effects::note(at, &effects);
         let version = self.nodes[at].device.version;
         for effect in effects {
             self.carry_out(at, effect, billed, written);
