@@ -8,9 +8,9 @@
 //! Where no host tier has room, nothing has changed: the short sequence borrows from whoever lends, and the youngest is
 //! preempted only if nobody does.
 
-use crate::admission::Market;
+use crate::batch::sequence::{Hold, Sequence};
 use crate::instance::Instance;
-use crate::sequence::{Hold, Sequence};
+use crate::membership::Lending;
 use lagoon_types::limits::{ADMISSION_DEADLINE_MS, GROWTH_BLOCKS, PARK_BLOCKS_MIN, PARK_RETRY_MS, RESTORE_DEADLINE_MS};
 use lagoon_types::{RequestError, SeqId};
 
@@ -28,29 +28,33 @@ impl Instance {
             return;
         }
         let us = f64::from(u32::try_from(ms).unwrap_or(u32::MAX)) * 1000.0 / f64::from(rows);
-        self.prefill_us = if self.prefill_us > 0.0 { self.prefill_us + (us - self.prefill_us) * NEWEST } else { us };
+        self.batch.prefill_us = if self.batch.prefill_us > 0.0 {
+            self.batch.prefill_us + (us - self.batch.prefill_us) * NEWEST
+        } else {
+            us
+        };
     }
 
     /// Whether moving so many blocks out and home again takes less time than computing the sequence again. What was not
     /// measured yet counts as fast.
     fn moving_is_cheaper(&self, seq: &Sequence, blocks: u32) -> bool {
-        let calibrated = self.config.calibration.as_ref().map_or(0.0, |c| c.prefill_us_per_token);
-        let row_us = if calibrated > 0.0 { calibrated } else { self.prefill_us };
-        let tokens = f64::from(blocks) * f64::from(self.config.block_tokens);
-        let token_bytes = f64::from(u32::try_from(self.config.kv.token_bytes()).unwrap_or(u32::MAX));
-        let moving_us = OVERHEAD_US + 2.0 * tokens * token_bytes / self.config.link_bytes_per_s * 1e6;
+        let calibrated = self.cx.config.calibration.as_ref().map_or(0.0, |c| c.prefill_us_per_token);
+        let row_us = if calibrated > 0.0 { calibrated } else { self.batch.prefill_us };
+        let tokens = f64::from(blocks) * f64::from(self.cx.config.block_tokens);
+        let token_bytes = f64::from(u32::try_from(self.cx.config.kv.token_bytes()).unwrap_or(u32::MAX));
+        let moving_us = OVERHEAD_US + 2.0 * tokens * token_bytes / self.cx.config.link_bytes_per_s * 1e6;
         f64::from(seq.blocks.written()) * row_us > moving_us
     }
 
     /// Blocks of a sequence that would move, if it may be parked.
-    fn can_park(&self, id: SeqId) -> Option<u32> {
-        let seq = self.seqs.get(&id)?;
+    fn can_swap_out(&self, id: SeqId) -> Option<u32> {
+        let seq = self.batch.seqs.get(&id)?;
         let (whole, alone) = self.whole_blocks_here(id);
         let free = !matches!(seq.hold, Hold::Borrowing(_) | Hold::Parking | Hold::Parked) && !seq.cancelled;
         let may = free
             && alone >= PARK_BLOCKS_MIN
-            && seq.park_after_ms <= self.now_ms
-            && self.config.window.is_none()
+            && seq.park_after_ms <= self.cx.now_ms
+            && self.cx.config.window.is_none()
             && seq.blocks.holes() == 0
             && seq.blocks.lost().is_empty()
             && !self.moves.is_moving(id);
@@ -59,49 +63,51 @@ impl Instance {
 
     /// A running sequence cannot grow in devices' memory: it or the youngest that came after it is parked, if one can be.
     /// True if one moves already.
-    pub(crate) fn park_for(&mut self, id: SeqId) -> bool {
-        if self.market() != Market::Open {
+    pub(crate) fn swap_out_for(&mut self, id: SeqId) -> bool {
+        self.membership.need_gmanager(self.cx.now_ms);
+        if self.membership.lending(self.cx.now_ms) != Lending::Open {
             return false;
         }
-        if self.seqs.values().any(|s| s.hold == Hold::Parking) {
+        if self.batch.seqs.values().any(|s| s.hold == Hold::Parking) {
             self.retry_later(id);
             return true;
         }
-        let order: Vec<SeqId> = self.sched.running().collect();
+        let order: Vec<SeqId> = self.batch.sched.running().collect();
         let younger = order.iter().rev().take_while(|s| **s != id).chain([&id]);
-        let Some((victim, blocks)) = younger.copied().find_map(|s| self.can_park(s).map(|blocks| (s, blocks))) else {
+        let Some((victim, blocks)) = younger.copied().find_map(|s| self.can_swap_out(s).map(|blocks| (s, blocks)))
+        else {
             return false;
         };
-        if !self.start_parking(victim, blocks) {
+        if !self.start_swap_out(victim, blocks) {
             return false;
         }
         if victim != id {
             self.retry_later(id);
         }
-        if let Some(seq) = self.seqs.get_mut(&victim) {
+        if let Some(seq) = self.batch.seqs.get_mut(&victim) {
             seq.hold = Hold::Parking;
         }
         true
     }
 
     /// Sequences whose blocks have moved, or not, park or go on.
-    pub(crate) fn end_parking(&mut self) {
-        for (id, all) in std::mem::take(&mut self.moves.parked) {
-            let Some(seq) = self.seqs.get_mut(&id).filter(|s| s.hold == Hold::Parking) else { continue };
+    pub(crate) fn end_swap_out(&mut self) {
+        for (id, all) in std::mem::take(&mut self.moves.swapped_out) {
+            let Some(seq) = self.batch.seqs.get_mut(&id).filter(|s| s.hold == Hold::Parking) else { continue };
             if !all {
-                (seq.hold, seq.park_after_ms) = (Hold::None, self.now_ms + PARK_RETRY_MS);
+                (seq.hold, seq.park_after_ms) = (Hold::None, self.cx.now_ms + PARK_RETRY_MS);
                 continue;
             }
             // Somebody may have ordered another move of it meanwhile: what that copies is dropped here.
             self.end_moves_of(id, "the sequence was parked");
-            let Some(seq) = self.seqs.get_mut(&id) else { continue };
+            let Some(seq) = self.batch.seqs.get_mut(&id) else { continue };
             let own = seq.blocks.drop_local();
-            (seq.hold, seq.admit_by_ms) = (Hold::Parked, self.now_ms + ADMISSION_DEADLINE_MS);
-            self.rm.free(id, &own);
-            self.sched.set_lost(id, seq.blocks.lost());
-            self.offloads += 1;
+            (seq.hold, seq.admit_by_ms) = (Hold::Parked, self.cx.now_ms + ADMISSION_DEADLINE_MS);
+            self.cx.memory.rm.free(id, &own);
+            self.batch.sched.set_lost(id, seq.blocks.lost());
+            self.batch.counts.offloads += 1;
             // The memory is for those that are short of it.
-            for seq in self.seqs.values_mut().filter(|s| matches!(s.hold, Hold::RetryAt(_))) {
+            for seq in self.batch.seqs.values_mut().filter(|s| matches!(s.hold, Hold::RetryAt(_))) {
                 seq.hold = Hold::None;
             }
         }
@@ -109,11 +115,11 @@ impl Instance {
 
     /// Parked sequences go on, the oldest first, when there is room and nobody is short; they fail when there was none
     /// for too long.
-    pub(crate) fn resume_parked(&mut self) {
-        let order: Vec<SeqId> = self.sched.running().collect();
-        let mut room = self.rm.available();
+    pub(crate) fn swap_in(&mut self) {
+        let order: Vec<SeqId> = self.batch.sched.running().collect();
+        let mut room = self.cx.memory.rm.available();
         for id in order {
-            let Some(seq) = self.seqs.get_mut(&id) else { continue };
+            let Some(seq) = self.batch.seqs.get_mut(&id) else { continue };
             if seq.hold != Hold::Parked {
                 // One that waits for memory goes before those that are parked.
                 room = if seq.hold == Hold::None { room } else { 0 };
@@ -122,8 +128,8 @@ impl Instance {
             let needed = seq.blocks.holes() + seq.blocks.shortfall(seq.len()) + GROWTH_BLOCKS;
             if needed <= room {
                 (seq.hold, room) = (Hold::None, room - needed);
-                seq.restore_by_ms = Some(self.now_ms + RESTORE_DEADLINE_MS);
-            } else if seq.admit_by_ms <= self.now_ms {
+                seq.restore_by_ms = Some(self.cx.now_ms + RESTORE_DEADLINE_MS);
+            } else if seq.admit_by_ms <= self.cx.now_ms {
                 let message = format!(
                     "its KV was moved to host memory and there was no room for {} s",
                     ADMISSION_DEADLINE_MS / 1000
