@@ -44,7 +44,7 @@ impl Instance {
     }
 
     /// For simulations with a stand-in of the model, in which one exchange stands for those of many layers and a byte for
-    /// many: a step may go without progress for `step_deadline_ms` instead of [`STEP_DEADLINE_MS`], and
+    /// many: a step may go without progress for `step_deadline_ms` instead of [`lagoon_types::limits::STEP_DEADLINE_MS`], and
     /// `move_bytes_in_flight` bytes of moves may be under way.
     pub fn scale_limits(&mut self, step_deadline_ms: u64, move_bytes_in_flight: u64) {
         self.step.deadline_ms = step_deadline_ms;

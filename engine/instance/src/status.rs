@@ -1,7 +1,6 @@
 //! What an instance tells of itself, for `lagoon status`, metrics and tests.
 
 use crate::batch::prefix::PrefixStatus;
-use crate::batch::sequence::Hold;
 use crate::instance::Instance;
 use crate::moves::MoveStatus;
 use crate::prefill::{LastTimes, PrefillStatus};
@@ -188,7 +187,7 @@ impl Instance {
             preemptions: self.batch.counts.preemptions,
             preempted_tokens: self.batch.counts.preempted_tokens,
             offloads: self.batch.counts.offloads,
-            parked: self.batch.seqs().filter(|s| s.hold == Hold::Parked).count(),
+            parked: self.batch.seqs().filter(|s| s.is_swapped_out()).count(),
             recoveries: self.batch.counts.recoveries,
             recomputed_tokens: self.batch.counts.recomputed_tokens,
             steps_shed: self.creditor.shed_steps(),

@@ -1,19 +1,15 @@
-//! Memory for sequences: all-or-nothing admission, growth, borrowing and preemption.
+//! Admission: which requests are accepted, and memory for those that wait, all or nothing.
 //!
 //! A prompt is planned whole: its oldest rBlocks go to creditors, its newest stay here, so that decoding grows in local
-//! memory. What cannot be placed waits, holding nothing. When a growing sequence finds no memory it borrows; when
-//! nobody lends, the youngest sequence yields (it is computed again later): the oldest always advances.
+//! memory. What cannot be placed waits, holding nothing.
 
-use super::OUTGROWN_MISSES;
-use super::sequence::{Hold, Sequence};
+use super::policy;
+use super::sequence::{Need, Sequence};
 use crate::instance::Instance;
 use crate::membership::Lending;
 use lagoon_protocol::Role;
-use lagoon_types::limits::{ADMISSION_DEADLINE_MS, GMANAGER_WAIT_MS, GROWTH_BLOCKS, QUEUE_DEFAULT};
+use lagoon_types::limits::{ADMISSION_DEADLINE_MS, GMANAGER_WAIT_MS, QUEUE_DEFAULT};
 use lagoon_types::{GenerateRequest, RequestError, SeqId};
-
-/// At most one of so many of this instance's blocks is kept for growth.
-const GROWTH_RESERVE_SHARE: u32 = 16;
 
 impl Instance {
     /// Whether it is one of those that take clients' requests.
@@ -82,14 +78,16 @@ impl Instance {
         }
         let tokens = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
         let full = |limit| RequestError::QueueFull { queued: limit, limit };
-        if !self.sends_away() {
-            self.batch.sched.enqueue(seq, tokens, self.cx.now_ms).map_err(|queue| full(queue.limit))?;
+        let away = self.sends_away();
+        if !away {
+            self.batch.enqueue(seq, tokens, self.cx.now_ms).map_err(|queue| full(queue.limit))?;
         } else if self.waiting() >= self.cx.config.sched.queue {
             return Err(full(self.cx.config.sched.queue));
-        } else {
+        }
+        self.batch.add(seq, Sequence::new(seq, request, self.cx.config.block_tokens, self.cx.now_ms));
+        if away {
             self.send_away(seq);
         }
-        self.batch.seqs.insert(seq, Sequence::new(seq, request, self.cx.config.block_tokens, self.cx.now_ms));
         Ok(())
     }
 
@@ -132,12 +130,11 @@ impl Instance {
             if self.gives_way(seq.since_ms) {
                 return;
             }
-            let (hold, needed) = (seq.hold, seq.blocks.shortfall(seq.len() + 1));
-            match hold {
-                Hold::Borrowing(_) => return,
-                Hold::RetryAt(at) if at > self.cx.now_ms && needed > self.room() + self.shareable(head.seq) => return,
-                Hold::None | Hold::RetryAt(_) => {}
-                Hold::Parking | Hold::Parked => panic!("{} waits and runs", head.seq),
+            let (need, needed) = (seq.need(), seq.blocks.shortfall(seq.len() + 1));
+            match need.expect("what waits is in the queue") {
+                Need::Borrowing(_) => return,
+                Need::RetryAt(at) if at > self.cx.now_ms && needed > self.room() + self.shareable(head.seq) => return,
+                Need::Met | Need::RetryAt(_) => {}
             }
             if !self.place(head.seq) {
                 return;
@@ -157,17 +154,14 @@ impl Instance {
             }
             let lane = self.lane_of(seq);
             let known = self.batch.seqs.get(&seq).map_or(0, |s| s.blocks.written());
-            self.batch.sched.admit(seq, lane, known);
+            self.batch.admit(seq, lane, known);
             self.note_admitted(seq);
-            self.batch.micro.changed();
         }
     }
 
-    /// Blocks that are kept for what runs: some for each sequence, as each will need them soon, but not more than a
-    /// share. Without them what is admitted makes what runs borrow for every block, wait or yield.
+    /// rBlocks that are kept free for the growth of what runs.
     pub(crate) fn growth_reserve(&self) -> u32 {
-        let running = u32::try_from(self.batch.sched.running_len()).unwrap_or(u32::MAX);
-        running.saturating_mul(GROWTH_BLOCKS).min(self.cx.config.blocks_total / GROWTH_RESERVE_SHARE)
+        policy::growth_reserve(self.batch.sched.running_len(), self.cx.config.blocks_total)
     }
 
     /// Blocks for what is to be admitted, or to come home.
@@ -175,10 +169,9 @@ impl Instance {
         self.cx.memory.rm.available().saturating_sub(self.growth_reserve())
     }
 
-    /// Whether what came at `since_ms` waits until the pool's elder has its memory.
+    /// Whether what came at `since_ms` waits until the oldest waiting pool-sized request has its memory.
     pub(crate) fn gives_way(&self, since_ms: u64) -> bool {
-        let elder = self.membership.elder(self.cx.now_ms);
-        elder.is_some_and(|(debtor, since)| Some(debtor) != self.membership.id && since < since_ms)
+        policy::gives_way(since_ms, self.membership.elder(self.cx.now_ms), self.membership.id)
     }
 
     /// Since when the head of the queue waits for memory that this instance has by itself, if it does.
@@ -200,7 +193,7 @@ impl Instance {
         // Under a window a sequence may grow longer than the pool; once it is preempted, no memory is enough for it. It
         // must not hold up what waits behind it for longer than an instance may need to come back.
         let capacity = self.membership.pool_blocks_total.max(u64::from(self.cx.config.blocks_total));
-        if u64::from(needed) > capacity && seq.misses >= OUTGROWN_MISSES {
+        if policy::is_outgrown(needed, capacity, seq.misses) {
             self.fail_outgrown(id, capacity);
             return false;
         }
@@ -230,12 +223,13 @@ impl Instance {
         let Some(seq) = self.batch.seqs.get_mut(&id) else { return false };
         match borrow {
             None => {
-                (seq.hold, seq.misses) = (Hold::None, 0);
+                seq.set_need(Need::Met);
+                seq.misses = 0;
                 seq.blocks.push_local(&blocks);
                 true
             }
             Some(borrow) => {
-                seq.hold = Hold::Borrowing(borrow);
+                seq.set_need(Need::Borrowing(borrow));
                 seq.aside = blocks;
                 false
             }

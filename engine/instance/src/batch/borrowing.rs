@@ -1,7 +1,7 @@
 //! Answers of the rManager to sequences that borrow: to be admitted, to grow, or for a lost range.
 
-use super::OUTGROWN_MISSES;
-use super::sequence::{HeldLease, Hold};
+use super::policy;
+use super::sequence::{HeldLease, Need};
 use crate::instance::Instance;
 use lagoon_cluster::{BorrowFailure, BorrowedLease};
 use lagoon_kv::{LeaseHasher, RemoteEntries, RemoteGrant};
@@ -37,9 +37,10 @@ impl Instance {
         } else {
             seq.blocks.push_local(&aside)
         }
-        (seq.hold, seq.restore_by_ms) = (Hold::None, None);
+        seq.set_need(Need::Met);
+        seq.restore_by_ms = None;
         (seq.misses, seq.frugal) = (0, false);
-        if self.batch.sched.is_running(id) {
+        if self.batch.is_running(id) {
             self.batch.sched.set_lane(id, Lane::Remote);
             self.batch.micro.changed();
         } else {
@@ -57,13 +58,16 @@ impl Instance {
             self.on_restore_failed(id, reason);
             return;
         }
-        if self.batch.sched.is_running(id) {
+        if self.batch.is_running(id) {
             match self.batch.seqs.get_mut(&id) {
                 // More than it needs was asked for: less may do.
-                Some(seq) if !seq.frugal => (seq.frugal, seq.hold) = (true, Hold::None),
+                Some(seq) if !seq.frugal => {
+                    seq.frugal = true;
+                    seq.set_need(Need::Met);
+                }
                 // Growth goes before lending: if nobody else lends, what was lent comes back, or is taken.
                 Some(seq) if self.cx.memory.rm.recallable() > 0 => {
-                    seq.hold = Hold::RetryAt(self.cx.now_ms + ADMISSION_RETRY_MS);
+                    seq.set_need(Need::RetryAt(self.cx.now_ms + ADMISSION_RETRY_MS));
                     let shortfall = seq.blocks.shortfall(seq.len());
                     self.want_back(shortfall, true);
                 }
@@ -74,7 +78,7 @@ impl Instance {
         self.release_memory(id);
         let Some(seq) = self.batch.seqs.get(&id) else { return };
         if let BorrowFailure::PoolTooSmall { pool_blocks_total } = reason
-            && seq.misses >= OUTGROWN_MISSES
+            && policy::is_patience_over(seq.misses)
         {
             // It fitted when it was accepted: instances have left since, for longer than one needs to come back.
             self.fail_outgrown(id, *pool_blocks_total);

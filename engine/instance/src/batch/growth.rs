@@ -1,10 +1,10 @@
 //! Growth of running sequences: own blocks first, then a borrow, then swap or preemption of another sequence.
 
-use super::sequence::Hold;
+use super::policy;
+use super::sequence::Need;
 use crate::instance::Instance;
 use crate::membership::Lending;
 use lagoon_protocol::TierWish;
-use lagoon_types::limits::GROWTH_BLOCKS;
 use lagoon_types::{Lane, SeqId};
 
 impl Instance {
@@ -15,7 +15,7 @@ impl Instance {
             for (id, tokens) in idle {
                 self.free_behind_window(id);
                 self.catch_up(id);
-                if self.batch.sched.is_running(id) {
+                if self.batch.is_running(id) {
                     self.grow_one(id, tokens);
                 }
             }
@@ -29,13 +29,12 @@ impl Instance {
             return;
         }
         let shortfall = seq.blocks.shortfall(tokens);
-        let retry = match seq.hold {
-            Hold::None => true,
-            Hold::RetryAt(at) => at <= self.cx.now_ms,
-            Hold::Borrowing(_) | Hold::Parking | Hold::Parked => false,
+        let retry = match seq.need() {
+            Some(Need::Met) => true,
+            Some(Need::RetryAt(at)) => at <= self.cx.now_ms,
+            Some(Need::Borrowing(_)) | None => return,
         };
-        let negotiates = matches!(seq.hold, Hold::Borrowing(_) | Hold::Parking | Hold::Parked);
-        if shortfall == 0 || negotiates || self.grow_here(id) || !retry {
+        if shortfall == 0 || self.grow_here(id) || !retry {
             return;
         }
         if self.end_a_move_home() && self.grow_here(id) {
@@ -49,17 +48,13 @@ impl Instance {
         }
         match (lending, self.batch.seqs.get_mut(&id)) {
             (Lending::Open, Some(seq)) => {
-                // Host memory is the last resort of a sequence that runs: first a younger one is parked there.
-                let (wanted, tier) = if seq.frugal {
-                    (shortfall, TierWish::Any)
-                } else {
-                    (shortfall.max(GROWTH_BLOCKS), TierWish::DeviceOnly)
-                };
+                let (wanted, tier) = policy::growth_request(seq.frugal, shortfall);
+                // Before it borrows host memory, a younger one is swapped out there.
                 if tier == TierWish::Any && self.swap_out_for(id) {
                     return;
                 }
                 let borrow = self.cx.memory.rm.borrow_in(tier, id, wanted, self.cx.now_ms);
-                self.batch.seqs.entry(id).and_modify(|seq| seq.hold = Hold::Borrowing(borrow));
+                self.batch.set_need(id, Need::Borrowing(borrow));
             }
             (Lending::Away, Some(_)) => self.retry_later(id),
             (Lending::Closed, _) => self.preempt_for(id),
@@ -77,7 +72,7 @@ impl Instance {
         let blocks = self.cx.memory.rm.allocate(id, first..first + short, seq.blocks.last_local());
         let Some(blocks) = blocks else { return false };
         seq.blocks.push_local(&blocks);
-        seq.hold = Hold::None;
+        seq.set_need(Need::Met);
         true
     }
 

@@ -7,6 +7,7 @@ mod admission;
 mod borrowing;
 mod growth;
 pub(crate) mod micro_batches;
+pub(crate) mod policy;
 mod preempt;
 pub(crate) mod prefix;
 mod recovery;
@@ -14,14 +15,12 @@ pub(crate) mod scheduler;
 pub(crate) mod sequence;
 mod swap;
 
+use lagoon_types::limits::ADMISSION_DEADLINE_MS;
 use lagoon_types::{Chunk, Lane, SeqId, StepPlan};
 use micro_batches::MicroBatches;
 use scheduler::{QueueFull, Scheduler, SchedulerConfig, Waiting};
-use sequence::Sequence;
+use sequence::{Life, Need, Sequence};
 use std::collections::BTreeMap;
-
-/// A sequence that the whole pool cannot hold is given up after so many misses (some ten seconds).
-const OUTGROWN_MISSES: u32 = 10;
 
 /// See the module's documentation.
 #[derive(Debug)]
@@ -111,7 +110,7 @@ impl Batch {
     }
 
     pub(crate) fn is_running(&self, id: SeqId) -> bool {
-        self.sched.is_running(id)
+        self.seqs.get(&id).is_some_and(Sequence::is_running)
     }
 
     pub(crate) fn in_step(&self, id: SeqId) -> bool {
@@ -123,19 +122,51 @@ impl Batch {
         self.sched.enqueue(id, tokens, now_ms)
     }
 
-    /// As [`Batch::enqueue`], without the queue's bound.
-    pub(crate) fn enqueue_accepted(&mut self, id: SeqId, tokens: u32, now_ms: u64) {
-        self.sched.enqueue_accepted(id, tokens, now_ms);
+    /// Puts a sequence whose prompt was a prefill worker's matter at the end of the queue, whatever its bound.
+    pub(crate) fn compute_here(&mut self, id: SeqId, now_ms: u64) {
+        let Some(seq) = self.seqs.get_mut(&id) else { return };
+        seq.life = Life::Waiting(Need::Met);
+        seq.admit_by_ms = now_ms + ADMISSION_DEADLINE_MS;
+        self.sched.enqueue_accepted(id, seq.len(), now_ms);
     }
 
-    /// Takes a sequence out of the queue or the batch; it stays known.
-    pub(crate) fn dequeue(&mut self, id: SeqId) {
+    /// The prompt of a waiting sequence becomes a prefill worker's matter.
+    pub(crate) fn send_away(&mut self, id: SeqId) {
         self.sched.remove(id);
+        self.set_life(id, Life::Away);
+    }
+
+    /// A sequence is over and its memory is frozen: it leaves the batch and stays known.
+    pub(crate) fn keep_frozen(&mut self, id: SeqId) {
+        self.sched.remove(id);
+        self.set_life(id, Life::Frozen);
+    }
+
+    fn set_life(&mut self, id: SeqId, life: Life) {
+        self.seqs.entry(id).and_modify(|seq| seq.life = life);
+    }
+
+    fn set_need(&mut self, id: SeqId, need: Need) {
+        self.seqs.entry(id).and_modify(|seq| seq.set_need(need));
+    }
+
+    /// Moves a waiting sequence into the batch. The KV of its first `computed` tokens is there.
+    fn admit(&mut self, id: SeqId, lane: Lane, computed: u32) {
+        self.sched.admit(id, lane, computed);
+        self.set_life(id, Life::Running(Need::Met));
+        self.micro.changed();
+    }
+
+    /// Puts a running sequence that is in no step at the front of the queue, to be computed again.
+    fn preempt(&mut self, id: SeqId, now_ms: u64) {
+        self.sched.preempt(id, now_ms);
+        self.set_life(id, Life::Waiting(Need::Met));
     }
 
     /// Puts a sequence into the batch whose first `computed` of `tokens` tokens were computed elsewhere.
     pub(crate) fn resume(&mut self, id: SeqId, lane: Lane, tokens: u32, computed: u32) {
         self.sched.resume(id, lane, tokens, computed);
+        self.set_life(id, Life::Running(Need::Met));
     }
 
     /// Moves a running sequence to another micro-batch, from its next step on.

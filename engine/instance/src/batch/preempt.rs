@@ -1,13 +1,11 @@
 //! Preemption by recomputation, the end of a sequence, and what both give back.
 
-use super::sequence::{Hold, Sequence};
+use super::policy::{self, Candidate};
+use super::sequence::{Life, Need, Sequence};
 use crate::instance::Instance;
 use lagoon_kv::Freed;
-use lagoon_types::limits::{ADMISSION_DEADLINE_MS, ADMISSION_RETRY_MAX_MS, ADMISSION_RETRY_MS};
+use lagoon_types::limits::{ADMISSION_DEADLINE_MS, ADMISSION_RETRY_MS};
 use lagoon_types::{FinishReason, RequestError, SeqId, TokenEvent};
-
-/// A sequence that is computed again in less time yields at once to one that cannot grow.
-const RATHER_WAIT_US: f64 = 500_000.0;
 
 impl Instance {
     /// A running sequence cannot grow and nobody lends: another one gives its memory up, and what it gave goes first to
@@ -20,9 +18,7 @@ impl Instance {
         }
         if self.batch.sched.in_step(victim) {
             self.batch.preempt_after_step = Some((victim, id));
-            if let Some(seq) = self.batch.seqs.get_mut(&id) {
-                seq.hold = Hold::RetryAt(self.cx.now_ms + ADMISSION_RETRY_MS);
-            }
+            self.batch.set_need(id, Need::RetryAt(self.cx.now_ms + ADMISSION_RETRY_MS));
             return;
         }
         self.preempt_now_for(victim, id);
@@ -32,26 +28,26 @@ impl Instance {
     /// long, and somebody else advances meanwhile. When nobody does, somebody yields.
     fn waits_rather(&self, id: SeqId, victim: SeqId) -> bool {
         let row_us = self.cx.config.calibration.as_ref().map_or(self.batch.prefill_us, |c| c.prefill_us_per_token);
-        let again_us = self.batch.seqs.get(&victim).map_or(0.0, |s| f64::from(s.blocks.written())) * row_us;
+        let recompute_us = self.batch.seqs.get(&victim).map_or(0.0, |s| f64::from(s.blocks.written())) * row_us;
         let advances = |seq: &SeqId| {
             let has_room = |s: &Sequence| s.is_ready() && s.blocks.shortfall(s.len()) == 0;
             *seq != id && (self.batch.sched.in_step(*seq) || self.batch.seqs.get(seq).is_some_and(has_room))
         };
-        again_us > RATHER_WAIT_US && self.batch.sched.running().any(|seq| advances(&seq))
+        policy::is_long_recompute(recompute_us) && self.batch.sched.running().any(|seq| advances(&seq))
     }
 
-    /// The sequence that yields, so that `id` can grow: the one that is soonest computed again, the youngest of equals;
-    /// never the oldest, unless it is alone. So the oldest always advances, and a long one does not start anew for the
-    /// sake of a short one.
+    /// The sequence that is preempted, so that `id` can grow: see [`policy::victim`].
     fn victim(&self, id: SeqId) -> SeqId {
-        let holds = |seq: &SeqId| {
-            !self.is_frozen(*seq)
-                && self.batch.seqs.get(seq).is_some_and(|s| s.blocks.local_blocks() > 0 && !s.cancelled)
+        let candidate = |seq: SeqId| {
+            let known = self.batch.seqs.get(&seq);
+            Candidate {
+                seq,
+                recompute_tokens: known.map_or(0, |s| s.blocks.written()),
+                preemptible: !self.is_frozen(seq)
+                    && known.is_some_and(|s| s.blocks.local_blocks() > 0 && !s.is_ending()),
+            }
         };
-        let cost = |seq: &SeqId| self.batch.seqs.get(seq).map_or(0, |s| s.blocks.written());
-        let younger = self.batch.sched.running().skip(1).filter(holds);
-        // The last of several minima, in order of admission.
-        younger.collect::<Vec<_>>().into_iter().rev().min_by_key(cost).unwrap_or(id)
+        policy::victim(self.batch.sched.running().map(candidate)).unwrap_or(id)
     }
 
     fn preempt_now_for(&mut self, victim: SeqId, id: SeqId) {
@@ -61,9 +57,7 @@ impl Instance {
         if victim == id {
             return;
         }
-        if let Some(seq) = self.batch.seqs.get_mut(&id) {
-            seq.hold = Hold::None;
-        }
+        self.batch.set_need(id, Need::Met);
         self.grow_here(id);
     }
 
@@ -74,9 +68,9 @@ impl Instance {
         else {
             return;
         };
-        let short = |s: &Sequence| matches!(s.hold, Hold::RetryAt(_));
-        let wanted = self.batch.sched.is_running(id) && self.batch.seqs.get(&id).is_some_and(short);
-        if wanted && self.batch.sched.is_running(victim) && !self.is_frozen(victim) && !self.grow_here(id) {
+        let short = |s: &Sequence| matches!(s.need(), Some(Need::RetryAt(_)));
+        let wanted = self.batch.is_running(id) && self.batch.seqs.get(&id).is_some_and(short);
+        if wanted && self.batch.is_running(victim) && !self.is_frozen(victim) && !self.grow_here(id) {
             self.preempt_now_for(victim, id);
         }
     }
@@ -93,7 +87,7 @@ impl Instance {
             *counter += u64::from(seq.blocks.written());
         }
         self.release_memory(id);
-        self.batch.sched.preempt(id, self.cx.now_ms);
+        self.batch.preempt(id, self.cx.now_ms);
         if let Some(seq) = self.batch.seqs.get_mut(&id) {
             seq.admit_by_ms = self.cx.now_ms + ADMISSION_DEADLINE_MS;
         }
@@ -120,10 +114,10 @@ impl Instance {
     /// Ends what a sequence negotiates or waits for.
     pub(crate) fn stop_waiting(&mut self, id: SeqId) {
         let Some(seq) = self.batch.seqs.get_mut(&id) else { return };
-        if let Hold::Borrowing(borrow) = seq.hold {
+        if let Some(Need::Borrowing(borrow)) = seq.need() {
             self.cx.memory.rm.cancel(borrow, self.cx.now_ms);
         }
-        seq.hold = Hold::None;
+        seq.set_need(Need::Met);
         let aside = std::mem::take(&mut seq.aside);
         self.cx.memory.rm.free(id, &aside);
     }
@@ -135,21 +129,18 @@ impl Instance {
         }
     }
 
-    /// The pause grows with every miss and differs between instances and sequences: two that hold what the other one
-    /// wants, and give it up at the same time, do not meet again for ever.
+    /// There was no memory for a sequence: it is tried again after a pause.
     pub(crate) fn retry_later(&mut self, id: SeqId) {
         let Some(seq) = self.batch.seqs.get_mut(&id) else { return };
-        let longest = (ADMISSION_RETRY_MS << seq.misses.min(10)).min(ADMISSION_RETRY_MAX_MS);
+        let pause_ms = policy::retry_pause_ms(self.cx.config.incarnation, id, seq.misses);
         seq.misses += 1;
-        let salt = self.cx.config.incarnation ^ id.0.rotate_left(32) ^ u64::from(seq.misses).rotate_left(48);
-        let spread = salt.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-        seq.hold = Hold::RetryAt(self.cx.now_ms + longest / 2 + spread % (longest / 2 + 1));
+        seq.set_need(Need::RetryAt(self.cx.now_ms + pause_ms));
     }
 
     pub(crate) fn on_cancel(&mut self, seq: SeqId) {
         let Some(entry) = self.batch.seqs.get_mut(&seq) else { return };
         if self.batch.sched.in_step(seq) {
-            entry.cancelled = true;
+            entry.life = Life::Leaving;
         } else {
             self.remove(seq);
         }

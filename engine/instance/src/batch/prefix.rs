@@ -13,7 +13,7 @@
 //! * what is shared is moved, freed, lent or handed over by each of its owners for itself, and is free after the last;
 //! * memory is mapped at a second address before anybody can get the first one, and named there when it is.
 
-use crate::batch::sequence::{Hold, Sequence};
+use super::sequence::Sequence;
 use crate::config::InstanceConfig;
 use crate::event::Effect;
 use crate::instance::Instance;
@@ -127,7 +127,7 @@ impl Instance {
             return;
         };
         let (next, whole) = (seq.blocks.next_position(), (seq.len() - 1) / tokens);
-        let (free, first) = (matches!(seq.hold, Hold::None | Hold::RetryAt(_)), next / tokens);
+        let (free, first) = (seq.may_change_memory(), next / tokens);
         let known = seq.blocks.lost().is_empty() && seq.blocks.holes() == 0 && seq.named == first;
         if !free || !known || seq.sharing.is_some() || first >= whole.min(seq.blocks.blocks()) {
             return;
@@ -239,7 +239,7 @@ impl Instance {
         seq.maps_nothing = true;
         if self.prefill.is_away(id) {
             self.redo(id, "blocks could not be mapped");
-        } else if self.batch.sched.is_running(id) {
+        } else if self.batch.is_running(id) {
             self.preempt(id);
         } else {
             self.release_memory(id);

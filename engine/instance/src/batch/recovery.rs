@@ -6,7 +6,7 @@
 //! deadline, and only then yields like a sequence that cannot grow; it is computed again as a whole only if it is
 //! itself the one to yield, or if a window has freed what the lost positions attend to.
 
-use crate::batch::sequence::{Hold, Sequence};
+use super::sequence::{Life, Need, Sequence};
 use crate::instance::Instance;
 use crate::membership::Lending;
 use lagoon_cluster::BorrowFailure;
@@ -53,7 +53,7 @@ impl Instance {
                 RECOVERIES_WINDOW_MS / 1000
             );
             self.fail(id, RequestError::Unavailable(message));
-        } else if self.batch.sched.is_running(id) {
+        } else if self.batch.is_running(id) {
             self.make_holes(id, |b| b.creditor == creditor && lease.is_none_or(|lease| lease == b.lease));
         } else {
             // Nothing is computed yet: it begins to look for memory anew.
@@ -75,7 +75,7 @@ impl Instance {
         if self.lose_frozen(id, creditor) {
             return;
         }
-        if self.batch.sched.is_running(id) {
+        if self.batch.is_running(id) {
             self.make_holes(id, |b| (b.creditor, b.lease) == (creditor, lease) && entries.contains(&b.entry));
         } else {
             self.release_memory(id);
@@ -84,7 +84,7 @@ impl Instance {
 
     /// Takes the lost blocks out of the table of a running sequence that is in no step.
     fn make_holes(&mut self, id: SeqId, is_lost: impl Fn(&RemoteBlock) -> bool) {
-        let parked = self.batch.seqs.get(&id).is_some_and(|s| s.hold == Hold::Parked);
+        let swapped_out = self.batch.seqs.get(&id).is_some_and(Sequence::is_swapped_out);
         self.stop_waiting(id);
         let (now, window) = (self.cx.now_ms, self.cx.config.window);
         let Some(seq) = self.batch.seqs.get_mut(&id) else { return };
@@ -93,8 +93,8 @@ impl Instance {
         if seq.blocks.holes() > 0 {
             seq.restore_by_ms.get_or_insert(now + RESTORE_DEADLINE_MS);
         }
-        if parked {
-            seq.hold = Hold::Parked;
+        if swapped_out {
+            seq.life = Life::SwappedOut;
         }
         // A creditor that lives and refused has them still.
         gone.iter().for_each(|entries| self.cx.memory.rm.release(entries, now));
@@ -114,10 +114,10 @@ impl Instance {
             return;
         }
         let Some(seq) = self.batch.seqs.get(&id) else { return };
-        match seq.hold {
-            Hold::Borrowing(_) | Hold::Parking | Hold::Parked => return,
-            Hold::RetryAt(at) if at > self.cx.now_ms => return,
-            Hold::None | Hold::RetryAt(_) => {}
+        match seq.need() {
+            Some(Need::Borrowing(_)) | None => return,
+            Some(Need::RetryAt(at)) if at > self.cx.now_ms => return,
+            Some(Need::Met | Need::RetryAt(_)) => {}
         }
         let late = seq.restore_by_ms.is_some_and(|at| at <= self.cx.now_ms);
         let (holes, local) = (seq.blocks.holes(), self.cx.memory.rm.available());
@@ -129,7 +129,8 @@ impl Instance {
                 let Some(aside) = self.cx.memory.rm.allocate(id, newest.into_iter(), None) else { return };
                 let borrow = self.cx.memory.rm.borrow(id, holes - local, self.cx.now_ms);
                 if let Some(seq) = self.batch.seqs.get_mut(&id) {
-                    (seq.hold, seq.aside) = (Hold::Borrowing(borrow), aside);
+                    seq.set_need(Need::Borrowing(borrow));
+                    seq.aside = aside;
                 }
             }
             Lending::Away if !late => self.retry_later(id),
@@ -141,9 +142,7 @@ impl Instance {
     pub(crate) fn restore_here(&mut self, id: SeqId) -> bool {
         let Some(seq) = self.batch.seqs.get(&id) else { return false };
         let holes = seq.blocks.holes();
-        if matches!(seq.hold, Hold::Borrowing(_) | Hold::Parking | Hold::Parked)
-            || holes > self.cx.memory.rm.available()
-        {
+        if !seq.may_change_memory() || holes > self.cx.memory.rm.available() {
             return false;
         }
         let Some(blocks) = self.cx.memory.rm.allocate(id, seq.blocks.hole_blocks().into_iter(), None) else {
@@ -151,7 +150,8 @@ impl Instance {
         };
         if let Some(seq) = self.batch.seqs.get_mut(&id) {
             seq.blocks.fill_local(&blocks);
-            (seq.hold, seq.misses, seq.restore_by_ms) = (Hold::None, 0, None);
+            seq.set_need(Need::Met);
+            (seq.misses, seq.restore_by_ms) = (0, None);
         }
         true
     }

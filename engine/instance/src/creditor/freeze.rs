@@ -61,7 +61,7 @@ impl Instance {
 
     /// The running sequence with most full blocks at `creditor`; the oldest of several.
     fn debt_to_freeze(&self, creditor: InstanceId) -> Option<(u32, SeqId)> {
-        let runs = |s: &&Sequence| self.batch.is_running(s.id) && !s.cancelled;
+        let runs = |s: &&Sequence| s.is_running() && !s.is_ending();
         let debts = self.batch.seqs().filter(runs).map(|s| (full_blocks_at(s, creditor), s.id));
         debts.max_by_key(|(blocks, seq)| (*blocks, std::cmp::Reverse(*seq)))
     }
@@ -94,11 +94,8 @@ impl Instance {
     pub(crate) fn defer_end(&mut self, seq: SeqId) -> bool {
         let Some(frozen) = self.creditor.frozen.as_mut().filter(|f| f.seq == seq) else { return false };
         frozen.over = true;
-        self.batch.dequeue(seq);
-        if let Some(entry) = self.batch.seq_mut(seq) {
-            entry.cancelled = true;
-        }
         self.stop_waiting(seq);
+        self.batch.keep_frozen(seq);
         true
     }
 

@@ -263,8 +263,9 @@ impl Instance {
         lost.into_iter().for_each(|seq| self.redo(seq, "the worker does not know it"));
     }
 
-    /// A new sequence's prompt is to be computed elsewhere.
+    /// The prompt of a sequence that waits, or is new, is to be computed elsewhere.
     pub(crate) fn send_away(&mut self, seq: SeqId) {
+        self.batch.send_away(seq);
         self.prefill.away.insert(seq, Away::new(self.cx.now_ms));
     }
 
@@ -514,15 +515,13 @@ impl Instance {
     /// No worker computes a prompt: this instance does.
     fn compute_here(&mut self, id: SeqId) {
         self.give_up_away(id);
-        let Some(tokens) = self.batch.seq(id).map(crate::batch::sequence::Sequence::len) else { return };
+        if !self.batch.has(id) {
+            return;
+        }
         tracing::warn!(seq = %id, "no prefill worker takes a prompt: this instance computes it");
         self.prefill.status.own += 1;
         // It was counted while it waited here, or it ran before.
-        self.batch.enqueue_accepted(id, tokens, self.cx.now_ms);
-        let admit_by_ms = self.cx.now_ms + ADMISSION_DEADLINE_MS;
-        if let Some(seq) = self.batch.seq_mut(id) {
-            seq.admit_by_ms = admit_by_ms;
-        }
+        self.batch.compute_here(id, self.cx.now_ms);
     }
 
     /// A sequence that ran gave its memory up: its tokens are computed again where prompts are.
@@ -530,7 +529,6 @@ impl Instance {
         if !self.sends_away() || !self.prefill.workers.keys().any(|worker| self.is_readable(*worker)) {
             return;
         }
-        self.batch.dequeue(id);
         self.send_away(id);
     }
 

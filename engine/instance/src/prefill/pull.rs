@@ -348,7 +348,7 @@ impl Instance {
         }
         seq.blocks.push_local(&blocks);
         let advance = seq.blocks.advance(handed.tokens);
-        (seq.hold, seq.misses, seq.pulled_ms, seq.named) = (crate::batch::sequence::Hold::None, 0, Some(now_ms), named);
+        (seq.misses, seq.pulled_ms, seq.named) = (0, Some(now_ms), named);
         let tokens = seq.len();
         self.cx.memory.rm.mark_written(&advance);
         self.cx.memory.rm.release(&handed.entries(left), now_ms);

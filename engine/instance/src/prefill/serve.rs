@@ -223,7 +223,6 @@ impl Instance {
     pub(crate) fn prefilled(&mut self, id: SeqId, sample: &SampleOut) {
         let Some(key) = self.prefill.by_seq.remove(&id) else { return };
         let (Some(mut seq), Some(job)) = (self.batch.take(id), self.prefill.jobs.get(&key)) else { return };
-        self.batch.dequeue(id);
         let tokens = seq.blocks.written();
         let numbers = local(seq.blocks.placements());
         let blocks = numbers.iter().map(|number| PhysBlock(*number)).collect();

@@ -1,4 +1,4 @@
-//! Attention over a creditor's memory where it lies ([ADR 19](../../../docs/adr/0019-attention-over-a-creditors-memory.md)).
+//! Attention over a creditor's memory where it lies ([ADR 19](../../../../docs/adr/0019-attention-over-a-creditors-memory.md)).
 //!
 //! A creditor whose KV store is memory that others map says so in its Hello. A debtor on the same host maps it once, and its own
 //! device attends to what of a lease is sealed there: no query is sent for it.

@@ -399,7 +399,7 @@ impl Instance {
             self.name_blocks(chunk.seq);
             let Some(seq) = self.batch.seq_mut(chunk.seq) else { continue };
             let sample = if chunk.last { samples.next() } else { None };
-            if seq.cancelled {
+            if seq.is_ending() {
                 self.remove(chunk.seq);
                 continue;
             }
@@ -488,7 +488,7 @@ impl Instance {
     fn leave(&mut self, flight: &InFlight) {
         for chunk in &flight.chunks {
             self.batch.abandon(chunk.seq);
-            if self.batch.seq(chunk.seq).is_some_and(|s| s.cancelled) {
+            if self.batch.seq(chunk.seq).is_some_and(|s| s.is_ending()) {
                 self.remove(chunk.seq);
             }
             self.on_chunk_left(chunk.seq);
