@@ -3,9 +3,8 @@
 
 use super::*;
 use crate::local::EphemeralCa;
-use lagoon_instance::RemotePolicy;
+use lagoon_instance::{RemotePolicy, SchedulerConfig};
 use lagoon_protocol::{MemoryTier, Role};
-use lagoon_sched::SchedulerConfig;
 use lagoon_transfer::{Reader, ReaderConfig, ReaderOutput};
 use lagoon_types::{AttentionGeometry, DType, KvShape, ModelHash};
 

@@ -12,6 +12,7 @@
 pub mod agenda;
 pub mod chaos;
 pub mod clock;
+pub mod effects;
 pub mod fabric;
 pub mod paper;
 pub mod pool;

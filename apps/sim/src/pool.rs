@@ -7,9 +7,8 @@ use crate::rng::{Rng, mix};
 use crate::symbolic::{Speed, Symbolic, model};
 use crate::world::World;
 use lagoon_cluster::{BalancerConfig, DgfmConfig, GManager, GManagerConfig, PlannerConfig};
-use lagoon_instance::{InstanceConfig, RemotePolicy, TransferConfig};
+use lagoon_instance::{InstanceConfig, RemotePolicy, SchedulerConfig, TransferConfig};
 use lagoon_protocol::{BatchPoint, Calibration, MemoryTier, Role};
-use lagoon_sched::SchedulerConfig;
 use lagoon_types::{DType, ModelHash};
 
 const MODEL: ModelHash = ModelHash([7; 32]);

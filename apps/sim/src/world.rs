@@ -503,6 +503,7 @@ impl<R: SimRunner> World<R> {
                 trace.add(now, place, &format!("<- {event:?}"));
             }
             let effects = process.instance.handle(event, process.clock.now_ms(now));
+            crate::effects::note(place, &effects);
             for effect in effects {
                 if let Some(trace) = &mut self.trace {
                     trace.add(now, place, &format!("-> {effect:?}"));

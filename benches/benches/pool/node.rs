@@ -10,13 +10,12 @@ use crate::timed::{Clock, Timed};
 use crate::{PolicyArg, Scenario, as_u32};
 use anyhow::{Context, Result, bail};
 use lagoon_benches::quic::Pem;
-use lagoon_instance::{Effect, Event, Instance, InstanceConfig, PeerKey, RemotePolicy, TICK_MS};
+use lagoon_instance::{Effect, Event, Instance, InstanceConfig, PeerKey, RemotePolicy, SchedulerConfig, TICK_MS};
 use lagoon_model::Rope;
 use lagoon_protocol::{
     BorrowAdvice, Candidate, ControlBody, HeartbeatAck, MemoryTier, PartialsFrame, Registered, Role, VERSION_MAX,
 };
 use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, Model, Report};
-use lagoon_sched::SchedulerConfig;
 use lagoon_transport::{
     Bound, Class, Event as NetEvent, Frame, Identity, Inbound, Inbox, Node, PeerId, TransportConfig,
 };

@@ -1,8 +1,8 @@
 //! What an instance is configured with; nothing of it changes while it runs.
 
-use crate::cost::RemotePolicy;
+use crate::batch::scheduler::SchedulerConfig;
+use crate::step::cost::RemotePolicy;
 use lagoon_protocol::{Calibration, LentMemory, MemoryTier, PoolShape, Role};
-use lagoon_sched::SchedulerConfig;
 use lagoon_transfer::{Axis, Dim, Layout, LayoutError, LayoutParts, Part, Plane};
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvShape, ModelHash};
 

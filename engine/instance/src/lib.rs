@@ -12,38 +12,29 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used, reason = "tests"))]
 
-mod admission;
+mod batch;
 mod config;
-mod cost;
+mod creditor;
+mod cx;
 mod event;
-mod freeze;
-mod guests;
 mod instance;
-mod lanes;
 mod membership;
 mod moves;
-mod parking;
-mod peers;
 mod prefill;
-mod prefix;
-mod reach;
-mod recovery;
-mod roles;
-mod sequence;
 mod status;
-mod steps;
-mod threshold;
+mod step;
 
+pub use batch::prefix::PrefixStatus;
+pub use batch::scheduler::SchedulerConfig;
 pub use config::{InstanceConfig, TransferConfig};
-pub use cost::{CostModel, LinkCost, OwnCost, RemotePolicy};
+pub use creditor::freeze::FrozenDebt;
 pub use event::{Effect, Event, PeerKey, TransferEffect, TransferEvent};
-pub use freeze::FrozenDebt;
 pub use instance::Instance;
 pub use moves::{MovePace, MoveStatus, MovedBlocks};
 pub use prefill::{LastTimes, PrefillStatus, PrefillTimes, StageUser};
-pub use prefix::PrefixStatus;
-pub use reach::ReachStatus;
 pub use status::{InstanceStatus, SequencePlacement};
+pub use step::cost::{CostModel, LinkCost, OwnCost, RemotePolicy};
+pub use step::mapped::ReachStatus;
 
 /// The shell sends [`Event::Tick`] at least this often.
 pub const TICK_MS: u64 = 20;

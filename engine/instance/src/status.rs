@@ -1,11 +1,10 @@
 //! What an instance tells of itself, for `lagoon status`, metrics and tests.
 
+use crate::batch::prefix::PrefixStatus;
 use crate::instance::Instance;
 use crate::moves::MoveStatus;
 use crate::prefill::{LastTimes, PrefillStatus};
-use crate::prefix::PrefixStatus;
-use crate::reach::ReachStatus;
-use crate::sequence::Hold;
+use crate::step::mapped::ReachStatus;
 use lagoon_backend::{KvCounters, LaunchCounters};
 use lagoon_cluster::RManager;
 use lagoon_kv::{BlockIdentity, KvAccount, Placement};
@@ -92,88 +91,65 @@ impl Instance {
     /// The instance's rBlocks, to look at.
     #[must_use]
     pub fn rmanager(&self) -> &RManager {
-        &self.rm
+        &self.cx.memory.rm
     }
 
     /// The role that it has, and the one that it changes to.
     #[must_use]
     pub fn role(&self) -> (Role, Option<Role>) {
-        (self.roles.now(), self.roles.becoming())
+        (self.membership.roles.now(), self.membership.roles.becoming())
     }
 
     /// The block tables, to look at: where each block of a sequence is, by position.
     pub fn tables(&self) -> impl Iterator<Item = (SeqId, &[Placement])> {
-        self.seqs.values().map(|s| (s.id, s.blocks.placements()))
+        self.batch.seqs().map(|s| (s.id, s.blocks.placements()))
     }
 
     /// Whether a peer's frame is due at any moment: the partials of a layer whose queries are out, or the next queries of
     /// a step that is served here. A shell with a processor to spare then polls instead of sleeping.
     #[must_use]
     pub fn expects_frames(&self) -> bool {
-        self.lanes.iter().flatten().any(|f| !f.unanswered.is_empty()) || self.guests.expects_queries()
+        self.step.expects_partials() || self.creditor.requests.expects_queries()
     }
 
     /// Bytes of its KV store, and of what it keeps beside: its pool's table, block tables, hashing state of leases on
     /// both sides.
     #[must_use]
     pub fn kv_account(&self) -> KvAccount {
-        let leases = || self.seqs.values().flat_map(|s| s.leases.values());
+        let leases = || self.batch.seqs().flat_map(|s| s.leases.values());
         let borrowed = leases().filter_map(|held| held.hasher.as_ref()).chain(self.moves.hashers());
         let hashes: usize = leases().map(|held| held.hashes.len() * HASH_ENTRY_BYTES).sum();
         let mut account = KvAccount::of(
-            &self.config.kv,
-            self.config.block_tokens,
-            self.rm.pool(),
-            self.seqs.values().map(|s| &s.blocks),
-            self.rm.lent_hashers().chain(borrowed),
+            &self.cx.config.kv,
+            self.cx.config.block_tokens,
+            self.cx.memory.rm.pool(),
+            self.batch.seqs().map(|s| &s.blocks),
+            self.cx.memory.rm.lent_hashers().chain(borrowed),
         );
-        let names: usize = self.seqs.values().map(|s| s.names.capacity() * size_of::<BlockIdentity>()).sum();
+        let names: usize = self.batch.seqs().map(|s| s.names.capacity() * size_of::<BlockIdentity>()).sum();
         account.metadata_bytes += (hashes + names) as u64;
         account
     }
 
     pub(crate) fn move_status(&self) -> MoveStatus {
-        MoveStatus { recalls_met: self.rm.recalls_met(), ..self.moves.status() }
-    }
-
-    pub(crate) fn prefill_status(&self) -> PrefillStatus {
-        let stats = self.prefills.reader.as_ref().map(lagoon_transfer::Reader::stats).unwrap_or_default();
-        PrefillStatus {
-            workers: self.readable_workers(),
-            away: self.prefills.away.len(),
-            pulling: self.prefills.reader.as_ref().map_or(0, lagoon_transfer::Reader::pulling),
-            waiting_here: self.waiting_here(),
-            blocks_settling: self.prefills.settling(),
-            blocks_handed_over: self.rm.handed_over(),
-            blocks_held_back: self.rm.held_back(),
-            stage_blocks_used: self.prefills.staged(),
-            jobs: self.jobs(),
-            queued_tokens: self.queued_tokens(),
-            reads: stats.reads,
-            transactions: stats.transactions,
-            bytes: stats.bytes,
-            damaged_blocks: stats.damaged_blocks,
-            pulls_failed: stats.pulls_failed,
-            last: LastTimes::default(),
-            ..self.prefills.status.clone()
-        }
+        MoveStatus { recalls_met: self.cx.memory.rm.recalls_met(), ..self.moves.status() }
     }
 
     /// The time in which anything was read so far, in microseconds: only the shell sees reads begin and end.
     pub fn set_reading_us(&mut self, reading_us: u64) {
-        self.prefills.status.reading_us = reading_us;
+        self.prefill.set_reading_us(reading_us);
     }
 
     /// Where the time of requests went whose prompts were computed elsewhere, since this was last asked.
     pub fn take_prefill_times(&mut self) -> LastTimes {
-        std::mem::take(&mut self.prefills.status.last)
+        self.prefill.take_times()
     }
 
     /// See [`InstanceStatus`].
     #[must_use]
     pub fn status(&self) -> InstanceStatus {
-        let counts = self.rm.counts();
-        let placement = |s: &crate::sequence::Sequence| {
+        let counts = self.cx.memory.rm.counts();
+        let placement = |s: &crate::batch::sequence::Sequence| {
             let mut remote_blocks = BTreeMap::new();
             for ((creditor, _), held) in &s.leases {
                 *remote_blocks.entry(*creditor).or_default() += held.blocks;
@@ -183,7 +159,7 @@ impl Instance {
                 tokens: s.len(),
                 local_blocks: s.blocks.local_blocks(),
                 reserved_blocks: u32::try_from(
-                    s.aside.len() + self.moves.reserved_here(s.id) + self.prefills.landing(s.id),
+                    s.aside.len() + self.moves.reserved_here(s.id) + self.prefill.landing(s.id),
                 )
                 .unwrap_or(u32::MAX),
                 lost_blocks: s.blocks.holes(),
@@ -192,36 +168,36 @@ impl Instance {
             }
         };
         InstanceStatus {
-            instance: self.id,
-            role: self.roles.now(),
-            becoming: self.roles.becoming(),
-            registered: self.registered,
+            instance: self.membership.id,
+            role: self.membership.roles.now(),
+            becoming: self.membership.roles.becoming(),
+            registered: self.membership.is_registered(),
             draining: self.membership.is_draining(),
             fences: self.membership.fences,
-            pool_blocks_total: self.pool_blocks_total,
-            block_tokens: self.config.block_tokens,
-            blocks_total: self.config.blocks_total,
+            pool_blocks_total: self.membership.pool_blocks_total,
+            block_tokens: self.cx.config.block_tokens,
+            blocks_total: self.cx.config.blocks_total,
             blocks_free: counts.free,
             blocks_lent: counts.lent,
-            blocks_borrowed: self.rm.borrowed(),
-            blocks_borrowed_total: self.borrowed_blocks,
-            running: self.sched.running_len(),
+            blocks_borrowed: self.cx.memory.rm.borrowed(),
+            blocks_borrowed_total: self.batch.counts.borrowed_blocks,
+            running: self.batch.running_len(),
             waiting: self.waiting(),
-            guest_frames: self.guests.load(),
-            preemptions: self.preemptions,
-            preempted_tokens: self.preempted_tokens,
-            offloads: self.offloads,
-            parked: self.seqs.values().filter(|s| s.hold == Hold::Parked).count(),
-            recoveries: self.recoveries,
-            recomputed_tokens: self.recomputed_tokens,
-            steps_shed: self.threshold.as_ref().map_or(0, crate::threshold::Threshold::shed),
+            guest_frames: self.creditor.requests.load(),
+            preemptions: self.batch.counts.preemptions,
+            preempted_tokens: self.batch.counts.preempted_tokens,
+            offloads: self.batch.counts.offloads,
+            parked: self.batch.seqs().filter(|s| s.is_swapped_out()).count(),
+            recoveries: self.batch.counts.recoveries,
+            recomputed_tokens: self.batch.counts.recomputed_tokens,
+            steps_shed: self.creditor.shed_steps(),
             moves: self.move_status(),
-            memory: self.memory,
-            launches: self.launches,
+            memory: self.cx.memory.counters,
+            launches: self.step.launches,
             prefill: self.prefill_status(),
             prefix: self.prefix_status(),
-            reach: self.reaches.status(),
-            sequences: self.seqs.values().map(placement).collect(),
+            reach: ReachStatus { sealed: self.creditor.sealed(), ..self.step.mapped.status() },
+            sequences: self.batch.seqs().map(placement).collect(),
         }
     }
 }

@@ -9,11 +9,13 @@
 //! * for every `len` and window, [`SeqBlocks::local_runs`] and [`SeqBlocks::remote_runs`] together list every position
 //!   from the window's first block to `len` exactly once.
 
+mod extents;
 mod holes;
 mod moves;
 
 use crate::pool::{BlockPool, BlockState};
 use lagoon_types::{Epoch, InstanceId, KvRun, LeaseId, LeaseRun, PhysBlock};
+use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -146,6 +148,10 @@ pub struct SeqBlocks {
     written: u32,
     /// Positions below `written` whose KV was lost: ascending, disjoint, never empty.
     lost: Vec<Range<u32>>,
+    /// How many are [`Placement::Remote`].
+    remote: u32,
+    /// See `extents.rs`.
+    extents: OnceCell<Vec<Segment>>,
 }
 
 fn index(block: u32) -> usize {
@@ -160,7 +166,8 @@ impl SeqBlocks {
     #[must_use]
     pub fn new(block_tokens: u32) -> Self {
         assert!(block_tokens > 0, "an rBlock holds tokens");
-        Self { block_tokens, blocks: Vec::new(), gone: 0, holes: 0, written: 0, lost: Vec::new() }
+        let extents = OnceCell::new();
+        Self { block_tokens, blocks: Vec::new(), gone: 0, holes: 0, written: 0, lost: Vec::new(), remote: 0, extents }
     }
 
     #[must_use]
@@ -201,8 +208,7 @@ impl SeqBlocks {
     /// Blocks that lie on creditors.
     #[must_use]
     pub fn remote_blocks(&self) -> u32 {
-        let remote = self.blocks.iter().filter(|p| matches!(p, Placement::Remote(_))).count();
-        u32::try_from(remote).expect("fewer than blocks")
+        self.remote
     }
 
     /// Blocks that lie here.
@@ -222,8 +228,10 @@ impl SeqBlocks {
 
     /// Appends own blocks.
     pub fn push_local(&mut self, blocks: &[PhysBlock]) {
+        let first = self.blocks();
         self.blocks.extend(blocks.iter().map(|b| Placement::Local(*b)));
         self.assert_capacity();
+        self.extend_extents(first);
     }
 
     /// Appends every entry of a lease.
@@ -234,8 +242,11 @@ impl SeqBlocks {
         let &RemoteGrant { creditor, lease, epoch, blocks } = grant;
         self.assert_new(creditor, lease);
         let entries = (0..blocks).map(|entry| Placement::Remote(RemoteBlock { creditor, lease, epoch, entry }));
+        let first = self.blocks();
         self.blocks.extend(entries);
+        self.remote += blocks;
         self.assert_capacity();
+        self.extend_extents(first);
     }
 
     fn assert_new(&self, creditor: InstanceId, lease: LeaseId) {
@@ -340,7 +351,7 @@ impl SeqBlocks {
     /// # Panics
     /// If a position of the range has no block any more or yet.
     pub fn local_runs(&self, upto_len: u32, window_start: u32, out: &mut Vec<KvRun>) {
-        self.pieces(self.visible(upto_len, window_start), |piece| {
+        self.visit_extents(&self.visible(upto_len, window_start), |piece| {
             if let Segment::Local(run) = piece {
                 out.push(run);
             }
@@ -355,7 +366,10 @@ impl SeqBlocks {
     pub fn remote_runs(&self, upto_len: u32, window_start: u32) -> BTreeMap<InstanceId, Vec<LeaseRun>> {
         let mut runs: BTreeMap<InstanceId, Vec<LeaseRun>> = BTreeMap::new();
         assert!(self.lost.first().is_none_or(|lost| lost.start >= upto_len), "{:?} are lost", self.lost);
-        self.pieces(self.visible(upto_len, window_start), |piece| {
+        if self.remote == 0 && self.holes == 0 {
+            return runs;
+        }
+        self.visit_extents(&self.visible(upto_len, window_start), |piece| {
             if let Segment::Remote { creditor, run } = piece {
                 runs.entry(creditor).or_default().push(run);
             }
@@ -388,7 +402,10 @@ impl SeqBlocks {
         for block in self.gone..keep_from {
             match std::mem::replace(&mut self.blocks[index(block)], Placement::Gone) {
                 Placement::Local(phys) => freed.local.push(phys),
-                Placement::Remote(b) => push_entry(&mut freed.remote, &b),
+                Placement::Remote(b) => {
+                    self.remote -= 1;
+                    push_entry(&mut freed.remote, &b);
+                }
                 Placement::Hole => self.holes -= 1,
                 Placement::Gone => panic!("block {block} was freed before"),
             }
@@ -406,7 +423,8 @@ impl SeqBlocks {
             Placement::Remote(_) | Placement::Hole | Placement::Gone => None,
         });
         let freed = Freed { local: local.collect(), remote };
-        (self.gone, self.holes, self.written) = (0, 0, 0);
+        (self.gone, self.holes, self.written, self.remote) = (0, 0, 0, 0);
+        self.drop_extents();
         self.lost.clear();
         freed
     }
@@ -414,7 +432,8 @@ impl SeqBlocks {
     /// Bytes that the table takes.
     #[must_use]
     pub fn metadata_bytes(&self) -> usize {
-        size_of::<Self>() + self.blocks.capacity() * size_of::<Placement>()
+        let pieces = self.extents.get().map_or(0, Vec::capacity);
+        size_of::<Self>() + self.blocks.capacity() * size_of::<Placement>() + pieces * size_of::<Segment>()
     }
 }
 

@@ -17,15 +17,14 @@ enum Floor {
     Tool,
 }
 
-/// `{types, view} <- {protocol, kv, text, backend} <- {sched, cluster, transfer, model} <- runner <- instance`.
-const TIERS: [(&str, u8); 12] = [
+/// `{types, view} <- {protocol, kv, text, backend} <- {cluster, transfer, model} <- runner <- instance`.
+const TIERS: [(&str, u8); 11] = [
     ("types", 0),
     ("view", 0),
     ("protocol", 1),
     ("kv", 1),
     ("text", 1),
     ("backend", 1),
-    ("sched", 2),
     ("cluster", 2),
     ("transfer", 2),
     ("model", 2),
@@ -123,8 +122,8 @@ mod tests {
 
     #[test]
     fn allowed_edges() {
-        let edges = "engine/kv>engine/types engine/sched>engine/kv engine/cluster>engine/protocol engine/model>engine/backend \
-             engine/runner>engine/sched engine/instance>engine/text shaders>engine/backend cuda>engine/instance \
+        let edges = "engine/kv>engine/types engine/cluster>engine/protocol engine/model>engine/backend \
+             engine/runner>engine/cluster engine/instance>engine/text shaders>engine/backend cuda>engine/instance \
              net/transport>net/wire apps/lagoon>cuda apps/lagoon>apps/http tests>apps/http benches>shaders cuda>cudarc \
              shaders>naga net/transport>quinn apps/http>tokio xtask>serde";
         for edge in edges.split_whitespace() {
@@ -135,7 +134,7 @@ mod tests {
 
     #[test]
     fn forbidden_edges() {
-        let edges = "engine/types>engine/kv engine/kv>engine/protocol engine/sched>engine/cluster engine/model>engine/sched \
+        let edges = "engine/types>engine/kv engine/kv>engine/protocol engine/transfer>engine/cluster engine/model>engine/cluster \
              engine/runner>engine/instance engine/backend>shaders engine/instance>net/wire engine/types>apps/http \
              shaders>cuda cuda>net/wire net/wire>shaders net/transport>apps/http apps/lagoon>tests engine/kv>xtask \
              xtask>engine/types tests>benches";

@@ -14,10 +14,9 @@ use super::traces::Request;
 use crate::agenda::Agenda;
 use lagoon_cluster::perf::LinkView;
 use lagoon_cluster::{DgfmConfig, GManager, GManagerConfig, GManagerOutput, PlannerConfig};
-use lagoon_instance::{Effect, Event, Instance, InstanceConfig, PeerKey, RemotePolicy, TICK_MS};
+use lagoon_instance::{Effect, Event, Instance, InstanceConfig, PeerKey, RemotePolicy, SchedulerConfig, TICK_MS};
 use lagoon_protocol::{BulkFrame, Calibration, ControlBody, PartialsFrame, Role};
 use lagoon_runner::Report;
-use lagoon_sched::SchedulerConfig;
 use lagoon_types::limits::{
     INSTANCES_MAX, MOVE_BYTES_IN_FLIGHT_MAX, SEQUENCE_TOKENS_MAX, STEP_DEADLINE_MS, STEP_ROWS_MAX,
 };
@@ -458,6 +457,7 @@ impl World {
         let now = self.agenda.now_us();
         let written = matches!(event, Event::Runner(Report::Written { .. }));
         let effects = self.nodes[at].instance.handle(event, now / 1000);
+        crate::effects::note(at, &effects);
         let version = self.nodes[at].device.version;
         for effect in effects {
             self.carry_out(at, effect, billed, written);

@@ -563,11 +563,11 @@ impl Creditor {
         let end = offset.checked_add(tokens).filter(|end| tokens > 0 && end.div_ceil(bt) <= lease.entries());
         let end = end.ok_or(RefuseCode::OutOfRange)?;
         let mut pieces: Vec<WritePiece> = Vec::new();
-        let mut at = offset;
-        while at < end {
-            let (tokens, token0) = ((bt - at % bt).min(end - at), at - offset);
-            if let Some(block) = lease.blocks[(at / bt) as usize] {
-                let slot0 = block.0 * bt + at % bt;
+        let (mut at, mut within) = (offset, offset % bt);
+        for block in &lease.blocks[(offset / bt) as usize..end.div_ceil(bt) as usize] {
+            let (tokens, token0) = ((bt - within).min(end - at), at - offset);
+            if let Some(block) = block {
+                let slot0 = block.0 * bt + within;
                 match pieces.last_mut() {
                     Some(last) if (last.slot0 + last.tokens, last.token0 + last.tokens) == (slot0, token0) => {
                         last.tokens += tokens;
@@ -575,7 +575,7 @@ impl Creditor {
                     _ => pieces.push(WritePiece { token0, slot0, tokens }),
                 }
             }
-            at += tokens;
+            (at, within) = (at + tokens, 0);
         }
         Ok(pieces)
     }

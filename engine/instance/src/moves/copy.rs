@@ -4,9 +4,10 @@
 //! flight; and beside a step by the pace. A lease is written block by block in ascending order, as every lease is.
 
 use super::{Item, Move, Place};
+use crate::batch::sequence::LayerChecks;
+use crate::cx::TagOwner;
 use crate::event::Effect;
 use crate::instance::Instance;
-use crate::sequence::LayerChecks;
 use bytes::Bytes;
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_kv::Placement;
@@ -19,19 +20,19 @@ use std::ops::Range;
 
 impl Instance {
     fn layer_bytes(&self) -> u64 {
-        u64::from(self.config.block_tokens) * self.config.kv.layer_token_bytes() as u64
+        u64::from(self.cx.config.block_tokens) * self.cx.config.kv.layer_token_bytes() as u64
     }
 
     /// Asks sources for as much as may move now, the oldest move first.
     pub(crate) fn pump_moves(&mut self) {
-        let layers = self.config.kv.layers;
+        let layers = self.cx.config.kv.layers;
         let layer_bytes = self.layer_bytes();
         let numbers: Vec<u64> = self.moves.moves.keys().copied().collect();
         for no in numbers {
             let most = self.bytes_in_flight_max(no).max(2 * layer_bytes);
             loop {
-                let steps = self.lanes.iter().any(Option::is_some);
-                let busy = steps || !self.moves.pace.overlaps() && self.sched.running_len() > 0;
+                let steps = self.step.is_busy();
+                let busy = steps || !self.moves.pace.overlaps() && self.batch.running_len() > 0;
                 if busy && !self.moves.pace.allows() {
                     return;
                 }
@@ -61,7 +62,7 @@ impl Instance {
         let ends = [entry.source, entry.target];
         let creditors = ends.iter().filter_map(|p| if let Place::At(creditor) = p { Some(*creditor) } else { None });
         let creditors = creditors.chain(entry.lease.as_ref().map(|l| l.creditor));
-        let known = |creditor| self.peers.key(creditor).and_then(|peer| self.peers.known(peer));
+        let known = |creditor| self.cx.peers.key(creditor).and_then(|peer| self.cx.peers.known(peer));
         let rates = creditors.filter_map(known).map(|k| k.bytes_per_s).filter(|rate| *rate > 0);
         let carried = rates.min().map(|rate| rate.saturating_mul(MOVE_WINDOW_MS) / 1_000);
         carried.map_or(self.moves.bytes_in_flight_max, |bytes| bytes.min(self.moves.bytes_in_flight_max))
@@ -69,64 +70,61 @@ impl Instance {
 
     /// Asks for one layer of a block. False if its source cannot be asked.
     fn ask(&mut self, no: u64, block: u32, layer: u32, from: Placement) -> bool {
-        let tokens = self.config.block_tokens;
+        let tokens = self.cx.config.block_tokens;
         match from {
             Placement::Local(phys) => {
-                let tag = self.moves.tag((no, block, layer));
+                let tag = self.cx.tags.take(TagOwner::Move);
+                self.moves.tags.insert(tag, (no, block, layer));
                 let read = GuestRead { tag, layer, pieces: vec![(phys.0 * tokens, tokens)] };
-                self.effects.push(Effect::Runner(Command::GuestRead(read)));
+                self.cx.effects.push(Effect::Runner(Command::GuestRead(read)));
             }
             Placement::Remote(b) => {
-                let Some(peer) = self.peers.key(b.creditor) else { return false };
-                if !self.lanes.iter().any(Option::is_some) {
-                    self.peers.transfer(b.creditor, self.now_ms);
+                let Some(peer) = self.cx.peers.key(b.creditor) else { return false };
+                if !self.step.is_busy() {
+                    self.cx.peers.transfer(b.creditor, self.cx.now_ms);
                 }
-                self.next_read += 1;
-                let id = self.next_read;
+                let id = self.step.next_read();
                 self.moves.reads.insert(id, (no, block, layer));
                 let deadline_ms = u32::try_from(MOVE_RESERVE_MS).unwrap_or(u32::MAX);
                 let (lease, epoch, offset) = (b.lease, b.epoch, b.entry * tokens);
                 let frame = BulkFrame::Read { id, lease, epoch, layer, offset, tokens, deadline_ms };
-                self.effects.push(Effect::Bulk { peer, frame });
+                self.cx.effects.push(Effect::Bulk { peer, frame });
             }
             Placement::Gone | Placement::Hole => panic!("a block that moves has a place"),
         }
         true
     }
 
-    /// KV that was read at a creditor. Says whether a move had asked for it.
-    pub(crate) fn on_move_data(&mut self, from: InstanceId, id: u64, layer: u32, kv: Bytes) -> bool {
-        let Some((no, block, wanted)) = self.moves.reads.remove(&id) else { return false };
+    /// KV that a move read at a creditor.
+    pub(crate) fn on_move_data(&mut self, from: InstanceId, id: u64, layer: u32, kv: Bytes) {
+        let Some((no, block, wanted)) = self.moves.reads.remove(&id) else { return };
         let paced = self.moves.moves.get(&no).is_none_or(|m| m.items.iter().any(|i| i.block == block && i.paced));
         if !paced {
-            self.peers.transferred(from, kv.len() as u64, self.now_ms);
+            self.cx.peers.transferred(from, kv.len() as u64, self.cx.now_ms);
         }
         if wanted == layer {
             self.arrived(no, block, layer, kv);
         } else {
             self.close_move(no, "a creditor answered another layer", true);
         }
-        true
     }
 
-    /// A read at a creditor was refused. Says whether a move had asked for it.
-    pub(crate) fn on_move_refused(&mut self, id: u64, code: RefuseCode) -> bool {
-        let Some((no, _, _)) = self.moves.reads.remove(&id) else { return false };
+    /// A creditor refused a move's read.
+    pub(crate) fn on_move_refused(&mut self, id: u64, code: RefuseCode) {
+        let Some((no, _, _)) = self.moves.reads.remove(&id) else { return };
         self.close_move(no, &format!("the source refused: {code:?}"), true);
-        true
     }
 
-    /// KV that was read here. Says whether a move had asked for it.
-    pub(crate) fn on_move_kv(&mut self, tag: GuestTag, kv: &Bytes) -> bool {
-        let Some((no, block, layer)) = self.moves.tags.remove(&tag) else { return false };
-        self.arrived(no, block, layer, kv.clone());
-        true
+    /// KV that a move read here.
+    pub(crate) fn on_move_kv(&mut self, tag: GuestTag, kv: Bytes) {
+        let Some((no, block, layer)) = self.moves.tags.remove(&tag) else { return };
+        self.arrived(no, block, layer, kv);
     }
 
     /// The device stored a layer of a block that comes home.
     pub(crate) fn on_move_stored(&mut self, tag: GuestTag) {
         let Some((no, block, _)) = self.moves.tags.remove(&tag) else { return };
-        let (layers, layer_bytes) = (self.config.kv.layers, self.layer_bytes());
+        let (layers, layer_bytes) = (self.cx.config.kv.layers, self.layer_bytes());
         let Some(entry) = self.moves.moves.get_mut(&no) else { return };
         let Some(item) = entry.items.iter_mut().find(|i| i.block == block) else { return };
         item.stored += 1;
@@ -140,11 +138,10 @@ impl Instance {
         }
     }
 
-    /// The device failed a move. Says whether the tag was a move's.
-    pub(crate) fn on_move_failed(&mut self, tag: GuestTag, error: &str) -> bool {
-        let Some((no, _, _)) = self.moves.tags.remove(&tag) else { return false };
+    /// The device failed a move.
+    pub(crate) fn on_move_failed(&mut self, tag: GuestTag, error: &str) {
+        let Some((no, _, _)) = self.moves.tags.remove(&tag) else { return };
         self.close_move(no, error, true);
-        true
     }
 
     fn arrived(&mut self, no: u64, block: u32, layer: u32, kv: Bytes) {
@@ -159,7 +156,7 @@ impl Instance {
 
     /// Hands the next layer that is due to the target; false if it is not here yet.
     fn pass_next(&mut self, no: u64) -> bool {
-        let layers = self.config.kv.layers;
+        let layers = self.cx.config.kv.layers;
         let Some(entry) = self.moves.moves.get_mut(&no) else { return false };
         // Block by block: an item that is passed on whole waits only for its proof.
         let Some(at) = entry.items.iter().position(|i| i.passed < layers) else { return false };
@@ -184,29 +181,30 @@ impl Instance {
     /// The hash that a block had when it was written, if it was written to a creditor.
     fn hash_at_source(&self, entry: &Move, item: &Item) -> Option<lagoon_kv::hash::ContentHash> {
         let Placement::Remote(b) = item.from else { return None };
-        let seq = self.seqs.get(&entry.seq)?;
+        let seq = self.batch.seq(entry.seq)?;
         seq.leases.get(&(b.creditor, b.lease))?.hashes.get(&b.entry).copied()
     }
 
     /// What its creditor said of a block that it computed itself.
     fn checks_at_source(&self, seq: SeqId, from: Placement) -> Option<&LayerChecks> {
         let Placement::Remote(b) = from else { return None };
-        self.seqs.get(&seq)?.leases.get(&(b.creditor, b.lease))?.checks.get(&b.entry)
+        self.batch.seq(seq)?.leases.get(&(b.creditor, b.lease))?.checks.get(&b.entry)
     }
 
     fn pass_home(&mut self, no: u64, at: usize, layer: u32, kv: Bytes) {
-        let tokens = self.config.block_tokens;
+        let tokens = self.cx.config.block_tokens;
         let Some(item) = self.moves.moves.get_mut(&no).map(|m| &mut m.items[at]) else { return };
         let (block, Placement::Local(phys)) = (item.block, item.to) else { return };
         item.hash = item.hasher.update(layer as usize, &kv);
         if item.hash.is_some() && !self.content_is_right(no, at) {
             return self.damaged(no, at);
         }
-        let tag = self.moves.tag((no, block, layer));
-        self.guests.queue_write(kv.len());
+        let tag = self.cx.tags.take(TagOwner::Move);
+        self.moves.tags.insert(tag, (no, block, layer));
+        self.creditor.requests.queue_write(kv.len());
         let write = GuestWrite { tag: Some(tag), layer, pieces: vec![(phys.0 * tokens, tokens)], kv };
-        self.release_freed();
-        self.effects.push(Effect::Runner(Command::GuestWrite(write)));
+        self.cx.release_freed();
+        self.cx.effects.push(Effect::Runner(Command::GuestWrite(write)));
     }
 
     /// Whether an item's content is what was written to its source, or computed there.
@@ -234,10 +232,10 @@ impl Instance {
     }
 
     fn pass_on(&mut self, no: u64, at: usize, layer: u32, kv: Bytes) {
-        let tokens = self.config.block_tokens;
+        let tokens = self.cx.config.block_tokens;
         let Some(entry) = self.moves.moves.get_mut(&no) else { return };
         let (Placement::Remote(to), Some(target)) = (entry.items[at].to, entry.lease.as_mut()) else { return };
-        let Some(peer) = self.peers.key(to.creditor) else {
+        let Some(peer) = self.cx.peers.key(to.creditor) else {
             return self.close_move(no, "the target is not connected", true);
         };
         let offset = to.entry * tokens;
@@ -247,11 +245,11 @@ impl Instance {
         let (lease, epoch) = (target.lease, target.epoch);
         let paced = entry.items[at].paced;
         if layer == 0 && !paced {
-            self.peers.transfer(to.creditor, self.now_ms);
+            self.cx.peers.transfer(to.creditor, self.cx.now_ms);
         }
-        self.rm.note_written(to.creditor, lease, self.now_ms);
+        self.cx.memory.rm.note_written(to.creditor, lease, self.cx.now_ms);
         let write = BulkFrame::Write { lease, epoch, layer, offset, tokens, kv };
-        self.effects.push(Effect::Bulk { peer, frame: write });
+        self.cx.effects.push(Effect::Bulk { peer, frame: write });
         let Some(&(sealed, hash)) = whole.first() else { return };
         assert_eq!(sealed, to.entry, "blocks are passed on one after the other");
         self.moves.moves.get_mut(&no).into_iter().for_each(|m| m.items[at].hash = Some(hash));
@@ -259,7 +257,7 @@ impl Instance {
             return self.damaged(no, at);
         }
         let seal = BulkFrame::Seal { lease, epoch, entry: sealed, hash };
-        self.effects.push(Effect::Bulk { peer, frame: seal });
+        self.cx.effects.push(Effect::Bulk { peer, frame: seal });
         if mutants::is(Mutant::SealUnawaited) {
             self.on_sealed(to.creditor, lease, &[sealed]);
         }

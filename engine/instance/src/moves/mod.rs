@@ -18,9 +18,9 @@ mod status;
 pub use pace::MovePace;
 pub use status::{MoveStatus, MovedBlocks};
 
+use crate::batch::sequence::HeldLease;
 use crate::event::Effect;
 use crate::instance::Instance;
-use crate::sequence::HeldLease;
 use bytes::Bytes;
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_cluster::{BorrowId, BorrowedLease};
@@ -127,19 +127,15 @@ pub(crate) struct Moves {
     reads: BTreeMap<u64, (u64, u32, u32)>,
     /// Reads and writes of this instance's own store: move, block and layer.
     tags: BTreeMap<GuestTag, (u64, u32, u32)>,
-    next_tag: u64,
     /// Bytes that were asked for and are not verified yet.
     bytes_in_flight: u64,
     /// At most so many, or two blocks.
     bytes_in_flight_max: u64,
     /// Sequences whose move to host memory ended, and whether all of it did move.
-    pub(crate) parked: Vec<(SeqId, bool)>,
+    pub(crate) swapped_out: Vec<(SeqId, bool)>,
     pub(crate) pace: Pace,
     pub(crate) status: MoveStatus,
 }
-
-/// Tags of moves are apart from those of peers' frames.
-const TAG_BASE: u64 = 1 << 63;
 
 impl Moves {
     pub(crate) fn new(layers: u32, block_tokens: u32) -> Self {
@@ -148,10 +144,9 @@ impl Moves {
             moves: BTreeMap::new(),
             reads: BTreeMap::new(),
             tags: BTreeMap::new(),
-            next_tag: TAG_BASE,
             bytes_in_flight: 0,
             bytes_in_flight_max: MOVE_BYTES_IN_FLIGHT_MAX,
-            parked: Vec::new(),
+            swapped_out: Vec::new(),
             pace: Pace::new(layers, block_tokens),
             status: MoveStatus::default(),
         }
@@ -181,10 +176,9 @@ impl Moves {
         self.moves.values().filter_map(|m| m.lease.as_ref()).map(|l| &l.hasher)
     }
 
-    fn tag(&mut self, what: (u64, u32, u32)) -> GuestTag {
-        self.next_tag += 1;
-        self.tags.insert(GuestTag(self.next_tag), what);
-        GuestTag(self.next_tag)
+    /// Whether a read at a creditor is a move's.
+    pub(crate) fn reads(&self, id: u64) -> bool {
+        self.reads.contains_key(&id)
     }
 }
 
@@ -202,19 +196,19 @@ impl Instance {
         self.moves.pace.set(pace);
     }
 
-    /// A step waits for a copy: what may move beside it was asked for just now.
-    pub(crate) fn waits_for_copy(&mut self) -> bool {
+    /// Whether a step waits for a copy.
+    pub(crate) fn waits_for_copy(&self) -> bool {
         if self.moves.pace.overlaps() {
             return false;
         }
-        self.pump_moves();
-        let layers = self.config.kv.layers;
+        let layers = self.cx.config.kv.layers;
         self.moves.moves.values().any(|m| m.items.iter().any(|i| i.is_copying(layers)))
     }
 
     /// `move_kvcache` from the gManager. Answered once by a [`MoveOutcome`].
     pub(crate) fn on_move_order(&mut self, order: &MoveKvCache) {
-        let place = |id: u32| if self.id == Some(InstanceId(id)) { Place::Here } else { Place::At(InstanceId(id)) };
+        let place =
+            |id: u32| if self.membership.id == Some(InstanceId(id)) { Place::Here } else { Place::At(InstanceId(id)) };
         let (source, target) = (place(order.source), place(order.target));
         let purpose = match order.reason() {
             MoveReason::Swap => LeasePurpose::Swap,
@@ -222,7 +216,7 @@ impl Instance {
         };
         let why = Why::Order { number: order.order, reason: order.reason() };
         let target_addr = (target != Place::Here).then(|| order.target_addr.clone());
-        let deadline_ms = self.now_ms + u64::from(order.deadline_ms).min(MOVE_MS_MAX);
+        let deadline_ms = self.cx.now_ms + u64::from(order.deadline_ms).min(MOVE_MS_MAX);
         let seq = SeqId(order.seq);
         let (blocks, first) = (order.blocks, order.first);
         let request = Request { seq, why, source, target, target_addr, blocks, first, purpose, deadline_ms };
@@ -241,20 +235,20 @@ impl Instance {
     fn outcome(&mut self, why: Why, moved: u32, reason: String, target_lendable: Option<u32>) {
         let Why::Order { number: order, .. } = why else { return };
         let outcome = MoveOutcome { order, moved, reason, target_lendable };
-        self.effects.push(Effect::ToGManager(ControlBody::MoveOutcome(outcome)));
+        self.cx.effects.push(Effect::ToGManager(ControlBody::MoveOutcome(outcome)));
     }
 
     /// Blocks of a sequence at `source` that can move now and are in no move, ascending. What is here and others share stays,
     /// as moving it frees nothing, but for a sequence that is to leave nothing here.
     fn candidates(&self, id: SeqId, source: Place, all: bool) -> Vec<(u32, Placement)> {
-        let movable = !self.prefills.is_job(id) && (self.sched.is_running(id) || self.is_frozen(id));
-        let Some(seq) = self.seqs.get(&id).filter(|_| movable) else {
+        let movable = !self.prefill.is_job(id) && (self.batch.is_running(id) || self.is_frozen(id));
+        let Some(seq) = self.batch.seq(id).filter(|_| movable) else {
             return Vec::new();
         };
         let of = self.moves.moves.values().filter(|m| m.seq == id);
         let moving: BTreeSet<u32> = of.flat_map(|m| m.items.iter().map(|i| i.block)).collect();
         let at_source = |placement: &Placement| match (placement, source) {
-            (Placement::Local(block), Place::Here) => all || !self.rm.pool().is_shared(*block),
+            (Placement::Local(block), Place::Here) => all || !self.cx.memory.rm.pool().is_shared(*block),
             (Placement::Remote(b), Place::At(creditor)) => {
                 let held = seq.leases.get(&(b.creditor, b.lease));
                 b.creditor == creditor && held.is_some_and(|h| h.is_whole(b.entry))
@@ -285,9 +279,9 @@ impl Instance {
         (count(true), count(false))
     }
 
-    /// Starts to move a sequence's whole blocks to host memory. [`Instance::end_parking`] hears how that ended.
-    pub(crate) fn start_parking(&mut self, seq: SeqId, blocks: u32) -> bool {
-        let (why, purpose, deadline_ms) = (Why::Park, LeasePurpose::Move, self.now_ms + PARK_DEADLINE_MS);
+    /// Starts to move a sequence's whole blocks to host memory. [`Instance::end_swap_out`] hears how that ended.
+    pub(crate) fn start_swap_out(&mut self, seq: SeqId, blocks: u32) -> bool {
+        let (why, purpose, deadline_ms) = (Why::Park, LeasePurpose::Move, self.cx.now_ms + PARK_DEADLINE_MS);
         let (source, target) = (Place::Here, Place::At(InstanceId(0)));
         self.start_move(Request {
             seq,
@@ -323,8 +317,8 @@ impl Instance {
             Place::At(instance) => {
                 let at = target_addr.map(|addr| (instance, addr));
                 Phase::Reserving(match why {
-                    Why::Park => self.rm.reserve_host(seq, n, self.now_ms),
-                    Why::Order { .. } | Why::Recall => self.rm.reserve(seq, at, n, purpose, self.now_ms),
+                    Why::Park => self.cx.memory.rm.reserve_host(seq, n, self.cx.now_ms),
+                    Why::Order { .. } | Why::Recall => self.cx.memory.rm.reserve(seq, at, n, purpose, self.cx.now_ms),
                 })
             }
         };
@@ -354,8 +348,8 @@ impl Instance {
     }
 
     fn item(&self, (block, from): (u32, Placement), to: Placement) -> Item {
-        let kv = self.config.kv;
-        let layer_bytes = self.config.block_tokens as usize * kv.layer_token_bytes();
+        let kv = self.cx.config.kv;
+        let layer_bytes = self.cx.config.block_tokens as usize * kv.layer_token_bytes();
         Item {
             block,
             from,
@@ -383,7 +377,7 @@ impl Instance {
         let n = n.min(room);
         let chosen = self.choose((seq, why), source, first, n);
         let logical: Vec<u32> = chosen.iter().map(|(block, _)| *block).collect();
-        let Some(own) = (n > 0).then(|| self.rm.allocate(seq, logical.into_iter(), None)).flatten() else {
+        let Some(own) = (n > 0).then(|| self.cx.memory.rm.allocate(seq, logical.into_iter(), None)).flatten() else {
             return self.close_move(no, "this instance has no room", false);
         };
         let items: Vec<Item> =
@@ -402,17 +396,17 @@ impl Instance {
     pub(crate) fn on_reserved(&mut self, borrow: BorrowId, lease: &BorrowedLease) {
         let &BorrowedLease { creditor, lease: id, epoch, blocks, .. } = lease;
         let all = RemoteEntries { creditor, lease: id, epoch, first: 0, entries: blocks };
-        let Some(no) = self.move_of_borrow(borrow) else { return self.rm.release(&all, self.now_ms) };
-        let kv = self.config.kv;
-        let hasher = LeaseHasher::new(kv.layers as usize, self.config.block_tokens, kv.layer_token_bytes());
+        let Some(no) = self.move_of_borrow(borrow) else { return self.cx.memory.rm.release(&all, self.cx.now_ms) };
+        let kv = self.cx.config.kv;
+        let hasher = LeaseHasher::new(kv.layers as usize, self.cx.config.block_tokens, kv.layer_token_bytes());
         let &Move { seq, why, source, first, .. } = &self.moves.moves[&no];
         let to = |entry: u32| Placement::Remote(RemoteBlock { creditor, lease: id, epoch, entry });
-        let connected = self.peers.key(creditor).is_some() && source != Place::At(creditor);
+        let connected = self.cx.peers.key(creditor).is_some() && source != Place::At(creditor);
         let chosen = if connected { self.choose((seq, why), source, first, blocks) } else { Vec::new() };
         let items: Vec<Item> = chosen.into_iter().zip(0..).map(|(from, entry)| self.item(from, to(entry))).collect();
         let used = u32::try_from(items.len()).unwrap_or(u32::MAX);
         if used < blocks {
-            self.rm.release(&RemoteEntries { first: used, ..all }, self.now_ms);
+            self.cx.memory.rm.release(&RemoteEntries { first: used, ..all }, self.cx.now_ms);
         }
         let Some(entry) = self.moves.moves.get_mut(&no) else { return };
         entry.phase = Phase::Copying;
@@ -443,7 +437,7 @@ impl Instance {
     pub(crate) fn on_sealed(&mut self, creditor: InstanceId, lease: LeaseId, entries: &[u32]) {
         let of = |m: &&mut Move| m.lease.as_ref().is_some_and(|l| (l.creditor, l.lease) == (creditor, lease));
         let Some(entry) = self.moves.moves.values_mut().find(of) else { return };
-        let block_bytes = u64::from(self.config.block_tokens) * self.config.kv.token_bytes() as u64;
+        let block_bytes = u64::from(self.cx.config.block_tokens) * self.cx.config.kv.token_bytes() as u64;
         let (seq, mut early) = (entry.seq, Vec::new());
         for item in &mut entry.items {
             let Placement::Remote(to) = item.to else { continue };
@@ -452,7 +446,7 @@ impl Instance {
                 item.verified = true;
                 self.moves.bytes_in_flight -= block_bytes;
                 if !item.paced {
-                    self.peers.transferred(creditor, block_bytes, self.now_ms);
+                    self.cx.peers.transferred(creditor, block_bytes, self.cx.now_ms);
                 }
                 early.extend(mutants::is(Mutant::FreedBeforeSwitched).then_some(item.from));
             }
@@ -465,17 +459,17 @@ impl Instance {
         let mut entries: Vec<RemoteEntries> = Vec::new();
         for source in sources {
             match source {
-                Placement::Local(b) => self.rm.free(seq, &[*b]),
+                Placement::Local(b) => self.cx.memory.rm.free(seq, &[*b]),
                 Placement::Remote(b) => push_entry(&mut entries, b),
                 Placement::Gone | Placement::Hole => panic!("a block that moves has a place"),
             }
         }
-        entries.iter().for_each(|entries| self.rm.release(entries, self.now_ms));
+        entries.iter().for_each(|entries| self.cx.memory.rm.release(entries, self.cx.now_ms));
     }
 
     /// Switches sequences that are in no step to what is verified, and frees the sources.
     pub(crate) fn switch_moves(&mut self) {
-        let ready = |m: &Move| m.items.iter().any(|i| i.verified) && !self.sched.in_step(m.seq);
+        let ready = |m: &Move| m.items.iter().any(|i| i.verified) && !self.batch.in_step(m.seq);
         let ready: Vec<u64> = self.moves.moves.iter().filter(|(_, m)| ready(m)).map(|(no, _)| *no).collect();
         for no in ready {
             self.switch_move(no);
@@ -486,7 +480,7 @@ impl Instance {
     fn switch_move(&mut self, no: u64) {
         let Some(entry) = self.moves.moves.get_mut(&no) else { return };
         let id = entry.seq;
-        let Some(seq) = self.seqs.get_mut(&id) else { return };
+        let Some(seq) = self.batch.seq_mut(id) else { return };
         let mut freed: Vec<Placement> = Vec::new();
         for item in entry.items.extract_if(.., |item| item.verified) {
             let old = seq.blocks.relocate(item.block, item.to);
@@ -497,7 +491,9 @@ impl Instance {
                     held.blocks += 1;
                     held.hashes.insert(b.entry, item.hash.expect("verified by it"));
                 }
-                Placement::Local(b) => self.rm.mark_written(&Advance { sealed: vec![b], ..Advance::default() }),
+                Placement::Local(b) => {
+                    self.cx.memory.rm.mark_written(&Advance { sealed: vec![b], ..Advance::default() })
+                }
                 Placement::Gone | Placement::Hole => panic!("a move has a target"),
             }
             if let Placement::Remote(b) = old {
@@ -508,10 +504,10 @@ impl Instance {
             self.moves.status.count(entry.why, entry.source, entry.target);
         }
         self.free_sources(id, &freed);
-        if self.sched.is_running(id) {
+        if self.batch.is_running(id) {
             let lane = self.lane_of(id);
-            self.sched.set_lane(id, lane);
-            self.division.changed();
+            self.batch.set_lane(id, lane);
+            self.batch.changed();
         }
     }
 
@@ -526,7 +522,7 @@ impl Instance {
         let all = entry.moved >= entry.wanted;
         self.moves.status.cut_short += u64::from(!all);
         if entry.why == Why::Park {
-            self.moves.parked.push((entry.seq, all));
+            self.moves.swapped_out.push((entry.seq, all));
         }
         assert!(all || !entry.reason.is_empty(), "a move that is cut short says why");
         if !all {
@@ -542,14 +538,14 @@ impl Instance {
     fn close_move(&mut self, no: u64, reason: &str, keep: bool) {
         let Some(entry) = self.moves.moves.get_mut(&no) else { return };
         if let Phase::Reserving(borrow) = entry.phase {
-            self.rm.cancel(borrow, self.now_ms);
+            self.cx.memory.rm.cancel(borrow, self.cx.now_ms);
             entry.phase = Phase::Copying;
         }
         reason.clone_into(&mut entry.reason);
         let id = entry.seq;
-        let layer_bytes = u64::from(self.config.block_tokens) * self.config.kv.layer_token_bytes() as u64;
+        let layer_bytes = u64::from(self.cx.config.block_tokens) * self.cx.config.kv.layer_token_bytes() as u64;
         let gone = |item: &Item| {
-            self.seqs.get(&id).is_none_or(|s| s.blocks.placements().get(item.block as usize) != Some(&item.from))
+            self.batch.seq(id).is_none_or(|s| s.blocks.placements().get(item.block as usize) != Some(&item.from))
         };
         let dropped: Vec<Item> = entry.items.extract_if(.., |i| !keep || !i.verified || gone(i)).collect();
         let (mut own, mut entries): (Vec<PhysBlock>, Vec<RemoteEntries>) = (Vec::new(), Vec::new());
@@ -563,8 +559,8 @@ impl Instance {
                 Placement::Gone | Placement::Hole => panic!("a move has a target"),
             }
         }
-        entries.iter().for_each(|e| self.rm.release(e, self.now_ms));
-        self.rm.free(id, &own);
+        entries.iter().for_each(|e| self.cx.memory.rm.release(e, self.cx.now_ms));
+        self.cx.memory.rm.free(id, &own);
         self.end_if_done(no);
     }
 
@@ -589,7 +585,7 @@ impl Instance {
 
     /// Blocks of a sequence fell behind its window. A lease is written in order, so the rest of the move ends.
     pub(crate) fn end_moves_behind_window(&mut self, seq: SeqId) {
-        let Some(gone) = self.seqs.get(&seq).map(|s| s.blocks.movable().start) else { return };
+        let Some(gone) = self.batch.seq(seq).map(|s| s.blocks.movable().start) else { return };
         let hit = |m: &Move| m.seq == seq && m.items.iter().any(|i| i.block < gone);
         self.close_moves("the window moved past its blocks", true, hit);
     }
@@ -615,7 +611,7 @@ impl Instance {
     /// Moves whose time is over end.
     pub(crate) fn expire_moves(&mut self) {
         self.moves.pace.tick();
-        let now = self.now_ms;
+        let now = self.cx.now_ms;
         let late = |m: &Move| {
             m.deadline_ms <= now && (matches!(m.phase, Phase::Reserving(_)) || m.items.iter().any(|i| !i.verified))
         };

@@ -66,20 +66,20 @@ impl Instance {
     /// Tokens of a prompt that workers may not have to compute, by worker.
     pub(super) fn known_elsewhere(&mut self, id: SeqId) -> BTreeMap<InstanceId, u32> {
         // The last token is computed in any case.
-        let whole = self.seqs.get(&id).map_or(0, |seq| (seq.len() - 1) / self.config.block_tokens);
+        let whole = self.batch.seq(id).map_or(0, |seq| (seq.len() - 1) / self.cx.config.block_tokens);
         self.name_tokens(id, whole);
-        let Some(seq) = self.seqs.get(&id) else { return BTreeMap::new() };
-        let mut found = self.prefills.affinity.found(&seq.names[..seq.names.len().min(whole as usize)]);
-        found.values_mut().for_each(|blocks| *blocks *= self.config.block_tokens);
+        let Some(seq) = self.batch.seq(id) else { return BTreeMap::new() };
+        let mut found = self.prefill.affinity.found(&seq.names[..seq.names.len().min(whole as usize)]);
+        found.values_mut().for_each(|blocks| *blocks *= self.cx.config.block_tokens);
         found
     }
 
     /// A worker computed the first `tokens` tokens of a sequence.
     pub(super) fn remember_worker(&mut self, id: SeqId, worker: InstanceId, tokens: u32) {
-        let whole = tokens / self.config.block_tokens;
+        let whole = tokens / self.cx.config.block_tokens;
         self.name_tokens(id, whole);
-        let Some(seq) = self.seqs.get(&id) else { return };
-        self.prefills.affinity.remember(worker, &seq.names[..seq.names.len().min(whole as usize)]);
+        let Some(seq) = self.batch.seq(id) else { return };
+        self.prefill.affinity.remember(worker, &seq.names[..seq.names.len().min(whole as usize)]);
     }
 }
 

@@ -4,8 +4,8 @@
 //! given to anybody, and parts are read as they are announced, while the rest is being computed.
 
 use super::ask::Stage;
+use crate::batch::sequence::LayerChecks;
 use crate::instance::Instance;
-use crate::sequence::LayerChecks;
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_runner::StageId;
 use lagoon_transfer::{Check, Offer, PullId, reader::PullRefused};
@@ -208,19 +208,19 @@ impl Settling {
 impl Instance {
     /// Reads what was announced.
     pub(super) fn read_landings(&mut self) {
-        let guests = &self.guests;
+        let guests = &self.creditor.requests;
         let written =
             |landing: &Landing| guests.has_written(landing.after_writes) || mutants::is(Mutant::WritesUnawaited);
         let waits = |stage: &Stage| stage.landing().is_some_and(|of| !of.offers.is_empty() && written(of));
-        let waiting = self.prefills.away.iter().filter(|(_, away)| waits(&away.stage));
+        let waiting = self.prefill.away.iter().filter(|(_, away)| waits(&away.stage));
         let ids: Vec<SeqId> = waiting.map(|(seq, _)| *seq).collect();
         ids.into_iter().for_each(|id| self.read_landing(id));
     }
 
     fn read_landing(&mut self, id: SeqId) {
-        let now_ms = self.now_ms;
+        let now_ms = self.cx.now_ms;
         loop {
-            let prefills = &mut self.prefills;
+            let prefills = &mut self.prefill;
             let landing = prefills.away.get_mut(&id).and_then(|away| away.stage.landing_mut());
             let Some((landing, reader)) = landing.zip(prefills.reader.as_mut()) else { return };
             // If all of it stays where it is, nothing arrives that would say that it is whole.
@@ -246,42 +246,44 @@ impl Instance {
 
     /// Gives blocks up that were to be read into: at once, or when nothing is written to them any more.
     pub(super) fn give_up_landing(&mut self, seq: SeqId, landing: Landing) {
-        let now_ms = self.now_ms;
+        let now_ms = self.cx.now_ms;
         let Landing { mut blocks, staged, stage, offers, pulls, found, .. } = landing;
         let pulls: BTreeSet<PullId> = pulls.into_keys().collect();
-        if let Some(reader) = &mut self.prefills.reader {
+        if let Some(reader) = &mut self.prefill.reader {
             offers.iter().for_each(|offer| reader.decline(offer.conn, offer.export, now_ms));
             pulls.iter().for_each(|pull| reader.cancel(*pull, now_ms));
         }
-        self.seqs.entry(seq).and_modify(|seq| seq.sharing = None);
+        if let Some(seq) = self.batch.seq_mut(seq) {
+            seq.sharing = None;
+        }
         if pulls.is_empty() && stage.is_none() {
-            self.rm.free(seq, &blocks);
+            self.cx.memory.rm.free(seq, &blocks);
             self.unstage(staged);
         } else {
             // What was here is read by nobody's transport.
             let found: Vec<PhysBlock> = blocks.drain(..found as usize).collect();
-            self.rm.free(seq, &found);
-            self.prefills.settling.push(Settling { seq, blocks, staged, stage, pulls });
+            self.cx.memory.rm.free(seq, &found);
+            self.prefill.settling.push(Settling { seq, blocks, staged, stage, pulls });
         }
     }
 
     /// A read that was given up has ended.
     pub(super) fn settle(&mut self, pull: PullId) {
-        let settling = &mut self.prefills.settling;
+        let settling = &mut self.prefill.settling;
         let at = settling.iter_mut().position(|s| s.pulls.remove(&pull) && s.pulls.is_empty());
         self.settled(at);
     }
 
     /// A copy that was given up has ended.
     pub(super) fn settle_stage(&mut self, stage: StageId) {
-        let at = self.prefills.settling.iter().position(|s| s.stage == Some(stage));
+        let at = self.prefill.settling.iter().position(|s| s.stage == Some(stage));
         self.settled(at);
     }
 
     fn settled(&mut self, at: Option<usize>) {
         let Some(at) = at else { return };
-        let Settling { seq, blocks, staged, .. } = self.prefills.settling.swap_remove(at);
-        self.rm.free(seq, &blocks);
+        let Settling { seq, blocks, staged, .. } = self.prefill.settling.swap_remove(at);
+        self.cx.memory.rm.free(seq, &blocks);
         self.unstage(staged);
     }
 }

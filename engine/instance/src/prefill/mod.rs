@@ -23,13 +23,12 @@ mod status;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use ask::Away;
 pub use staging::StageUser;
 pub use status::{LastTimes, PrefillStatus, PrefillTimes};
 
 use crate::config::InstanceConfig;
 use affinity::Affinity;
-use ask::WorkerState;
+use ask::{Away, WorkerState};
 use lagoon_transfer::{ConnId, Reader, ReaderConfig};
 use lagoon_types::{InstanceId, SeqId};
 use landing::Settling;
@@ -45,15 +44,15 @@ pub(crate) type Key = (InstanceId, u64);
 #[derive(Debug)]
 pub(crate) struct Prefills {
     /// Name of the workers' list that is known; 0 before the first.
-    pub(crate) version: u64,
+    version: u64,
     workers: BTreeMap<InstanceId, WorkerState>,
     /// Which of them computed what lately.
     affinity: Affinity,
     /// Own sequences whose prompts are computed elsewhere, the oldest first.
-    pub(crate) away: BTreeMap<SeqId, Away>,
+    away: BTreeMap<SeqId, Away>,
     /// Requests that workers may still work on, and until when they do without being told.
     dropped: Vec<(Key, u64)>,
-    pub(crate) reader: Option<Reader>,
+    reader: Option<Reader>,
     conns: BTreeMap<InstanceId, ConnId>,
     /// Own blocks whose reads were given up and have not ended.
     settling: Vec<Settling>,
@@ -66,7 +65,7 @@ pub(crate) struct Prefills {
     published: BTreeMap<SeqId, Publication>,
     exports: BTreeMap<u64, SeqId>,
     staging: Staging,
-    pub(crate) status: PrefillStatus,
+    status: PrefillStatus,
 }
 
 /// Sequences that compute for others are numbered from here on: those of own requests are far below.
@@ -98,6 +97,42 @@ impl Prefills {
             staging: Staging::new(config.transfer.as_ref().map_or(0, |transfer| transfer.stage_blocks)),
             status: PrefillStatus::default(),
         }
+    }
+
+    /// Name of the workers' list that is known; 0 before the first.
+    pub(crate) fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// The next registration's list of workers may be another one of the same name.
+    pub(crate) fn forget_list(&mut self) {
+        self.version = 0;
+    }
+
+    /// Own sequences whose prompts are computed elsewhere.
+    pub(crate) fn away(&self) -> usize {
+        self.away.len()
+    }
+
+    /// Whether the prompt of a sequence is computed elsewhere.
+    pub(crate) fn is_away(&self, seq: SeqId) -> bool {
+        self.away.contains_key(&seq)
+    }
+
+    /// Whether nothing of workers is read or wanted of them, and they know that.
+    pub(crate) fn reads_nothing(&self) -> bool {
+        let completing = self.reader.as_ref().map_or(0, Reader::completing);
+        self.away.is_empty() && self.settling() == 0 && completing == 0
+    }
+
+    /// Sets the time in which anything was read so far, in microseconds.
+    pub(crate) fn set_reading_us(&mut self, reading_us: u64) {
+        self.status.reading_us = reading_us;
+    }
+
+    /// Takes the times of requests since this was last called.
+    pub(crate) fn take_times(&mut self) -> LastTimes {
+        std::mem::take(&mut self.status.last)
     }
 
     /// Whether a sequence computes a prompt for another instance.

@@ -112,10 +112,10 @@ impl Publication {
 impl Instance {
     /// A step begins: notes what it fills of prompts that are pushed. Whether there are any.
     pub(crate) fn watch(&mut self, chunks: &[Chunk]) -> bool {
-        let block_tokens = self.config.block_tokens;
+        let block_tokens = self.cx.config.block_tokens;
         let mut any = false;
         for chunk in chunks {
-            let Some(publication) = self.prefills.published.get_mut(&chunk.seq).filter(|p| p.push && !p.ended) else {
+            let Some(publication) = self.prefill.published.get_mut(&chunk.seq).filter(|p| p.push && !p.ended) else {
                 continue;
             };
             let end = chunk.start + chunk.len;
@@ -128,7 +128,7 @@ impl Instance {
 
     /// A step has filled so many layers of what it computes of a prompt.
     pub(crate) fn on_layers(&mut self, id: SeqId, layers: u32) {
-        if let Some((_, filled)) = self.prefills.published.get_mut(&id).and_then(|p| p.step.as_mut()) {
+        if let Some((_, filled)) = self.prefill.published.get_mut(&id).and_then(|p| p.step.as_mut()) {
             *filled = layers;
             self.publish(id);
         }
@@ -136,7 +136,7 @@ impl Instance {
 
     /// A step has computed a chunk of a prompt.
     pub(crate) fn on_chunk(&mut self, id: SeqId) {
-        if let Some(publication) = self.prefills.published.get_mut(&id).filter(|p| p.push) {
+        if let Some(publication) = self.prefill.published.get_mut(&id).filter(|p| p.push) {
             publication.step = None;
             self.publish(id);
         }
@@ -144,7 +144,7 @@ impl Instance {
 
     /// A step ended without having computed its chunk of a prompt: what was exported of it would be written again.
     pub(crate) fn on_chunk_left(&mut self, id: SeqId) {
-        let left = self.prefills.published.get_mut(&id).and_then(|p| p.step.take().map(|_| p.layers > 0));
+        let left = self.prefill.published.get_mut(&id).and_then(|p| p.step.take().map(|_| p.layers > 0));
         if left == Some(true) {
             self.end_job(id, "a step of it was given up");
         }
@@ -153,7 +153,7 @@ impl Instance {
     /// A sequence is to give its memory up and be computed again. True if it computes for others, who have parts of it:
     /// then it is over.
     pub(crate) fn ends_pushed(&mut self, id: SeqId) -> bool {
-        let pushed = self.prefills.published.get(&id).is_some_and(|p| p.push);
+        let pushed = self.prefill.published.get(&id).is_some_and(|p| p.push);
         if pushed {
             self.end_job(id, "its memory was needed");
         }
@@ -162,14 +162,14 @@ impl Instance {
 
     /// Exports what is computed of a prompt, if that is enough.
     pub(super) fn publish(&mut self, id: SeqId) {
-        let (block_tokens, layers) = (self.config.block_tokens, self.config.kv.layers);
+        let (block_tokens, layers) = (self.cx.config.block_tokens, self.cx.config.kv.layers);
         if !self.has_stages(id) {
             return;
         }
-        let Some(publication) = self.prefills.published.get_mut(&id) else { return };
+        let Some(publication) = self.prefill.published.get_mut(&id) else { return };
         let mut whole = publication.total;
         if publication.lease.is_none() {
-            let Some(seq) = self.seqs.get(&id) else { return };
+            let Some(seq) = self.batch.seq(id) else { return };
             let written = seq.blocks.written();
             whole = if written == whole { written } else { written - written % block_tokens };
             if publication.blocks.is_empty() {
@@ -182,10 +182,10 @@ impl Instance {
 
     /// All of a prompt is computed, and its blocks are this lease's: what is not exported yet is now.
     pub(super) fn publish_rest(&mut self, id: SeqId, lease: LeaseId, blocks: Vec<u32>) {
-        let Some(publication) = self.prefills.published.get_mut(&id) else { return };
+        let Some(publication) = self.prefill.published.get_mut(&id) else { return };
         (publication.lease, publication.blocks, publication.step) = (Some(lease), blocks, None);
-        self.rm.pin(lease);
-        if self.config.transfer.is_none() {
+        self.cx.memory.rm.pin(lease);
+        if self.cx.config.transfer.is_none() {
             return self.on_exported(id, Err("this instance's KV cannot be read by others".to_owned()));
         }
         self.publish(id);
@@ -193,20 +193,20 @@ impl Instance {
 
     /// Transports serve a part from now on, or cannot.
     pub(crate) fn on_exported(&mut self, id: SeqId, export: Result<u64, String>) {
-        let Some(publication) = self.prefills.published.get_mut(&id) else { return };
+        let Some(publication) = self.prefill.published.get_mut(&id) else { return };
         publication.making = false;
         match export {
             Ok(export) => {
                 publication.live.insert(export);
-                self.prefills.exports.insert(export, id);
+                self.prefill.exports.insert(export, id);
                 if publication.ended {
                     self.revoke(export);
                 } else {
                     self.publish(id);
                 }
-                if self.prefills.published.get(&id).is_some_and(Publication::is_whole) {
+                if self.prefill.published.get(&id).is_some_and(Publication::is_whole) {
                     if mutants::is(Mutant::StageReused) {
-                        let staged = self.prefills.published.get_mut(&id).map(|p| std::mem::take(&mut p.staged));
+                        let staged = self.prefill.published.get_mut(&id).map(|p| std::mem::take(&mut p.staged));
                         self.unstage(staged.unwrap_or_default());
                     }
                     self.tell_ready(id, Ok(export));
@@ -224,18 +224,18 @@ impl Instance {
 
     /// No transport reads an export any more.
     pub(crate) fn on_export_freed(&mut self, export: u64) {
-        let Some(id) = self.prefills.exports.remove(&export) else { return };
-        self.prefills.published.get_mut(&id).into_iter().for_each(|p| _ = p.live.remove(&export));
+        let Some(id) = self.prefill.exports.remove(&export) else { return };
+        self.prefill.published.get_mut(&id).into_iter().for_each(|p| _ = p.live.remove(&export));
         self.settle_publication(id);
     }
 
     fn revoke(&mut self, export: u64) {
-        self.effects.push(Effect::Transfer(TransferEffect::Revoke { export }));
+        self.cx.effects.push(Effect::Transfer(TransferEffect::Revoke { export }));
     }
 
     /// Nobody wants it any more.
     pub(super) fn unpublish(&mut self, id: SeqId) {
-        let Some(publication) = self.prefills.published.get_mut(&id) else { return };
+        let Some(publication) = self.prefill.published.get_mut(&id) else { return };
         (publication.ended, publication.waits) = (true, false);
         let live: Vec<u64> = publication.live.iter().copied().collect();
         live.into_iter().for_each(|export| self.revoke(export));
@@ -245,17 +245,17 @@ impl Instance {
     /// Forgets what has ended, and frees its blocks if they waited for that.
     fn settle_publication(&mut self, id: SeqId) {
         let idle = |p: &Publication| !p.making && p.live.is_empty();
-        let Some(publication) = self.prefills.published.get(&id).filter(|p| idle(p)) else { return };
+        let Some(publication) = self.prefill.published.get(&id).filter(|p| idle(p)) else { return };
         // Without a lease its sequence has the blocks, and forgets it when it gives them up.
         let over = publication.ended || publication.is_whole();
         if let Some(lease) = publication.lease.filter(|_| over) {
             self.forget_publication(id);
-            self.rm.unpin(lease);
+            self.cx.memory.rm.unpin(lease);
         }
     }
 
     fn forget_publication(&mut self, id: SeqId) {
-        if let Some(publication) = self.prefills.published.remove(&id) {
+        if let Some(publication) = self.prefill.published.remove(&id) {
             self.unstage(publication.staged);
         }
         // One less may wait in front of others.
@@ -264,7 +264,7 @@ impl Instance {
 
     /// A sequence gave its blocks up. True if transports may still read them: they are free when none does.
     pub(crate) fn withhold(&mut self, id: SeqId, blocks: &[PhysBlock]) -> bool {
-        let Some(publication) = self.prefills.published.get_mut(&id) else { return false };
+        let Some(publication) = self.prefill.published.get_mut(&id) else { return false };
         if !publication.making && publication.live.is_empty() {
             if publication.ended {
                 self.forget_publication(id);
@@ -272,12 +272,12 @@ impl Instance {
             return false;
         }
         let ((reader, request), seq) = (publication.key, publication.seq);
-        let tokens = u32::try_from(blocks.len()).unwrap_or(u32::MAX).saturating_mul(self.config.block_tokens);
-        let grant = self.rm.hand_over(id, (reader, seq, request), blocks.to_vec(), tokens, self.now_ms);
+        let tokens = u32::try_from(blocks.len()).unwrap_or(u32::MAX).saturating_mul(self.cx.config.block_tokens);
+        let grant = self.cx.memory.rm.hand_over(id, (reader, seq, request), blocks.to_vec(), tokens, self.cx.now_ms);
         let lease = LeaseId(grant.lease);
         publication.lease = Some(lease);
-        self.rm.pin(lease);
-        self.rm.take_back(reader, lease, Epoch(grant.epoch));
+        self.cx.memory.rm.pin(lease);
+        self.cx.memory.rm.take_back(reader, lease, Epoch(grant.epoch));
         self.unpublish(id);
         true
     }

@@ -3,9 +3,9 @@
 
 use super::Key;
 use super::publish::{Publication, local};
+use crate::batch::sequence::Sequence;
 use crate::event::{Effect, TransferEffect};
 use crate::instance::Instance;
-use crate::sequence::Sequence;
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_protocol::{
     ControlBody, PrefillCancel, PrefillReady, PrefillRefused, PrefillRenew, PrefillRenewed, PrefillRequest,
@@ -50,28 +50,22 @@ impl Instance {
     pub(crate) fn queued_tokens(&self) -> u64 {
         let left = |job: &Job| match &job.stage {
             Stage::Gathering { total, .. } => *total,
-            Stage::Running(seq) => self.seqs.get(seq).map_or(0, |s| s.len() - s.blocks.written().min(s.len())),
+            Stage::Running(seq) => self.batch.seq(*seq).map_or(0, |s| s.len() - s.blocks.written().min(s.len())),
             Stage::Exporting { .. } | Stage::Ready { .. } => 0,
         };
-        self.prefills.jobs.values().map(|job| u64::from(left(job))).sum()
+        self.prefill.jobs.values().map(|job| u64::from(left(job))).sum()
     }
 
     /// Prefills for others that are not handed over yet.
     pub(crate) fn jobs(&self) -> usize {
-        self.prefills.jobs.values().filter(|job| !matches!(job.stage, Stage::Ready { .. })).count()
+        self.prefill.jobs.values().filter(|job| !matches!(job.stage, Stage::Ready { .. })).count()
     }
 
     /// Whether a lease is of a prompt whose asker is told when all of it is exported: that may wait for memory beside the store.
     #[must_use]
     pub fn is_untold(&self, lease: LeaseId) -> bool {
         let exporting = |job: &Job| matches!(job.stage, Stage::Exporting { lease: of, .. } if of == lease);
-        self.prefills.jobs.values().any(exporting)
-    }
-
-    fn tell(&mut self, to: InstanceId, body: ControlBody) {
-        if let Some(peer) = self.peers.key(to) {
-            self.effects.push(Effect::Control { peer, body });
-        }
+        self.prefill.jobs.values().any(exporting)
     }
 
     /// A message of a decode worker; others are given back.
@@ -85,23 +79,23 @@ impl Instance {
             ControlBody::PrefillReady(m) => self.on_prefill_ready(from, &m),
             ControlBody::PrefillRefused(m) => self.on_prefill_refused(from, &m),
             ControlBody::PrefillRenewed(m) => self.on_prefill_renewed(from, &m),
-            ControlBody::TransferConnect(m) if self.config.transfer.is_none() => {
+            ControlBody::TransferConnect(m) if self.cx.config.transfer.is_none() => {
                 let reason = "the KV of this instance is not in memory that others may read".to_owned();
                 let refused = TransferRefused { conn: m.conn, attempt: m.attempt, reason };
-                self.tell(from, ControlBody::TransferRefused(refused));
+                self.cx.send_if_connected(from, ControlBody::TransferRefused(refused));
             }
             body @ (ControlBody::TransferConnect(_)
             | ControlBody::TransferRenew(_)
             | ControlBody::TransferComplete(_)) => {
-                self.effects.push(Effect::Transfer(TransferEffect::ToWriter { from, body }));
+                self.cx.effects.push(Effect::Transfer(TransferEffect::ToWriter { from, body }));
             }
             body @ (ControlBody::TransferConnected(_)
             | ControlBody::TransferRefused(_)
             | ControlBody::TransferExport(_)
             | ControlBody::TransferRenewed(_)
             | ControlBody::TransferCompleted(_)) => {
-                let now_ms = self.now_ms;
-                self.prefills.reader.iter_mut().for_each(|reader| reader.on_control(from, &body, now_ms));
+                let now_ms = self.cx.now_ms;
+                self.prefill.reader.iter_mut().for_each(|reader| reader.on_control(from, &body, now_ms));
             }
             body => return Some(body),
         }
@@ -109,15 +103,18 @@ impl Instance {
     }
 
     fn refuse_job(&mut self, key: Key, reason: String) {
-        self.prefills.status.jobs_refused += 1;
+        self.prefill.status.jobs_refused += 1;
         let queued_tokens = self.queued_tokens();
-        self.tell(key.0, ControlBody::PrefillRefused(PrefillRefused { request: key.1, reason, queued_tokens }));
+        self.cx.send_if_connected(
+            key.0,
+            ControlBody::PrefillRefused(PrefillRefused { request: key.1, reason, queued_tokens }),
+        );
     }
 
     fn on_prefill_request(&mut self, from: InstanceId, m: PrefillRequest) {
         let key = (from, m.request);
         if m.first == 0 {
-            if self.prefills.jobs.contains_key(&key) {
+            if self.prefill.jobs.contains_key(&key) {
                 return;
             }
             if let Err(reason) = self.may_gather(&m) {
@@ -130,16 +127,16 @@ impl Instance {
                 index: sampling.index,
                 push: m.push,
                 stage: Stage::Gathering { total, tokens, sampling },
-                since_ms: self.now_ms,
+                since_ms: self.cx.now_ms,
                 began_ms: None,
-                renewed_ms: self.now_ms,
+                renewed_ms: self.cx.now_ms,
             };
-            self.prefills.jobs.insert(key, job);
+            self.prefill.jobs.insert(key, job);
         }
-        let Some(job) = self.prefills.jobs.get_mut(&key) else { return };
+        let Some(job) = self.prefill.jobs.get_mut(&key) else { return };
         let Stage::Gathering { total, tokens, .. } = &mut job.stage else { return };
         if tokens.len() != m.first as usize || tokens.len() + m.tokens.len() > *total as usize || m.tokens.is_empty() {
-            self.prefills.jobs.remove(&key);
+            self.prefill.jobs.remove(&key);
             return self.refuse_job(key, "its messages do not fit together".to_owned());
         }
         tokens.extend(m.tokens);
@@ -150,8 +147,8 @@ impl Instance {
 
     /// Whether a prompt can be computed here at all.
     fn may_gather(&self, m: &PrefillRequest) -> Result<(), String> {
-        let (positions, room) = (self.config.max_positions, self.config.blocks_total);
-        if !self.roles.prefills() {
+        let (positions, room) = (self.cx.config.max_positions, self.cx.config.blocks_total);
+        if !self.membership.roles.prefills() {
             return Err("this instance computes no prompts for others".to_owned());
         }
         if self.membership.is_draining() || self.membership.drained {
@@ -160,7 +157,7 @@ impl Instance {
         if m.total == 0 || m.total > positions {
             return Err(format!("a prompt of {} tokens, of a model that takes 1 to {positions}", m.total));
         }
-        let needed = m.total.div_ceil(self.config.block_tokens);
+        let needed = m.total.div_ceil(self.cx.config.block_tokens);
         if needed > room {
             return Err(format!("the prompt needs {needed} rBlocks, this instance has {room}"));
         }
@@ -170,30 +167,30 @@ impl Instance {
                 "the prompt needs {needed} rBlocks of host memory to be read from, there are {beside}"
             ));
         }
-        if self.prefills.jobs.len() >= PREFILL_JOBS_MAX {
+        if self.prefill.jobs.len() >= PREFILL_JOBS_MAX {
             return Err(format!("{PREFILL_JOBS_MAX} prompts are computed or kept for others"));
         }
         Ok(())
     }
 
     fn start_job(&mut self, key: Key) {
-        let Some(job) = self.prefills.jobs.get_mut(&key) else { return };
-        self.prefills.next_job += 1;
-        let id = SeqId(self.prefills.next_job);
+        let Some(job) = self.prefill.jobs.get_mut(&key) else { return };
+        self.prefill.next_job += 1;
+        let id = SeqId(self.prefill.next_job);
         let Stage::Gathering { tokens, sampling, .. } = std::mem::replace(&mut job.stage, Stage::Running(id)) else {
             return;
         };
         let (seq, push, total) = (job.seq, job.push, as_u32(tokens.len()));
-        let vocab = self.config.vocab;
+        let vocab = self.cx.config.vocab;
         let refused = match tokens.iter().find(|token| **token >= vocab) {
             Some(token) => Some(format!("token {token} is not in a vocabulary of {vocab}")),
             None => {
-                let queued = self.sched.enqueue(id, total, self.now_ms);
+                let queued = self.batch.enqueue(id, total, self.cx.now_ms);
                 queued.err().map(|full| format!("{} requests wait here", full.limit))
             }
         };
         if let Some(reason) = refused {
-            self.prefills.jobs.remove(&key);
+            self.prefill.jobs.remove(&key);
             return self.refuse_job(key, reason);
         }
         let PrefillSampling { temperature, top_k, top_p, min_p, seed, logprobs, return_logits, .. } = sampling;
@@ -205,33 +202,32 @@ impl Instance {
             stop_ids: Vec::new(),
             return_logits,
         };
-        self.seqs.insert(id, Sequence::new(id, request, self.config.block_tokens, self.now_ms));
-        self.prefills.by_seq.insert(id, key);
-        self.prefills.published.insert(id, Publication::new(key, seq, push, total));
+        self.batch.add(id, Sequence::new(id, request, self.cx.config.block_tokens, self.cx.now_ms));
+        self.prefill.by_seq.insert(id, key);
+        self.prefill.published.insert(id, Publication::new(key, seq, push, total));
     }
 
     /// Tokens that the asker had generated before the one that a prefill samples.
     pub(crate) fn sampled_before(&self, seq: SeqId) -> Option<u64> {
-        self.prefills.by_seq.get(&seq).and_then(|key| self.prefills.jobs.get(key)).map(|job| job.index)
+        self.prefill.by_seq.get(&seq).and_then(|key| self.prefill.jobs.get(key)).map(|job| job.index)
     }
 
     /// A sequence got its memory and joins the batch.
     pub(crate) fn note_admitted(&mut self, seq: SeqId) {
-        let now_ms = self.now_ms;
-        let job = self.prefills.by_seq.get(&seq).and_then(|key| self.prefills.jobs.get_mut(key));
+        let now_ms = self.cx.now_ms;
+        let job = self.prefill.by_seq.get(&seq).and_then(|key| self.prefill.jobs.get_mut(key));
         job.into_iter().for_each(|job| _ = job.began_ms.get_or_insert(now_ms));
     }
 
     /// A prompt for another instance is computed: its blocks become the asker's.
     pub(crate) fn prefilled(&mut self, id: SeqId, sample: &SampleOut) {
-        let Some(key) = self.prefills.by_seq.remove(&id) else { return };
-        let (Some(mut seq), Some(job)) = (self.seqs.remove(&id), self.prefills.jobs.get(&key)) else { return };
-        self.sched.remove(id);
+        let Some(key) = self.prefill.by_seq.remove(&id) else { return };
+        let (Some(mut seq), Some(job)) = (self.batch.take(id), self.prefill.jobs.get(&key)) else { return };
         let tokens = seq.blocks.written();
         let numbers = local(seq.blocks.placements());
         let blocks = numbers.iter().map(|number| PhysBlock(*number)).collect();
         seq.blocks.clear();
-        let grant = self.rm.hand_over(id, (key.0, job.seq, key.1), blocks, tokens, self.now_ms);
+        let grant = self.cx.memory.rm.hand_over(id, (key.0, job.seq, key.1), blocks, tokens, self.cx.now_ms);
         let began_ms = job.began_ms.unwrap_or(job.since_ms);
         let (lease, epoch) = (LeaseId(grant.lease), Epoch(grant.epoch));
         let logprobs = sample.logprobs.as_ref();
@@ -248,10 +244,10 @@ impl Instance {
             export: 0,
             why: String::new(),
             queued_ms: began_ms - job.since_ms,
-            prefill_ms: self.now_ms - began_ms,
+            prefill_ms: self.cx.now_ms - began_ms,
             queued_tokens: 0,
         };
-        if let Some(job) = self.prefills.jobs.get_mut(&key) {
+        if let Some(job) = self.prefill.jobs.get_mut(&key) {
             job.stage = Stage::Exporting { of: id, lease, epoch, ready: Box::new(ready) };
         }
         self.publish_rest(id, lease, numbers);
@@ -261,7 +257,7 @@ impl Instance {
     pub(super) fn tell_ready(&mut self, id: SeqId, export: Result<u64, String>) {
         let is = |job: &Job| matches!(&job.stage, Stage::Exporting { of, .. } if *of == id);
         let queued_tokens = self.queued_tokens();
-        let Some((key, job)) = self.prefills.jobs.iter_mut().find(|(_, job)| is(job)) else { return };
+        let Some((key, job)) = self.prefill.jobs.iter_mut().find(|(_, job)| is(job)) else { return };
         let Stage::Exporting { lease, epoch, ready, .. } = &mut job.stage else { return };
         let (key, lease, epoch, mut ready) = (*key, *lease, *epoch, std::mem::take(ready));
         match export {
@@ -271,17 +267,17 @@ impl Instance {
         ready.queued_tokens = queued_tokens;
         let message = PrefillReady::clone(&ready);
         job.stage = Stage::Ready { of: id, lease, epoch, ready };
-        self.prefills.status.jobs_done += 1;
-        self.tell(key.0, ControlBody::PrefillReady(message));
+        self.prefill.status.jobs_done += 1;
+        self.cx.send_if_connected(key.0, ControlBody::PrefillReady(message));
     }
 
     /// A prefill is not wanted any more. With `unheld`, the asker does not hold its lease either.
     fn drop_job(&mut self, key: Key, unheld: bool) {
-        let Some(job) = self.prefills.jobs.get(&key) else { return };
+        let Some(job) = self.prefill.jobs.get(&key) else { return };
         match &job.stage {
             Stage::Gathering { .. } => {}
             &Stage::Running(seq) => {
-                self.prefills.by_seq.remove(&seq);
+                self.prefill.by_seq.remove(&seq);
                 self.unpublish(seq);
                 self.on_cancel(seq);
             }
@@ -289,17 +285,17 @@ impl Instance {
             Stage::Ready { .. } if !unheld => return,
             &Stage::Exporting { of, lease, epoch, .. } | &Stage::Ready { of, lease, epoch, .. } => {
                 self.unpublish(of);
-                self.rm.take_back(key.0, lease, epoch);
+                self.cx.memory.rm.take_back(key.0, lease, epoch);
             }
         }
-        self.prefills.jobs.remove(&key);
-        self.prefills.status.jobs_dropped += 1;
+        self.prefill.jobs.remove(&key);
+        self.prefill.status.jobs_dropped += 1;
     }
 
     /// A sequence that computes for another instance failed: whoever asked is told.
     pub(crate) fn job_failed(&mut self, seq: SeqId, reason: String) {
-        let Some(key) = self.prefills.by_seq.remove(&seq) else { return };
-        self.prefills.jobs.remove(&key);
+        let Some(key) = self.prefill.by_seq.remove(&seq) else { return };
+        self.prefill.jobs.remove(&key);
         self.unpublish(seq);
         self.refuse_job(key, reason);
     }
@@ -314,10 +310,10 @@ impl Instance {
     /// something is missing now is never whole, and an asker that waits for what is ready has not heard that it is, or
     /// will have before it hears it again.
     fn on_prefill_renew(&mut self, from: InstanceId, m: &PrefillRenew) {
-        let (now_ms, mut unknown, mut unheard) = (self.now_ms, Vec::new(), Vec::new());
+        let (now_ms, mut unknown, mut unheard) = (self.cx.now_ms, Vec::new(), Vec::new());
         for request in m.requests.iter().take(PREFILL_JOBS_MAX) {
             let key = (from, *request);
-            let Some(job) = self.prefills.jobs.get_mut(&key) else {
+            let Some(job) = self.prefill.jobs.get_mut(&key) else {
                 unknown.push(*request);
                 continue;
             };
@@ -325,58 +321,61 @@ impl Instance {
             match &job.stage {
                 Stage::Gathering { .. } => {
                     unknown.push(*request);
-                    self.prefills.jobs.remove(&key);
+                    self.prefill.jobs.remove(&key);
                 }
                 Stage::Running(_) => {}
-                Stage::Exporting { lease, .. } => self.rm.touch(from, *lease, now_ms),
+                Stage::Exporting { lease, .. } => self.cx.memory.rm.touch(from, *lease, now_ms),
                 Stage::Ready { lease, ready, .. } => {
-                    self.rm.touch(from, *lease, now_ms);
+                    self.cx.memory.rm.touch(from, *lease, now_ms);
                     unheard.push(PrefillReady::clone(ready));
                 }
             }
         }
         let queued_tokens = self.queued_tokens();
-        self.tell(from, ControlBody::PrefillRenewed(PrefillRenewed { seq: m.seq, unknown, queued_tokens }));
+        self.cx.send_if_connected(
+            from,
+            ControlBody::PrefillRenewed(PrefillRenewed { seq: m.seq, unknown, queued_tokens }),
+        );
         if mutants::is(Mutant::AnswerUnrepeated) {
             return;
         }
         for ready in unheard {
-            self.tell(from, ControlBody::PrefillReady(PrefillReady { queued_tokens, ..ready }));
+            self.cx.send_if_connected(from, ControlBody::PrefillReady(PrefillReady { queued_tokens, ..ready }));
         }
     }
 
     /// The session with an instance ended, and with it what it asked for and was not told to be done.
     pub(crate) fn drop_jobs_of(&mut self, asker: InstanceId) {
         let all = (asker, 0)..=(asker, u64::MAX);
-        let keys: Vec<Key> = self.prefills.jobs.range(all).map(|(key, _)| *key).collect();
+        let keys: Vec<Key> = self.prefill.jobs.range(all).map(|(key, _)| *key).collect();
         keys.into_iter().for_each(|key| self.drop_job(key, false));
     }
 
     /// This instance was declared dead: nobody holds anything of it any more.
     pub(crate) fn drop_all_jobs(&mut self) {
-        let keys: Vec<Key> = self.prefills.jobs.keys().copied().collect();
+        let keys: Vec<Key> = self.prefill.jobs.keys().copied().collect();
         keys.into_iter().for_each(|key| self.drop_job(key, true));
     }
 
     /// Prefills that nobody wants any more, and those whose lease has ended.
     pub(crate) fn expire_jobs(&mut self) {
-        let now_ms = self.now_ms;
-        if self.prefills.jobs.is_empty() {
+        let now_ms = self.cx.now_ms;
+        if self.prefill.jobs.is_empty() {
             return;
         }
-        let all: BTreeSet<LeaseId> = self.rm.lent().map(|(_, lease, ..)| lease).collect();
+        let all: BTreeSet<LeaseId> = self.cx.memory.rm.lent().map(|(_, lease, ..)| lease).collect();
         let lent = |lease: LeaseId| all.contains(&lease);
         let over = |job: &Job| match job.stage {
             Stage::Ready { lease, .. } => !lent(lease),
             _ => now_ms > job.renewed_ms + LEASE_TTL_MS,
         };
-        let keys: Vec<Key> = self.prefills.jobs.iter().filter(|(_, job)| over(job)).map(|(key, _)| *key).collect();
+        let keys: Vec<Key> = self.prefill.jobs.iter().filter(|(_, job)| over(job)).map(|(key, _)| *key).collect();
         for key in keys {
-            match self.prefills.jobs.get(&key).map(|job| &job.stage) {
+            match self.prefill.jobs.get(&key).map(|job| &job.stage) {
                 Some(&Stage::Ready { of, .. }) => {
                     // Its lease is gone, and nobody may read it; if it was read, this says nothing new.
                     self.unpublish(of);
-                    self.prefills.jobs.remove(&key);
+                    self.prefill.jobs.remove(&key);
                 }
                 _ => self.drop_job(key, true),
             }

@@ -86,7 +86,7 @@ fn pieces(store: &[u32], beside: &[u32], tokens: u32, block_tokens: u32) -> Vec<
 impl Instance {
     /// Who uses which blocks beside the store, to look at: what is exported from them, and what is read into them.
     pub fn stages(&self) -> impl Iterator<Item = (StageUser, &[u32])> {
-        let prefills = &self.prefills;
+        let prefills = &self.prefill;
         let out = prefills.published.iter().map(|(seq, of)| (StageUser::Exported(*seq), of.staged.as_slice()));
         let landings = prefills.away.iter().filter_map(|(seq, away)| Some((*seq, away.stage.landing()?)));
         let landings = landings.map(|(seq, of)| (StageUser::Read(seq), of.staged.as_slice()));
@@ -96,12 +96,12 @@ impl Instance {
 
     /// Blocks beside the store in all; 0 where transports read and fill the store itself.
     pub(crate) fn stage_blocks(&self) -> u32 {
-        self.config.transfer.as_ref().map_or(0, |transfer| transfer.stage_blocks)
+        self.cx.config.transfer.as_ref().map_or(0, |transfer| transfer.stage_blocks)
     }
 
     /// Whether transports write into the store by themselves.
     pub(crate) fn reads_directly(&self) -> bool {
-        self.roles.reads() && self.stage_blocks() == 0
+        self.membership.roles.reads() && self.stage_blocks() == 0
     }
 
     /// Room for `n` blocks beside the store, nothing where none is needed. `None`: wait.
@@ -109,7 +109,7 @@ impl Instance {
         if self.stage_blocks() == 0 {
             return Some(Vec::new());
         }
-        self.prefills.staging.take(n as usize)
+        self.prefill.staging.take(n as usize)
     }
 
     /// Gives room back, and to prefills that wait for it.
@@ -117,17 +117,17 @@ impl Instance {
         if blocks.is_empty() {
             return;
         }
-        self.prefills.staging.give_back(blocks);
+        self.prefill.staging.give_back(blocks);
         self.stage_waiting();
     }
 
     /// Exports of prefills that waited for room, the oldest first.
     pub(super) fn stage_waiting(&mut self) {
         loop {
-            let first = self.prefills.published.iter().find(|(_, p)| p.waits).map(|(id, _)| *id);
+            let first = self.prefill.published.iter().find(|(_, p)| p.waits).map(|(id, _)| *id);
             let Some(id) = first else { return };
             self.publish(id);
-            if self.prefills.published.get(&id).is_some_and(|p| p.waits) {
+            if self.prefill.published.get(&id).is_some_and(|p| p.waits) {
                 return;
             }
         }
@@ -138,14 +138,14 @@ impl Instance {
         if self.stage_blocks() == 0 {
             return true;
         }
-        let older_waits = self.prefills.published.range(..id).any(|(_, p)| p.waits);
-        let Some(publication) = self.prefills.published.get_mut(&id) else { return false };
+        let older_waits = self.prefill.published.range(..id).any(|(_, p)| p.waits);
+        let Some(publication) = self.prefill.published.get_mut(&id) else { return false };
         if !publication.staged.is_empty() || publication.ended {
             return true;
         }
-        let needed = publication.total.div_ceil(self.config.block_tokens) as usize;
-        let room = if older_waits { None } else { self.prefills.staging.take(needed) };
-        self.prefills.status.stage_waits += u64::from(room.is_none() && !publication.waits);
+        let needed = publication.total.div_ceil(self.cx.config.block_tokens) as usize;
+        let room = if older_waits { None } else { self.prefill.staging.take(needed) };
+        self.prefill.status.stage_waits += u64::from(room.is_none() && !publication.waits);
         publication.waits = room.is_none();
         publication.staged = room.unwrap_or_default();
         !publication.waits
@@ -153,48 +153,48 @@ impl Instance {
 
     /// Has a part of a prefill copied to where transports read, and exported then.
     pub(super) fn stage_out(&mut self, id: SeqId, part: Span) {
-        let (block_tokens, all) = (self.config.block_tokens, 0..self.config.kv.layers);
-        let Some(publication) = self.prefills.published.get_mut(&id) else { return };
+        let (block_tokens, all) = (self.cx.config.block_tokens, 0..self.cx.config.kv.layers);
+        let Some(publication) = self.prefill.published.get_mut(&id) else { return };
         let blocks = blocks_of(&part, block_tokens);
         let pieces =
             pieces(&publication.blocks[blocks.clone()], &publication.staged[blocks], part.tokens, block_tokens);
-        let stage = self.prefills.staging.issue();
+        let stage = self.prefill.staging.issue();
         let layers = part.layers.clone().unwrap_or(all);
         publication.stage = Some((stage, part.clone()));
         if mutants::is(Mutant::StageUnawaited) {
             publication.stage = None;
             self.export(id, part);
         }
-        self.effects.push(Effect::Runner(Command::Stage(StageWork { stage, inward: false, layers, pieces })));
+        self.cx.effects.push(Effect::Runner(Command::Stage(StageWork { stage, inward: false, layers, pieces })));
     }
 
     /// Has transports serve a part of a prefill.
     pub(super) fn export(&mut self, id: SeqId, part: Span) {
-        let block_tokens = self.config.block_tokens;
-        let Some(publication) = self.prefills.published.get(&id) else { return };
+        let block_tokens = self.cx.config.block_tokens;
+        let Some(publication) = self.prefill.published.get(&id) else { return };
         let read = if publication.staged.is_empty() { &publication.blocks } else { &publication.staged };
         let blocks = read[blocks_of(&part, block_tokens)].to_vec();
         let (reader, request) = publication.key;
         let export = TransferEffect::Export { job: id, reader, request, part, blocks };
-        self.effects.push(Effect::Transfer(export));
+        self.cx.effects.push(Effect::Transfer(export));
     }
 
     /// Has what arrived beside the store copied into it. False if there is nothing to copy (any more).
     pub(super) fn stage_in(&mut self, id: SeqId) -> bool {
-        let (block_tokens, layers) = (self.config.block_tokens, 0..self.config.kv.layers);
-        let landing = self.prefills.away.get_mut(&id).and_then(|away| away.stage.landing_mut());
+        let (block_tokens, layers) = (self.cx.config.block_tokens, 0..self.cx.config.kv.layers);
+        let landing = self.prefill.away.get_mut(&id).and_then(|away| away.stage.landing_mut());
         let Some(landing) = landing.filter(|landing| !landing.staged.is_empty()) else { return false };
         if landing.stage.is_some() {
             return true;
         }
-        let stage = self.prefills.staging.issue();
+        let stage = self.prefill.staging.issue();
         landing.stage = Some(stage);
         let store: Vec<u32> = landing.read_into().iter().map(|block: &PhysBlock| block.0).collect();
         let pieces = pieces(&store, &landing.staged, landing.tokens_here(), block_tokens);
-        self.release_freed();
-        self.effects.push(Effect::Runner(Command::Stage(StageWork { stage, inward: true, layers, pieces })));
+        self.cx.release_freed();
+        self.cx.effects.push(Effect::Runner(Command::Stage(StageWork { stage, inward: true, layers, pieces })));
         if mutants::is(Mutant::LandedUnstored) {
-            let landing = self.prefills.away.get_mut(&id).and_then(|away| away.stage.landing_mut());
+            let landing = self.prefill.away.get_mut(&id).and_then(|away| away.stage.landing_mut());
             let staged = landing.map(Landing::stored).unwrap_or_default();
             self.unstage(staged);
             return false;
@@ -205,8 +205,7 @@ impl Instance {
     /// The device has copied something between its store and the memory beside it, or could not.
     pub(crate) fn on_staged(&mut self, stage: StageId, error: Option<&DeviceError>) {
         let failed = error.map(|error| format!("its KV was not copied between the device and the host: {error}"));
-        let out =
-            self.prefills.published.iter_mut().find(|(_, p)| p.stage.as_ref().is_some_and(|(of, _)| *of == stage));
+        let out = self.prefill.published.iter_mut().find(|(_, p)| p.stage.as_ref().is_some_and(|(of, _)| *of == stage));
         if let Some((id, publication)) = out {
             let (id, part, ended) = (*id, publication.stage.take(), publication.ended);
             return match (part, failed) {
@@ -215,10 +214,10 @@ impl Instance {
             };
         }
         let is = |stage_of: &Stage| stage_of.landing().is_some_and(|landing| landing.stage == Some(stage));
-        let Some(id) = self.prefills.away.iter().find(|(_, away)| is(&away.stage)).map(|(id, _)| *id) else {
+        let Some(id) = self.prefill.away.iter().find(|(_, away)| is(&away.stage)).map(|(id, _)| *id) else {
             return self.settle_stage(stage);
         };
-        let landing = self.prefills.away.get_mut(&id).and_then(|away| away.stage.landing_mut());
+        let landing = self.prefill.away.get_mut(&id).and_then(|away| away.stage.landing_mut());
         let staged = landing.map(Landing::stored).unwrap_or_default();
         self.unstage(staged);
         match failed {

@@ -1,6 +1,6 @@
 //! One side of a hand-over, driven by events: what happens to the messages that do not arrive.
 
-use crate::freeze::tests::config;
+use crate::creditor::freeze::tests::config;
 use crate::{Effect, Event, Instance, InstanceConfig, PeerKey, TICK_MS, TransferConfig, TransferEffect, TransferEvent};
 use lagoon_protocol::{
     BorrowAdvice, ControlBody, Elder, HeartbeatAck, Hello, PrefillReady, PrefillRenew, PrefillRequest, PrefillSampling,
@@ -34,7 +34,7 @@ impl Side {
             version_max: VERSION_MAX,
             instance: 2,
             incarnation: 5,
-            shape: Some(side.instance.config.pool_shape()),
+            shape: Some(side.instance.cx.config.pool_shape()),
             lent: None,
         };
         side.on(Event::PeerUp { peer: PEER });
@@ -151,7 +151,7 @@ fn a_prompt_of_which_a_part_found_a_full_queue_is_not_waited_for() {
 /// A decode worker that has asked instance 2 for a prompt, and the request's number.
 fn asking(push: bool) -> (Side, u64) {
     let mut side = Side::new(Role::Decode);
-    side.instance.config.transfer.as_mut().unwrap().push = push;
+    side.instance.cx.config.transfer.as_mut().unwrap().push = push;
     let worker =
         Worker { instance: 2, quic_addr: "127.0.0.1:2".to_owned(), role: Role::Prefill.into(), blocks_total: 9 };
     let workers = Workers { version: 5, workers: vec![worker] };
@@ -214,7 +214,7 @@ fn an_answer_from_before_a_long_pause_is_given_back() {
     side.hear(ControlBody::PrefillRenewed(renewed));
     side.tick(LEASE_TTL_MS + 5_000);
     let said = side.hear(answer(request));
-    assert_eq!((side.instance.rm.held().count(), releases(&said)), (0, 1), "{said:?}");
+    assert_eq!((side.instance.cx.memory.rm.held().count(), releases(&said)), (0, 1), "{said:?}");
 }
 
 /// The worker frees what it handed to the old life when it hears of the new one, which must not take it in between.
@@ -224,7 +224,7 @@ fn a_life_does_not_take_what_the_one_before_it_asked_for() {
     let ack = HeartbeatAck { known: true, fenced: true, ..HeartbeatAck::default() };
     side.on(Event::GManager(ControlBody::HeartbeatAck(ack)));
     let said = side.hear(answer(request));
-    assert_eq!((side.instance.rm.held().count(), releases(&said)), (0, 1), "{said:?}");
+    assert_eq!((side.instance.cx.memory.rm.held().count(), releases(&said)), (0, 1), "{said:?}");
 }
 
 /// The export is announced behind the answer, which found a full queue: both are told again, the export first.
@@ -252,9 +252,9 @@ fn an_export_is_kept_for_the_answer_that_names_it() {
 fn what_is_answered_and_never_exported_is_given_back() {
     let (mut side, request) = asking(false);
     let said = side.hear(answer(request));
-    assert_eq!((side.instance.rm.held().count(), releases(&said)), (1, 0), "{said:?}");
+    assert_eq!((side.instance.cx.memory.rm.held().count(), releases(&said)), (1, 0), "{said:?}");
     let said: Vec<ControlBody> = (0..LEASE_TTL_MS / TICK_MS / 2 + 1).flat_map(|_| side.tick(TICK_MS)).collect();
-    assert_eq!(side.instance.rm.held().count(), 0);
+    assert_eq!(side.instance.cx.memory.rm.held().count(), 0);
     assert!(releases(&said) > 0);
 }
 
@@ -262,14 +262,14 @@ fn what_is_answered_and_never_exported_is_given_back() {
 #[test]
 fn memory_for_what_nobody_has_begun_is_given_up_for_an_older_request() {
     let (mut side, request) = asking(true);
-    assert_eq!(side.instance.rm.available(), 2, "it has memory before it asks");
+    assert_eq!(side.instance.cx.memory.rm.available(), 2, "it has memory before it asks");
     let elder = Some(Elder { debtor: 2, waits_ms: 900 });
     let ack = HeartbeatAck { known: true, pool_blocks_total: 100, elder, ..HeartbeatAck::default() };
     side.on(Event::GManager(ControlBody::HeartbeatAck(ack)));
     let said = side.tick(TICK_MS);
     let cancelled = |body: &ControlBody| matches!(body, ControlBody::PrefillCancel(m) if m.requests == [request]);
     assert!(said.iter().any(cancelled), "{said:?}");
-    assert_eq!(side.instance.rm.available(), 4);
+    assert_eq!(side.instance.cx.memory.rm.available(), 4);
     let asked = |body: &ControlBody| matches!(body, ControlBody::PrefillRequest(_));
     assert!(!side.tick(TICK_MS).iter().any(asked), "the older one comes first");
 }

@@ -62,7 +62,7 @@ impl SeqBlocks {
             }
             push_entry(&mut entries, &remote);
             *placement = Placement::Hole;
-            self.holes += 1;
+            (self.holes, self.remote) = (self.holes + 1, self.remote - 1);
             let start = block * self.block_tokens;
             let end = (start + self.block_tokens).min(self.written);
             if start < end {
@@ -70,6 +70,7 @@ impl SeqBlocks {
             }
         }
         self.lost = union(&self.lost, &lost);
+        self.drop_extents();
         entries
     }
 
@@ -88,6 +89,7 @@ impl SeqBlocks {
             }
         }
         self.lost = union(&self.lost, &lost);
+        self.drop_extents();
         own
     }
 
@@ -119,10 +121,12 @@ impl SeqBlocks {
     fn fill(&mut self, mut places: impl ExactSizeIterator<Item = Placement>) {
         assert!(places.len() <= index(self.holes), "{} blocks for {} holes", places.len(), self.holes);
         for hole in self.blocks.iter_mut().filter(|p| matches!(p, Placement::Hole)) {
-            let Some(place) = places.next() else { return };
+            let Some(place) = places.next() else { break };
             *hole = place;
             self.holes -= 1;
+            self.remote += u32::from(matches!(place, Placement::Remote(_)));
         }
+        self.drop_extents();
     }
 
     /// `tokens` tokens from position `start` on are written in every layer: the first of what is lost, or new ones.

@@ -33,6 +33,7 @@ impl SeqBlocks {
         assert_eq!(next / self.block_tokens(), block, "block {block} is not the next one");
         assert!(matches!(self.blocks[index(block)], Placement::Local(_)), "block {block} does not lie here");
         self.blocks[index(block)] = Placement::Local(to);
+        self.drop_extents();
         self.advance((block + 1) * self.block_tokens() - next)
     }
 
@@ -45,6 +46,10 @@ impl SeqBlocks {
         assert!(matches!(to, Placement::Local(_) | Placement::Remote(_)), "a move has a target");
         let at = &mut self.blocks[index(block)];
         assert_ne!(*at, to, "block {block} is there already");
-        std::mem::replace(at, to)
+        let old = std::mem::replace(at, to);
+        self.remote += u32::from(matches!(to, Placement::Remote(_)));
+        self.remote -= u32::from(matches!(old, Placement::Remote(_)));
+        self.drop_extents();
+        old
     }
 }

@@ -4,6 +4,7 @@
 //! Everything a peer sends is validated here, above the backend: shape, lease, epoch, range, limits. A query that
 //! needs KV which has not arrived waits until it has or its deadline passes; each wait is bounded in number and time.
 
+use crate::cx::TagOwner;
 use crate::event::{Effect, PeerKey};
 use crate::instance::Instance;
 use bytes::Bytes;
@@ -56,12 +57,11 @@ enum Outstanding {
 
 /// State of the creditor's side.
 #[derive(Debug, Default)]
-pub(crate) struct Guests {
+pub(crate) struct Requests {
     tickets: BTreeMap<(InstanceId, StepId), Ticket>,
     /// In order of arrival; retried as KV arrives.
     waiting: Vec<(PeerKey, InstanceId, u64, Waiting)>,
     outstanding: BTreeMap<GuestTag, Outstanding>,
-    next_tag: u64,
     /// Bytes of peers' KV that wait for the device.
     write_bytes: usize,
     /// Bytes that have left the queue.
@@ -74,18 +74,7 @@ fn refuse<T>(code: RefuseCode, detail: impl Into<String>) -> Result<T, Refusal> 
     Err((code, detail.into()))
 }
 
-impl Guests {
-    pub(crate) fn new_tag(&mut self) -> GuestTag {
-        self.next_tag += 1;
-        GuestTag(self.next_tag)
-    }
-
-    fn tag(&mut self, what: Outstanding) -> GuestTag {
-        let tag = self.new_tag();
-        self.outstanding.insert(tag, what);
-        tag
-    }
-
+impl Requests {
     /// Forgets a peer's steps and waits.
     pub(crate) fn forget(&mut self, instance: InstanceId) {
         self.tickets.retain(|(from, _), _| *from != instance);
@@ -112,7 +101,7 @@ impl Guests {
         self.write_bytes += bytes;
     }
 
-    /// The writes that are queued now, as [`Guests::has_written`] takes it.
+    /// The writes that are queued now, as [`Requests::has_written`] takes it.
     pub(crate) fn queued_writes(&self) -> u64 {
         self.written_bytes + self.write_bytes as u64
     }
@@ -138,20 +127,20 @@ impl Instance {
     pub(crate) fn refuse_guest(&mut self, peer: PeerKey, instance: InstanceId, detail: &str) {
         let code = RefuseCode::Overloaded;
         let of = |key: &&(InstanceId, StepId)| key.0 == instance;
-        let steps = self.guests.tickets.keys().filter(of);
-        self.effects.extend(steps.map(|(_, step)| Effect::Partials {
+        let steps = self.creditor.requests.tickets.keys().filter(of);
+        self.cx.effects.extend(steps.map(|(_, step)| Effect::Partials {
             peer,
             frame: PartialsFrame::Refused { step: *step, code, detail: detail.to_owned() },
         }));
-        let reads = self.guests.waiting.iter().filter(|(_, from, _, _)| *from == instance);
-        self.effects.extend(reads.filter_map(|(_, _, _, waiting)| match waiting {
+        let reads = self.creditor.requests.waiting.iter().filter(|(_, from, _, _)| *from == instance);
+        self.cx.effects.extend(reads.filter_map(|(_, _, _, waiting)| match waiting {
             Waiting::Read { id, lease, .. } => Some(Effect::Bulk {
                 peer,
                 frame: BulkFrame::Refused { id: *id, lease: *lease, code, detail: detail.to_owned() },
             }),
             Waiting::Query { .. } => None,
         }));
-        self.guests.forget(instance);
+        self.creditor.requests.forget(instance);
     }
 
     /// A frame of the partials class that concerns this instance as creditor.
@@ -162,8 +151,9 @@ impl Instance {
                 (step, self.on_query(peer, from, step, layer, rows, queries))
             }
             PartialsFrame::StepCancel { step } => {
-                self.guests.tickets.remove(&(from, step));
-                self.guests
+                self.creditor.requests.tickets.remove(&(from, step));
+                self.creditor
+                    .requests
                     .waiting
                     .retain(|(_, f, _, w)| !matches!(w, Waiting::Query { step: s, .. } if *f == from && *s == step));
                 return;
@@ -172,13 +162,13 @@ impl Instance {
             PartialsFrame::Partial { .. } | PartialsFrame::Refused { .. } => return,
         };
         if let Err((code, detail)) = result {
-            self.guests.tickets.remove(&(from, step));
-            self.effects.push(Effect::Partials { peer, frame: PartialsFrame::Refused { step, code, detail } });
+            self.creditor.requests.tickets.remove(&(from, step));
+            self.cx.effects.push(Effect::Partials { peer, frame: PartialsFrame::Refused { step, code, detail } });
         }
     }
 
     fn on_ticket(&mut self, from: InstanceId, ticket: &StepTicket) -> Result<(), Refusal> {
-        if self.guests.tickets.len() >= GUEST_TICKETS_MAX {
+        if self.creditor.requests.tickets.len() >= GUEST_TICKETS_MAX {
             return refuse(RefuseCode::Overloaded, format!("{GUEST_TICKETS_MAX} steps of peers are open"));
         }
         let rows: u64 = ticket.seqs.iter().map(|s| u64::from(s.rows)).sum();
@@ -195,7 +185,9 @@ impl Instance {
                     return refuse(RefuseCode::Malformed, "a sequence's runs are not ascending");
                 }
                 end_pos = run.first_pos + run.len;
-                self.rm
+                self.cx
+                    .memory
+                    .rm
                     .resolve(from, run, &mut runs)
                     .map_err(|code| (code, format!("{} offsets {}+{}", run.lease, run.offset, run.len)))?;
                 let &LeaseRun { lease, epoch, offset: first, len, .. } = run;
@@ -222,10 +214,10 @@ impl Instance {
             runs,
             row_keys,
             needs,
-            deadline_ms: ticket.deadline_ms.min(u32::try_from(self.step_deadline_ms).unwrap_or(u32::MAX)),
-            expires_ms: self.now_ms + 2 * self.step_deadline_ms,
+            deadline_ms: ticket.deadline_ms.min(u32::try_from(self.step.deadline_ms).unwrap_or(u32::MAX)),
+            expires_ms: self.cx.now_ms + 2 * self.step.deadline_ms,
         };
-        self.guests.tickets.insert((from, ticket.step), entry);
+        self.creditor.requests.tickets.insert((from, ticket.step), entry);
         Ok(())
     }
 
@@ -238,71 +230,78 @@ impl Instance {
         rows: u32,
         queries: Bytes,
     ) -> Result<(), Refusal> {
-        let Some(ticket) = self.guests.tickets.get_mut(&(from, step)) else {
+        let Some(ticket) = self.creditor.requests.tickets.get_mut(&(from, step)) else {
             // A step that was refused or cancelled: its frames under way are expected and answered already.
             return Ok(());
         };
-        let bytes = rows as usize * self.config.geometry.q_dim() * ticket.dtype.size();
-        if rows != ticket.rows || queries.len() != bytes || layer >= self.config.kv.layers {
+        let bytes = rows as usize * self.cx.config.geometry.q_dim() * ticket.dtype.size();
+        if rows != ticket.rows || queries.len() != bytes || layer >= self.cx.config.kv.layers {
             return refuse(RefuseCode::Malformed, format!("{rows} rows, layer {layer} do not fit the ticket"));
         }
-        if self.guests.load() >= GUEST_WAITING_MAX {
+        if self.creditor.requests.load() >= GUEST_WAITING_MAX {
             return refuse(RefuseCode::Overloaded, format!("{GUEST_WAITING_MAX} frames of peers wait"));
         }
-        let ticket = &self.guests.tickets[&(from, step)];
-        let deadline = self.now_ms + u64::from(ticket.deadline_ms);
-        self.guests.waiting.push((peer, from, deadline, Waiting::Query { step, layer, queries }));
+        let ticket = &self.creditor.requests.tickets[&(from, step)];
+        let deadline = self.cx.now_ms + u64::from(ticket.deadline_ms);
+        self.creditor.requests.waiting.push((peer, from, deadline, Waiting::Query { step, layer, queries }));
         self.serve_waiting();
         Ok(())
     }
 
     /// Starts whatever has its KV, in order of arrival.
     pub(crate) fn serve_waiting(&mut self) {
-        let mut waiting = std::mem::take(&mut self.guests.waiting);
+        let mut waiting = std::mem::take(&mut self.creditor.requests.waiting);
         waiting.retain_mut(|(peer, from, _, frame)| !self.try_serve(*peer, *from, frame));
-        self.guests.waiting = waiting;
+        self.creditor.requests.waiting = waiting;
     }
 
     /// Whether the frame is done with: started, or its step is gone.
     fn try_serve(&mut self, peer: PeerKey, from: InstanceId, frame: &mut Waiting) -> bool {
         match frame {
             Waiting::Query { step, layer, queries } => {
-                let Some(ticket) = self.guests.tickets.get_mut(&(from, *step)) else { return true };
+                let Some(ticket) = self.creditor.requests.tickets.get_mut(&(from, *step)) else { return true };
                 let has = |need: &Need| {
-                    self.rm.written(from, need.lease, need.epoch, *layer).is_ok_and(|written| written >= need.end)
+                    self.cx
+                        .memory
+                        .rm
+                        .written(from, need.lease, need.epoch, *layer)
+                        .is_ok_and(|written| written >= need.end)
                 };
                 if !ticket.needs.iter().all(has) {
                     return false;
                 }
-                ticket.expires_ms = self.now_ms + 2 * self.step_deadline_ms;
+                ticket.expires_ms = self.cx.now_ms + 2 * self.step.deadline_ms;
                 let (dtype, rows) = (ticket.dtype, ticket.rows);
-                if let Some(threshold) = &mut self.threshold {
+                if let Some(threshold) = &mut self.creditor.threshold {
                     threshold.on_guest(from, ticket.row_keys);
                 }
-                let last = *layer + 1 == self.config.kv.layers;
+                let last = *layer + 1 == self.cx.config.kv.layers;
                 let (seqs, runs) = if last {
                     (std::mem::take(&mut ticket.seqs), std::mem::take(&mut ticket.runs))
                 } else {
                     (ticket.seqs.clone(), ticket.runs.clone())
                 };
                 if last {
-                    self.guests.tickets.remove(&(from, *step));
+                    self.creditor.requests.tickets.remove(&(from, *step));
                 }
-                let tag = self.guests.tag(Outstanding::Query { peer, step: *step, layer: *layer, rows });
+                let tag = self.cx.tags.take(TagOwner::Request);
+                let what = Outstanding::Query { peer, step: *step, layer: *layer, rows };
+                self.creditor.requests.outstanding.insert(tag, what);
                 let queries = std::mem::take(queries);
                 let query = GuestQuery { tag, layer: *layer, dtype, queries, seqs, runs };
-                self.effects.push(Effect::Runner(Command::GuestQuery(query)));
+                self.cx.effects.push(Effect::Runner(Command::GuestQuery(query)));
                 true
             }
             Waiting::Read { id, lease, epoch, end, layer, pieces, .. } => {
-                if !self.rm.written(from, *lease, *epoch, *layer).is_ok_and(|written| written >= *end) {
+                if !self.cx.memory.rm.written(from, *lease, *epoch, *layer).is_ok_and(|written| written >= *end) {
                     return false;
                 }
                 let tokens = pieces.iter().map(|(_, n)| n).sum();
                 let what = Outstanding::Read { peer, id: *id, lease: *lease, layer: *layer, tokens };
-                let tag = self.guests.tag(what);
+                let tag = self.cx.tags.take(TagOwner::Request);
+                self.creditor.requests.outstanding.insert(tag, what);
                 let read = GuestRead { tag, layer: *layer, pieces: std::mem::take(pieces) };
-                self.effects.push(Effect::Runner(Command::GuestRead(read)));
+                self.cx.effects.push(Effect::Runner(Command::GuestRead(read)));
                 true
             }
         }
@@ -315,12 +314,12 @@ impl Instance {
                 (0, lease, self.on_write(from, lease, epoch, layer, offset, tokens, kv))
             }
             BulkFrame::Seal { lease, epoch, entry, hash } => {
-                let sealed = self.rm.seal(from, lease, epoch, entry, &hash);
-                if sealed.is_ok() && self.config.lent.is_some() {
+                let sealed = self.cx.memory.rm.seal(from, lease, epoch, entry, &hash);
+                if sealed.is_ok() && self.cx.config.lent.is_some() {
                     self.seal_lent(peer, lease, epoch, entry);
                 } else if sealed == Ok(true) {
                     let sealed = LeaseSealed { lease: lease.0, epoch: epoch.0, entries: vec![entry], blocks: vec![] };
-                    self.effects.push(Effect::Control { peer, body: ControlBody::LeaseSealed(sealed) });
+                    self.cx.send(peer, ControlBody::LeaseSealed(sealed));
                 }
                 (0, lease, sealed.map(drop).map_err(|code| (code, format!("entry {entry} of {lease}"))))
             }
@@ -332,7 +331,7 @@ impl Instance {
             BulkFrame::Data { .. } | BulkFrame::Refused { .. } => return,
         };
         if let Err((code, detail)) = result {
-            self.effects.push(Effect::Bulk { peer, frame: BulkFrame::Refused { id, lease, code, detail } });
+            self.cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Refused { id, lease, code, detail } });
         }
     }
 
@@ -347,25 +346,27 @@ impl Instance {
         tokens: u32,
         kv: Bytes,
     ) -> Result<(), Refusal> {
-        if kv.len() as u64 != u64::from(tokens) * self.config.kv.layer_token_bytes() as u64 {
+        if kv.len() as u64 != u64::from(tokens) * self.cx.config.kv.layer_token_bytes() as u64 {
             return refuse(RefuseCode::Malformed, format!("{} bytes are not {tokens} tokens", kv.len()));
         }
         let pieces = self
+            .cx
+            .memory
             .rm
             .begin_write(from, lease, epoch, layer, offset, tokens)
             .map_err(|code| (code, format!("{lease} layer {layer} offsets {offset}+{tokens}")))?;
-        self.rm.commit_write(lease, layer, &kv, self.now_ms);
+        self.cx.memory.rm.commit_write(lease, layer, &kv, self.cx.now_ms);
         // Entries that were freed meanwhile are left out.
-        let token_bytes = self.config.kv.layer_token_bytes();
+        let token_bytes = self.cx.config.kv.layer_token_bytes();
         for group in pieces.chunk_by(|a, b| a.token0 + a.tokens == b.token0) {
             let tokens: u32 = group.iter().map(|p| p.tokens).sum();
             let from = group[0].token0 as usize * token_bytes;
             let kv = kv.slice(from..from + tokens as usize * token_bytes);
             let pieces = group.iter().map(|p| (p.slot0, p.tokens)).collect();
-            self.guests.queue_write(kv.len());
+            self.creditor.requests.queue_write(kv.len());
             let write = GuestWrite { tag: None, layer, pieces, kv };
-            self.release_freed();
-            self.effects.push(Effect::Runner(Command::GuestWrite(write)));
+            self.cx.release_freed();
+            self.cx.effects.push(Effect::Runner(Command::GuestWrite(write)));
         }
         self.serve_waiting();
         Ok(())
@@ -380,21 +381,23 @@ impl Instance {
         run: &LeaseRun,
         deadline_ms: u32,
     ) -> Result<(), Refusal> {
-        if layer >= self.config.kv.layers || run.len == 0 {
+        if layer >= self.cx.config.kv.layers || run.len == 0 {
             return refuse(RefuseCode::Malformed, format!("layer {layer}, {} tokens", run.len));
         }
-        if self.guests.load() >= GUEST_WAITING_MAX {
+        if self.creditor.requests.load() >= GUEST_WAITING_MAX {
             return refuse(RefuseCode::Overloaded, format!("{GUEST_WAITING_MAX} frames of peers wait"));
         }
         let mut runs = Vec::new();
-        self.rm
+        self.cx
+            .memory
+            .rm
             .resolve(from, run, &mut runs)
             .map_err(|code| (code, format!("{} offsets {}+{}", run.lease, run.offset, run.len)))?;
         let pieces = runs.iter().map(|r| (r.base, r.len)).collect();
-        let deadline = self.now_ms + u64::from(deadline_ms).min(self.step_deadline_ms);
+        let deadline = self.cx.now_ms + u64::from(deadline_ms).min(self.step.deadline_ms);
         let (lease, epoch, first) = (run.lease, run.epoch, run.offset);
         let frame = Waiting::Read { id, lease, epoch, first, end: first + run.len, layer, pieces };
-        self.guests.waiting.push((peer, from, deadline, frame));
+        self.creditor.requests.waiting.push((peer, from, deadline, frame));
         self.serve_waiting();
         Ok(())
     }
@@ -403,39 +406,40 @@ impl Instance {
     /// the transport's flow control then holds the peers back.
     #[must_use]
     pub fn takes_bulk(&self) -> bool {
-        self.guests.write_bytes < GUEST_WRITE_BYTES_MAX
+        self.creditor.requests.write_bytes < GUEST_WRITE_BYTES_MAX
     }
 
     /// The device took a peer's KV.
     pub(crate) fn on_guest_written(&mut self, bytes: usize) {
-        self.guests.write_bytes -= bytes;
-        self.guests.written_bytes += bytes as u64;
+        self.creditor.requests.write_bytes -= bytes;
+        self.creditor.requests.written_bytes += bytes as u64;
     }
 
     /// The device answered a guest's query.
     pub(crate) fn on_guest_partial(&mut self, tag: GuestTag, out: Bytes, lse: Bytes, count: Bytes) {
-        if let Some(Outstanding::Query { peer, step, layer, rows }) = self.guests.outstanding.remove(&tag) {
+        if let Some(Outstanding::Query { peer, step, layer, rows }) = self.creditor.requests.outstanding.remove(&tag) {
             let frame = PartialsFrame::Partial { step, layer, rows, out, lse, count };
-            self.effects.push(Effect::Partials { peer, frame });
+            self.cx.effects.push(Effect::Partials { peer, frame });
         }
     }
 
     /// The device answered a guest's read.
     pub(crate) fn on_guest_kv(&mut self, tag: GuestTag, kv: Bytes) {
-        if let Some(Outstanding::Read { peer, id, layer, tokens, .. }) = self.guests.outstanding.remove(&tag) {
-            self.effects.push(Effect::Bulk { peer, frame: BulkFrame::Data { id, layer, tokens, kv } });
+        if let Some(Outstanding::Read { peer, id, layer, tokens, .. }) = self.creditor.requests.outstanding.remove(&tag)
+        {
+            self.cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Data { id, layer, tokens, kv } });
         }
     }
 
     /// The device failed a guest.
     pub(crate) fn on_guest_failed(&mut self, tag: GuestTag, error: &DeviceError) {
         let (code, detail) = (RefuseCode::Device, error.to_string());
-        match self.guests.outstanding.remove(&tag) {
+        match self.creditor.requests.outstanding.remove(&tag) {
             Some(Outstanding::Query { peer, step, .. }) => {
-                self.effects.push(Effect::Partials { peer, frame: PartialsFrame::Refused { step, code, detail } });
+                self.cx.effects.push(Effect::Partials { peer, frame: PartialsFrame::Refused { step, code, detail } });
             }
             Some(Outstanding::Read { peer, id, lease, .. }) => {
-                self.effects.push(Effect::Bulk { peer, frame: BulkFrame::Refused { id, lease, code, detail } });
+                self.cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Refused { id, lease, code, detail } });
             }
             None => {}
         }
@@ -443,9 +447,9 @@ impl Instance {
 
     /// Refuses what waited too long and forgets steps that nobody continues.
     pub(crate) fn expire_guests(&mut self) {
-        let now = self.now_ms;
-        self.guests.tickets.retain(|_, t| t.expires_ms > now);
-        let mut waiting = std::mem::take(&mut self.guests.waiting);
+        let now = self.cx.now_ms;
+        self.creditor.requests.tickets.retain(|_, t| t.expires_ms > now);
+        let mut waiting = std::mem::take(&mut self.creditor.requests.waiting);
         waiting.retain(|(peer, from, deadline, frame)| {
             if *deadline > now {
                 return true;
@@ -453,19 +457,19 @@ impl Instance {
             let (code, peer) = (RefuseCode::Deadline, *peer);
             match frame {
                 Waiting::Query { step, layer, .. } => {
-                    self.guests.tickets.remove(&(*from, *step));
+                    self.creditor.requests.tickets.remove(&(*from, *step));
                     let detail = format!("the KV of layer {layer} did not arrive in time");
                     let frame = PartialsFrame::Refused { step: *step, code, detail };
-                    self.effects.push(Effect::Partials { peer, frame });
+                    self.cx.effects.push(Effect::Partials { peer, frame });
                 }
                 Waiting::Read { id, lease, layer, .. } => {
                     let detail = format!("the KV of layer {layer} did not arrive in time");
                     let frame = BulkFrame::Refused { id: *id, lease: *lease, code, detail };
-                    self.effects.push(Effect::Bulk { peer, frame });
+                    self.cx.effects.push(Effect::Bulk { peer, frame });
                 }
             }
             false
         });
-        self.guests.waiting = waiting;
+        self.creditor.requests.waiting = waiting;
     }
 }

@@ -69,7 +69,7 @@ impl Instance {
     /// Whether it can have another role than it began with: whoever computes for others must be read, whoever has others
     /// compute must read.
     pub(crate) fn changes_role(&self) -> bool {
-        self.config.transfer.is_some() && self.roles.now.runs()
+        self.cx.config.transfer.is_some() && self.membership.roles.now.runs()
     }
 
     /// The gManager's word on the role.
@@ -78,37 +78,32 @@ impl Instance {
         if !self.changes_role() || !role.runs() {
             return;
         }
-        if self.roles.heard != m.number {
-            self.roles.heard = m.number;
+        if self.membership.roles.heard != m.number {
+            self.membership.roles.heard = m.number;
             self.membership.tell_at_once();
         }
-        if role == self.roles.target() {
+        if role == self.membership.roles.target() {
             return;
         }
-        let now = self.roles.now;
-        self.roles.next = (role != now).then_some((role, self.now_ms));
-        tracing::info!(?now, becoming = ?self.roles.becoming(), "the role changes");
+        let now = self.membership.roles.now;
+        self.membership.roles.next = (role != now).then_some((role, self.cx.now_ms));
+        tracing::info!(?now, becoming = ?self.membership.roles.becoming(), "the role changes");
     }
 
     /// The new role counts when nothing is left that only the old one does.
     pub(crate) fn tick_role(&mut self) {
-        let Some((next, since_ms)) = self.roles.next.filter(|(next, since_ms)| self.has_left(*next, *since_ms)) else {
+        let Some((next, since_ms)) =
+            self.membership.roles.next.filter(|(next, since_ms)| self.has_left(*next, *since_ms))
+        else {
             return;
         };
-        let old = self.roles.now;
-        self.roles = Roles { now: next, next: None, ..self.roles };
-        tracing::info!(?old, now = ?next, took_ms = self.now_ms - since_ms, "the role has changed");
+        let old = self.membership.roles.now;
+        self.membership.roles = Roles { now: next, next: None, ..self.membership.roles };
+        tracing::info!(?old, now = ?next, took_ms = self.cx.now_ms - since_ms, "the role has changed");
         if old == Role::Decode {
             self.leave_workers();
         }
         self.membership.tell_at_once();
-    }
-
-    /// Whether nothing of workers is read, or wanted of them, and they know that.
-    fn reads_nothing(&self) -> bool {
-        let prefills = &self.prefills;
-        let completing = prefills.reader.as_ref().map_or(0, lagoon_transfer::Reader::completing);
-        prefills.away.is_empty() && prefills.settling() == 0 && completing == 0
     }
 
     /// Whether it has finished what it does as it is and will not do as `next`.
@@ -116,16 +111,16 @@ impl Instance {
         if mutants::is(Mutant::RoleUnfinished) {
             return true;
         }
-        let now = self.roles.now;
+        let now = self.membership.roles.now;
         let serves = now.serves() && !next.serves();
         let prefills = now.prefills() && !next.prefills();
         let sends_away = now == Role::Decode;
         // What is being mapped may be given to a reader meanwhile. Its transports wait for no device if they write there.
-        let maps = next == Role::Decode && self.stage_blocks() == 0 && self.prefixes.maps();
-        let heard = self.now_ms >= since_ms + ROLE_GRACE_MS;
+        let maps = next == Role::Decode && self.stage_blocks() == 0 && self.cx.memory.prefix.maps();
+        let heard = self.cx.now_ms >= since_ms + ROLE_GRACE_MS;
         !maps
-            && (!serves || (heard && self.seqs.keys().all(|seq| self.prefills.is_job(*seq))))
+            && (!serves || (heard && self.batch.seqs().all(|s| self.prefill.is_job(s.id))))
             && (!prefills || self.jobs() == 0)
-            && (!sends_away || self.reads_nothing())
+            && (!sends_away || self.prefill.reads_nothing())
     }
 }

@@ -6,9 +6,9 @@
 //! deadline, and only then yields like a sequence that cannot grow; it is computed again as a whole only if it is
 //! itself the one to yield, or if a window has freed what the lost positions attend to.
 
-use crate::admission::Market;
+use super::sequence::{Life, Need, Sequence};
 use crate::instance::Instance;
-use crate::sequence::{Hold, Sequence};
+use crate::membership::Lending;
 use lagoon_cluster::BorrowFailure;
 use lagoon_kv::RemoteBlock;
 use lagoon_types::limits::{RECOVERIES_MAX, RECOVERIES_WINDOW_MS, RESTORE_DEADLINE_MS};
@@ -24,7 +24,7 @@ impl Instance {
     /// A creditor is gone: every sequence with blocks there has lost them.
     pub(crate) fn lose_creditor(&mut self, creditor: InstanceId, why: &str) {
         self.end_moves_with(creditor, None);
-        let lost: Vec<SeqId> = self.seqs.values().filter(|s| holds(s, creditor, None)).map(|s| s.id).collect();
+        let lost: Vec<SeqId> = self.batch.seqs.values().filter(|s| holds(s, creditor, None)).map(|s| s.id).collect();
         for seq in lost {
             self.lose(seq, creditor, None, why);
         }
@@ -33,27 +33,27 @@ impl Instance {
     /// A sequence has lost its KV in one lease of a creditor, or in all of them. Its step, if it is in one, is aborted
     /// first: all sequences of that step are planned again as they were.
     pub(crate) fn lose(&mut self, id: SeqId, creditor: InstanceId, lease: Option<LeaseId>, why: &str) {
-        if !self.seqs.get(&id).is_some_and(|s| holds(s, creditor, lease)) {
+        if !self.batch.seqs.get(&id).is_some_and(|s| holds(s, creditor, lease)) {
             return;
         }
         self.end_moves_with(creditor, Some(id));
-        if self.sched.in_step(id) {
+        if self.batch.sched.in_step(id) {
             self.abort_lane_of(id);
         }
         if self.lose_frozen(id, creditor) {
             return;
         }
-        let now = self.now_ms;
+        let now = self.cx.now_ms;
         // Its step may have been all that kept it.
-        let Some(seq) = self.seqs.get_mut(&id) else { return };
-        self.recoveries += 1;
+        let Some(seq) = self.batch.seqs.get_mut(&id) else { return };
+        self.batch.counts.recoveries += 1;
         if seq.note_recovery(now) {
             let message = format!(
                 "{why} ({creditor}); given up: the sequence lost KV more than {RECOVERIES_MAX} times in {} s",
                 RECOVERIES_WINDOW_MS / 1000
             );
             self.fail(id, RequestError::Unavailable(message));
-        } else if self.sched.is_running(id) {
+        } else if self.batch.is_running(id) {
             self.make_holes(id, |b| b.creditor == creditor && lease.is_none_or(|lease| lease == b.lease));
         } else {
             // Nothing is computed yet: it begins to look for memory anew.
@@ -64,18 +64,18 @@ impl Instance {
     /// A creditor took some entries of a lease back, as it had said that it would. That is nobody's failure, and is not
     /// counted as one.
     pub(crate) fn lose_entries(&mut self, id: SeqId, creditor: InstanceId, lease: LeaseId, entries: &Range<u32>) {
-        if !self.seqs.get(&id).is_some_and(|s| holds(s, creditor, Some(lease))) {
+        if !self.batch.seqs.get(&id).is_some_and(|s| holds(s, creditor, Some(lease))) {
             return;
         }
         self.end_moves_with(creditor, Some(id));
-        if self.sched.in_step(id) {
+        if self.batch.sched.in_step(id) {
             self.abort_lane_of(id);
         }
         // One that is over waits for a thaw only.
         if self.lose_frozen(id, creditor) {
             return;
         }
-        if self.sched.is_running(id) {
+        if self.batch.is_running(id) {
             self.make_holes(id, |b| (b.creditor, b.lease) == (creditor, lease) && entries.contains(&b.entry));
         } else {
             self.release_memory(id);
@@ -84,25 +84,25 @@ impl Instance {
 
     /// Takes the lost blocks out of the table of a running sequence that is in no step.
     fn make_holes(&mut self, id: SeqId, is_lost: impl Fn(&RemoteBlock) -> bool) {
-        let parked = self.seqs.get(&id).is_some_and(|s| s.hold == Hold::Parked);
+        let swapped_out = self.batch.seqs.get(&id).is_some_and(Sequence::is_swapped_out);
         self.stop_waiting(id);
-        let (now, window) = (self.now_ms, self.config.window);
-        let Some(seq) = self.seqs.get_mut(&id) else { return };
+        let (now, window) = (self.cx.now_ms, self.cx.config.window);
+        let Some(seq) = self.batch.seqs.get_mut(&id) else { return };
         let gone = seq.blocks.lose_where(is_lost);
         gone.iter().for_each(|entries| seq.forget_entries(entries));
         if seq.blocks.holes() > 0 {
             seq.restore_by_ms.get_or_insert(now + RESTORE_DEADLINE_MS);
         }
-        if parked {
-            seq.hold = Hold::Parked;
+        if swapped_out {
+            seq.life = Life::SwappedOut;
         }
         // A creditor that lives and refused has them still.
-        gone.iter().for_each(|entries| self.rm.release(entries, now));
+        gone.iter().for_each(|entries| self.cx.memory.rm.release(entries, now));
         if seq.blocks.can_restore(window) {
-            self.sched.set_lost(id, seq.blocks.lost());
+            self.batch.sched.set_lost(id, seq.blocks.lost());
             let lane = self.lane_of(id);
-            self.sched.set_lane(id, lane);
-            self.division.changed();
+            self.batch.sched.set_lane(id, lane);
+            self.batch.micro.changed();
         } else {
             self.preempt(id);
         }
@@ -113,40 +113,45 @@ impl Instance {
         if self.restore_here(id) {
             return;
         }
-        let Some(seq) = self.seqs.get(&id) else { return };
-        match seq.hold {
-            Hold::Borrowing(_) | Hold::Parking | Hold::Parked => return,
-            Hold::RetryAt(at) if at > self.now_ms => return,
-            Hold::None | Hold::RetryAt(_) => {}
+        let Some(seq) = self.batch.seqs.get(&id) else { return };
+        match seq.need() {
+            Some(Need::Borrowing(_)) | None => return,
+            Some(Need::RetryAt(at)) if at > self.cx.now_ms => return,
+            Some(Need::Met | Need::RetryAt(_)) => {}
         }
-        let late = seq.restore_by_ms.is_some_and(|at| at <= self.now_ms);
-        let (holes, local) = (seq.blocks.holes(), self.rm.available());
+        let late = seq.restore_by_ms.is_some_and(|at| at <= self.cx.now_ms);
+        let (holes, local) = (seq.blocks.holes(), self.cx.memory.rm.available());
         let mut hole_blocks = seq.blocks.hole_blocks();
-        match self.market() {
-            Market::Open => {
+        self.membership.need_gmanager(self.cx.now_ms);
+        match self.membership.lending(self.cx.now_ms) {
+            Lending::Open => {
                 let newest = hole_blocks.split_off((holes - local) as usize);
-                let Some(aside) = self.rm.allocate(id, newest.into_iter(), None) else { return };
-                let borrow = self.rm.borrow(id, holes - local, self.now_ms);
-                if let Some(seq) = self.seqs.get_mut(&id) {
-                    (seq.hold, seq.aside) = (Hold::Borrowing(borrow), aside);
+                let Some(aside) = self.cx.memory.rm.allocate(id, newest.into_iter(), None) else { return };
+                let borrow = self.cx.memory.rm.borrow(id, holes - local, self.cx.now_ms);
+                if let Some(seq) = self.batch.seqs.get_mut(&id) {
+                    seq.set_need(Need::Borrowing(borrow));
+                    seq.aside = aside;
                 }
             }
-            Market::Away if !late => self.retry_later(id),
-            Market::Away | Market::Closed => self.yield_memory(id),
+            Lending::Away if !late => self.retry_later(id),
+            Lending::Away | Lending::Closed => self.preempt_for(id),
         }
     }
 
     /// Gives a sequence own blocks for all that it lost, if there are as many.
     pub(crate) fn restore_here(&mut self, id: SeqId) -> bool {
-        let Some(seq) = self.seqs.get(&id) else { return false };
+        let Some(seq) = self.batch.seqs.get(&id) else { return false };
         let holes = seq.blocks.holes();
-        if matches!(seq.hold, Hold::Borrowing(_) | Hold::Parking | Hold::Parked) || holes > self.rm.available() {
+        if !seq.may_change_memory() || holes > self.cx.memory.rm.available() {
             return false;
         }
-        let Some(blocks) = self.rm.allocate(id, seq.blocks.hole_blocks().into_iter(), None) else { return false };
-        if let Some(seq) = self.seqs.get_mut(&id) {
+        let Some(blocks) = self.cx.memory.rm.allocate(id, seq.blocks.hole_blocks().into_iter(), None) else {
+            return false;
+        };
+        if let Some(seq) = self.batch.seqs.get_mut(&id) {
             seq.blocks.fill_local(&blocks);
-            (seq.hold, seq.misses, seq.restore_by_ms) = (Hold::None, 0, None);
+            seq.set_need(Need::Met);
+            (seq.misses, seq.restore_by_ms) = (0, None);
         }
         true
     }
@@ -155,9 +160,9 @@ impl Instance {
     /// small for it.
     pub(crate) fn on_restore_failed(&mut self, id: SeqId, reason: &BorrowFailure) {
         self.stop_waiting(id);
-        let late = self.seqs.get(&id).and_then(|s| s.restore_by_ms).is_none_or(|at| at <= self.now_ms);
+        let late = self.batch.seqs.get(&id).and_then(|s| s.restore_by_ms).is_none_or(|at| at <= self.cx.now_ms);
         if late || matches!(reason, BorrowFailure::PoolTooSmall { .. }) {
-            self.yield_memory(id);
+            self.preempt_for(id);
         } else {
             self.retry_later(id);
         }

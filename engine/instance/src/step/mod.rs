@@ -1,20 +1,21 @@
 //! Steps of this instance as debtor: from a plan to work for the runner, and what travels while it runs.
 
-use crate::cost::{CostModel, LinkCost, OwnCost, RemotePolicy};
+mod build;
+pub(crate) mod cost;
+pub(crate) mod mapped;
+
 use crate::event::Effect;
 use crate::instance::Instance;
-use crate::reach::InReach;
-use crate::threshold::Threshold;
+use build::{Builder, Built};
 use bytes::Bytes;
-use lagoon_backend::{AttnRows, DeviceError};
-use lagoon_kv::Segment;
-use lagoon_protocol::{BulkFrame, PartialsFrame, RefuseCode, StepTicket, TicketSeq};
-use lagoon_runner::{
-    Command, Fetch, MapId, PassError, Reach, RemotePart, RemoteWork, SampleOut, SampleSpec, SeqRows, Ship, StepWork,
-    WriteSegment,
-};
+use cost::{CostModel, LinkCost, OwnCost, RemotePolicy};
+use lagoon_backend::{DeviceError, LaunchCounters};
+use lagoon_protocol::{BulkFrame, PartialsFrame, RefuseCode, StepTicket};
+use lagoon_runner::{Command, Fetch, PassError, RemotePart, SampleOut, SampleSpec, WriteSegment};
+use lagoon_types::limits::STEP_DEADLINE_MS;
 use lagoon_types::run::visible;
 use lagoon_types::{Chunk, InstanceId, Lane, LeaseId, LeaseRun, RequestError, SeqId, StepId, StepPlan, TokenEvent};
+use mapped::Mapped;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A step that the runner works on.
@@ -39,6 +40,61 @@ pub(crate) struct InFlight {
     guests_us: f64,
 }
 
+/// Steps of this instance as debtor.
+#[derive(Debug)]
+pub(crate) struct Steps {
+    flights: [Option<InFlight>; 2],
+    /// Reads under way: step, layer and index of the fetch.
+    reads: BTreeMap<u64, (StepId, u32, usize)>,
+    next_step: u64,
+    next_read: u64,
+    /// Time that a step may go without progress.
+    pub(crate) deadline_ms: u64,
+    /// The device's last report of how steps were launched.
+    pub(crate) launches: Option<LaunchCounters>,
+    pub(crate) mapped: Mapped,
+}
+
+impl Steps {
+    pub(crate) fn new() -> Self {
+        Self {
+            flights: [None, None],
+            reads: BTreeMap::new(),
+            next_step: 0,
+            next_read: 0,
+            deadline_ms: STEP_DEADLINE_MS,
+            launches: None,
+            mapped: Mapped::default(),
+        }
+    }
+
+    /// A number for a read at a creditor; steps and moves share them.
+    pub(crate) fn next_read(&mut self) -> u64 {
+        self.next_read += 1;
+        self.next_read
+    }
+
+    /// Whether the runner works on a step.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.flights.iter().any(Option::is_some)
+    }
+
+    /// The step of a micro-batch.
+    pub(crate) fn flight_in(&self, lane: Lane) -> Option<&InFlight> {
+        self.flights[lane.index()].as_ref()
+    }
+
+    /// Since when creditors of a micro-batch's step have a layer's queries and have not all answered.
+    pub(crate) fn waits_since(&self, lane: Lane) -> Option<u64> {
+        self.flight_in(lane).and_then(InFlight::waits_since)
+    }
+
+    /// Whether a layer's queries are out.
+    pub(crate) fn expects_partials(&self) -> bool {
+        self.flights.iter().flatten().any(|f| !f.unanswered.is_empty())
+    }
+}
+
 impl InFlight {
     /// Every sequence of it generates a token.
     pub(crate) fn decodes(&self) -> bool {
@@ -54,8 +110,8 @@ impl InFlight {
 impl Instance {
     /// What shipping and fetching cost towards a creditor, by what was measured.
     fn cost_model(&self, creditor: InstanceId) -> CostModel {
-        let config = &self.config;
-        let known = self.peers.key(creditor).and_then(|peer| self.peers.known(peer));
+        let config = &self.cx.config;
+        let known = self.cx.peers.key(creditor).and_then(|peer| self.cx.peers.known(peer));
         let (rtt_us, bytes_per_s) = known.map_or((0, 0), |k| (k.rtt_us, k.bytes_per_s));
         CostModel {
             geometry: config.geometry,
@@ -67,8 +123,8 @@ impl Instance {
     }
 
     fn fetches(&self, creditor: InstanceId, rows: u32, keys: u32) -> bool {
-        match self.config.remote {
-            _ if self.config.fetch_tokens == 0 => false,
+        match self.cx.config.remote {
+            _ if self.cx.config.fetch_tokens == 0 => false,
             RemotePolicy::Ship => false,
             RemotePolicy::Fetch => true,
             RemotePolicy::Auto => self.cost_model(creditor).prefers_fetch(rows, keys),
@@ -77,53 +133,52 @@ impl Instance {
 
     /// Plans and starts the next step of a lane that is idle.
     pub(crate) fn start_lane(&mut self, lane: Lane) {
-        if self.lanes[lane.index()].is_some() {
+        if self.step.flights[lane.index()].is_some() {
             return;
         }
-        let seqs = &self.seqs;
-        let plan = self.sched.plan(lane, |seq| Self::is_ready(seqs, seq));
+        let plan = self.batch.plan(lane);
         if plan.chunks.is_empty() {
             return;
         }
-        self.next_step += 1;
-        let step = StepId(self.next_step);
+        self.step.next_step += 1;
+        let step = StepId(self.step.next_step);
         let (mut work, tickets, writes) = self.build(step, lane, &plan);
         work.watched = self.watch(&plan.chunks);
-        self.reaches.count(&work.remote);
+        self.step.mapped.count(&work.remote);
         let mut creditors = Vec::with_capacity(tickets.len());
         for (creditor, seqs) in tickets {
-            if let Some(peer) = self.peers.key(creditor) {
-                let deadline_ms = u32::try_from(self.step_deadline_ms).unwrap_or(u32::MAX);
-                let ticket = StepTicket { step, deadline_ms, dtype: self.config.wire, seqs };
-                self.effects.push(Effect::Partials { peer, frame: PartialsFrame::Ticket(ticket) });
+            if let Some(peer) = self.cx.peers.key(creditor) {
+                let deadline_ms = u32::try_from(self.step.deadline_ms).unwrap_or(u32::MAX);
+                let ticket = StepTicket { step, deadline_ms, dtype: self.cx.config.wire, seqs };
+                self.cx.effects.push(Effect::Partials { peer, frame: PartialsFrame::Ticket(ticket) });
             }
             creditors.push(creditor);
         }
         let remote = lane == Lane::Remote;
-        self.lanes[lane.index()] = Some(InFlight {
+        self.step.flights[lane.index()] = Some(InFlight {
             step,
             chunks: plan.chunks,
             creditors,
             fetches: work.remote.fetches.clone(),
             unanswered: BTreeSet::new(),
             writes,
-            deadline_ms: remote.then_some(self.now_ms + self.step_deadline_ms),
-            asked_ms: self.now_ms,
+            deadline_ms: remote.then_some(self.cx.now_ms + self.step.deadline_ms),
+            asked_ms: self.cx.now_ms,
             remote_ms: 0,
-            started_ms: self.now_ms,
-            guests_us: self.threshold.as_ref().map_or(0.0, Threshold::guests_us),
+            started_ms: self.cx.now_ms,
+            guests_us: self.creditor.guests_us(),
         });
-        self.release_freed();
-        self.effects.push(Effect::Runner(Command::Step(Box::new(work))));
+        self.cx.release_freed();
+        self.cx.effects.push(Effect::Runner(Command::Step(Box::new(work))));
         self.request_fetches(step, 0);
     }
 
     /// Turns a plan into work, the tickets of its creditors and the owners of its writes.
     fn build(&self, step: StepId, lane: Lane, plan: &StepPlan) -> Built {
-        let mut builder = Builder::new(step, lane, self.config.wire);
-        builder.work.next_row = self.rm.pool().next_row().map(|block| block.0 * self.config.block_tokens);
+        let mut builder = Builder::new(step, lane, self.cx.config.wire);
+        builder.work.next_row = self.cx.memory.rm.pool().next_row().map(|block| block.0 * self.cx.config.block_tokens);
         for chunk in &plan.chunks {
-            let seq = &self.seqs[&chunk.seq];
+            let seq = self.batch.known(chunk.seq);
             let end = chunk.start + chunk.len;
             let span = chunk.start as usize..end as usize;
             let sample = chunk.last.then(|| SampleSpec {
@@ -131,7 +186,7 @@ impl Instance {
                 index: self.sampled_before(chunk.seq).unwrap_or_else(|| u64::from(seq.generated())),
                 return_logits: seq.return_logits,
             });
-            let window_start = visible(chunk.start, self.config.window).start;
+            let window_start = visible(chunk.start, self.cx.config.window).start;
             let mut segments = Vec::new();
             seq.blocks.segments(chunk.start..end, &mut segments);
             builder.rows(chunk, &seq.tokens[span], &segments);
@@ -148,7 +203,7 @@ impl Instance {
                 }
                 let keys = runs.iter().map(|r| r.len).sum();
                 if self.fetches(creditor, chunk.len, keys) {
-                    builder.fetch(creditor, &runs, self.config.fetch_tokens);
+                    builder.fetch(creditor, &runs, self.cx.config.fetch_tokens);
                 } else {
                     builder.ship(creditor, chunk, runs);
                 }
@@ -159,42 +214,43 @@ impl Instance {
 
     /// Asks for the KV that a layer fetches.
     fn request_fetches(&mut self, step: StepId, layer: u32) {
-        if layer >= self.config.kv.layers {
+        if layer >= self.cx.config.kv.layers {
             return;
         }
-        let Some(flight) = self.lanes.iter().flatten().find(|f| f.step == step) else { return };
+        let Some(flight) = self.step.flights.iter().flatten().find(|f| f.step == step) else { return };
         for (index, fetch) in flight.fetches.iter().enumerate() {
-            let Some(peer) = self.peers.key(fetch.creditor) else { continue };
-            self.next_read += 1;
+            let Some(peer) = self.cx.peers.key(fetch.creditor) else { continue };
+            self.step.next_read += 1;
+            let read = self.step.next_read;
             let LeaseRun { lease, epoch, offset, len, .. } = fetch.run;
-            self.reads.insert(self.next_read, (step, layer, index));
+            self.step.reads.insert(read, (step, layer, index));
             let frame = BulkFrame::Read {
-                id: self.next_read,
+                id: read,
                 lease,
                 epoch,
                 layer,
                 offset,
                 tokens: len,
-                deadline_ms: u32::try_from(self.step_deadline_ms).unwrap_or(u32::MAX),
+                deadline_ms: u32::try_from(self.step.deadline_ms).unwrap_or(u32::MAX),
             };
-            self.effects.push(Effect::Bulk { peer, frame });
+            self.cx.effects.push(Effect::Bulk { peer, frame });
         }
     }
 
     fn flight(&mut self, step: StepId) -> Option<&mut InFlight> {
-        self.lanes.iter_mut().flatten().find(|f| f.step == step)
+        self.step.flights.iter_mut().flatten().find(|f| f.step == step)
     }
 
     /// The runner has a layer's queries: they go out, and the next layer's KV is asked for.
     pub(crate) fn on_queries(&mut self, step: StepId, layer: u32, frames: Vec<(InstanceId, u32, Bytes)>) {
-        let (now, deadline) = (self.now_ms, self.now_ms + self.step_deadline_ms);
+        let (now, deadline) = (self.cx.now_ms, self.cx.now_ms + self.step.deadline_ms);
         let Some(flight) = self.flight(step) else { return };
         (flight.deadline_ms, flight.asked_ms) = (Some(deadline), now);
         flight.unanswered = frames.iter().map(|(creditor, ..)| *creditor).collect();
         for (creditor, rows, queries) in frames {
-            if let Some(peer) = self.peers.key(creditor) {
+            if let Some(peer) = self.cx.peers.key(creditor) {
                 let frame = PartialsFrame::Query { step, layer, rows, queries };
-                self.effects.push(Effect::Partials { peer, frame });
+                self.cx.effects.push(Effect::Partials { peer, frame });
             }
         }
         self.request_fetches(step, layer + 1);
@@ -202,7 +258,7 @@ impl Instance {
 
     /// A step has filled another layer of what it computes.
     pub(crate) fn on_layer(&mut self, step: StepId, layer: u32) {
-        let flight = self.lanes.iter().flatten().find(|f| f.step == step);
+        let flight = self.step.flights.iter().flatten().find(|f| f.step == step);
         let seqs: Vec<SeqId> = flight.iter().flat_map(|f| &f.chunks).map(|chunk| chunk.seq).collect();
         seqs.into_iter().for_each(|seq| self.on_layers(seq, layer + 1));
     }
@@ -210,26 +266,27 @@ impl Instance {
     /// The runner has a layer's KV for creditors. A range that was sent before (by a step that was aborted) is not
     /// sent again: the creditor has it.
     pub(crate) fn on_written(&mut self, step: StepId, layer: u32, kv: Vec<Bytes>) {
-        let token_bytes = self.config.kv.layer_token_bytes();
-        let Some(flight) = self.lanes.iter().flatten().find(|f| f.step == step) else { return };
+        let token_bytes = self.cx.config.kv.layer_token_bytes();
+        let Some(flight) = self.step.flights.iter().flatten().find(|f| f.step == step) else { return };
         for ((seq, write), kv) in flight.writes.iter().zip(kv) {
-            let Some(held) = self.seqs.get_mut(seq).and_then(|s| s.leases.get_mut(&(write.creditor, write.lease)))
+            let Some(held) = self.batch.seq_mut(*seq).and_then(|s| s.leases.get_mut(&(write.creditor, write.lease)))
             else {
                 continue;
             };
             let Some(hasher) = &mut held.hasher else { continue };
             let skip = hasher.written(layer as usize).saturating_sub(write.offset).min(write.rows);
             let (offset, tokens) = (write.offset + skip, write.rows - skip);
-            let Some(peer) = self.peers.key(write.creditor).filter(|_| tokens > 0) else { continue };
+            let Some(peer) = self.cx.peers.key(write.creditor).filter(|_| tokens > 0) else { continue };
             let kv = kv.slice(skip as usize * token_bytes..);
             let mut complete = Vec::new();
             hasher.write(layer as usize, &kv, &mut complete);
             held.hashes.extend(complete.iter().copied());
             let &WriteSegment { lease, epoch, .. } = write;
-            self.effects
+            self.cx
+                .effects
                 .push(Effect::Bulk { peer, frame: BulkFrame::Write { lease, epoch, layer, offset, tokens, kv } });
             for (entry, hash) in complete {
-                self.effects.push(Effect::Bulk { peer, frame: BulkFrame::Seal { lease, epoch, entry, hash } });
+                self.cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Seal { lease, epoch, entry, hash } });
             }
         }
     }
@@ -245,20 +302,20 @@ impl Instance {
         lse: Bytes,
         count: Bytes,
     ) {
-        let now = self.now_ms;
+        let now = self.cx.now_ms;
         if let Some(flight) = self.flight(step).filter(|f| f.creditors.contains(&creditor)) {
             if flight.unanswered.remove(&creditor) && flight.unanswered.is_empty() {
                 flight.remote_ms += now - flight.asked_ms;
             }
             let part = RemotePart { creditor, out, lse, count };
-            self.effects.push(Effect::Runner(Command::Part { step, layer, part }));
+            self.cx.effects.push(Effect::Runner(Command::Part { step, layer, part }));
         }
     }
 
     pub(crate) fn on_fetched(&mut self, id: u64, layer: u32, kv: Bytes) {
-        let Some((step, wanted, index)) = self.reads.remove(&id) else { return };
+        let Some((step, wanted, index)) = self.step.reads.remove(&id) else { return };
         if wanted == layer {
-            self.effects.push(Effect::Runner(Command::Fetched { step, layer, index, kv }));
+            self.cx.effects.push(Effect::Runner(Command::Fetched { step, layer, index, kv }));
         }
     }
 
@@ -283,10 +340,13 @@ impl Instance {
         detail: &str,
     ) {
         if id != 0 {
-            let moved = self.on_move_refused(id, code);
+            let moved = self.moves.reads(id);
+            if moved {
+                self.on_move_refused(id, code);
+            }
             // Nobody waits for it any more; or its source is in trouble, but has the KV.
             let passing = matches!(code, RefuseCode::Deadline | RefuseCode::Overloaded);
-            if (!moved && self.reads.remove(&id).is_none()) || (moved && passing) {
+            if (!moved && self.step.reads.remove(&id).is_none()) || (moved && passing) {
                 return;
             }
         } else if self.on_move_write_refused(creditor, lease, code)
@@ -299,7 +359,7 @@ impl Instance {
 
     /// What a lease held is gone, whoever has it here.
     fn lose_lease(&mut self, creditor: InstanceId, lease: LeaseId, why: &str) {
-        let holder = self.seqs.values().find(|s| s.leases.contains_key(&(creditor, lease))).map(|s| s.id);
+        let holder = self.batch.seqs().find(|s| s.leases.contains_key(&(creditor, lease))).map(|s| s.id);
         if let Some(seq) = holder {
             self.lose(seq, creditor, Some(lease), why);
         }
@@ -308,52 +368,51 @@ impl Instance {
     /// A creditor has given memory to somebody else that a step attended to: that lease is lost, and the others of the step are
     /// planned again as they were.
     fn on_reused(&mut self, creditor: InstanceId, lease: LeaseId, why: &str) {
-        self.reaches.note_reused();
+        self.step.mapped.note_reused();
         self.lose_lease(creditor, lease, why);
     }
 
     /// The runner is done with a step.
     pub(crate) fn on_done(&mut self, step: StepId, lane: Lane, samples: Vec<SampleOut>) {
-        let Some(flight) = self.lanes[lane.index()].take_if(|f| f.step == step) else { return };
+        let Some(flight) = self.step.flights[lane.index()].take_if(|f| f.step == step) else { return };
         if lane == Lane::Local && flight.chunks.iter().all(|chunk| chunk.len == 1) {
-            self.own_step_took(self.now_ms - flight.started_ms, flight.guests_us);
+            self.own_step_took(self.cx.now_ms - flight.started_ms, flight.guests_us);
         }
         let growing = flight.chunks.iter().filter(|c| c.len == 1).count();
         let prompt_rows = flight.chunks.iter().filter(|c| c.len > 1).map(|c| c.len).sum();
-        self.moves.pace.on_step(as_u32(growing), prompt_rows, self.now_ms - flight.started_ms);
+        self.moves.pace.on_step(as_u32(growing), prompt_rows, self.cx.now_ms - flight.started_ms);
         if lane == Lane::Remote && !flight.creditors.is_empty() && flight.fetches.is_empty() && flight.decodes() {
-            self.division.remote_took(flight.remote_ms);
+            self.batch.remote_took(flight.remote_ms);
         }
-        self.division.changed();
+        self.batch.changed();
         if growing == 0 {
-            self.prompt_step_took(self.now_ms - flight.started_ms, prompt_rows);
+            self.prompt_step_took(self.cx.now_ms - flight.started_ms, prompt_rows);
         }
         let mut samples = samples.into_iter();
         for chunk in &flight.chunks {
-            let Some(seq) = self.seqs.get_mut(&chunk.seq) else { continue };
-            if chunk.start < seq.blocks.written() {
-                self.recomputed_tokens += u64::from(chunk.len);
-            }
+            let Some(seq) = self.batch.seq_mut(chunk.seq) else { continue };
+            let again = chunk.start < seq.blocks.written();
             let advance = seq.blocks.write(chunk.start, chunk.len);
-            self.rm.mark_written(&advance);
-            self.sched.complete(chunk, chunk.last);
+            self.batch.counts.recomputed_tokens += if again { u64::from(chunk.len) } else { 0 };
+            self.cx.memory.rm.mark_written(&advance);
+            self.batch.complete(chunk, chunk.last);
             self.name_blocks(chunk.seq);
-            let Some(seq) = self.seqs.get_mut(&chunk.seq) else { continue };
+            let Some(seq) = self.batch.seq_mut(chunk.seq) else { continue };
             let sample = if chunk.last { samples.next() } else { None };
-            if seq.cancelled {
+            if seq.is_ending() {
                 self.remove(chunk.seq);
                 continue;
             }
             assert!(sample.as_ref().is_none_or(|s| s.seq == chunk.seq), "samples come in the order of the plan");
-            if self.prefills.is_job(chunk.seq) {
+            if self.prefill.is_job(chunk.seq) {
                 self.on_chunk(chunk.seq);
                 sample.into_iter().for_each(|sample| self.prefilled(chunk.seq, &sample));
                 continue;
             }
             let Some(sample) = sample else { continue };
-            let end = seq.push(sample.token, self.config.max_positions);
+            let end = seq.push(sample.token, self.cx.config.max_positions);
             let event = TokenEvent::Token { id: sample.token, logprobs: sample.logprobs, logits: sample.logits };
-            self.effects.push(Effect::Emit { seq: chunk.seq, event });
+            self.cx.effects.push(Effect::Emit { seq: chunk.seq, event });
             if let Some(reason) = end {
                 self.finish(chunk.seq, reason);
             }
@@ -362,19 +421,19 @@ impl Instance {
 
     /// The runner could not finish a step: its device or a peer's answer is at fault.
     pub(crate) fn on_step_failed(&mut self, step: StepId, lane: Lane, error: &PassError) {
-        let Some(flight) = self.lanes[lane.index()].take_if(|f| f.step == step) else { return };
+        let Some(flight) = self.step.flights[lane.index()].take_if(|f| f.step == step) else { return };
         self.cancel_tickets(&flight);
         self.leave(&flight);
         match error {
             PassError::Device(DeviceError::OutOfMemory { .. }) => self.on_device_full(&flight),
             // Nobody knows what such a device did to its memory.
-            PassError::Device(_) => self.rm.drop_kept(),
+            PassError::Device(_) => self.cx.memory.rm.drop_kept(),
             PassError::Reused { creditor, lease } => self.on_reused(*creditor, *lease, &error.to_string()),
             _ => {}
         }
         for chunk in &flight.chunks {
             match error {
-                _ if !self.seqs.contains_key(&chunk.seq) => {}
+                _ if !self.batch.has(chunk.seq) => {}
                 PassError::Part { creditor, .. } => self.lose(chunk.seq, *creditor, None, &error.to_string()),
                 PassError::Device(DeviceError::OutOfMemory { .. }) | PassError::Reused { .. } => {}
                 PassError::Device(_) => self.fail(chunk.seq, RequestError::Unavailable(error.to_string())),
@@ -388,21 +447,21 @@ impl Instance {
     /// The device found no memory for a step although blocks were free: the youngest of its sequences yields and is
     /// computed again, the others try again.
     fn on_device_full(&mut self, flight: &InFlight) {
-        let known = |chunk: &&Chunk| self.seqs.contains_key(&chunk.seq) && self.sched.is_running(chunk.seq);
+        let known = |chunk: &&Chunk| self.batch.has(chunk.seq) && self.batch.is_running(chunk.seq);
         let Some(youngest) = flight.chunks.iter().rev().find(known).map(|chunk| chunk.seq) else { return };
         self.preempt(youngest);
-        self.preemptions += 1;
+        self.batch.counts.preemptions += 1;
         self.retry_later(youngest);
     }
 
     fn cancel_tickets(&mut self, flight: &InFlight) {
         for creditor in &flight.creditors {
-            if let Some(peer) = self.peers.key(*creditor) {
+            if let Some(peer) = self.cx.peers.key(*creditor) {
                 let frame = PartialsFrame::StepCancel { step: flight.step };
-                self.effects.push(Effect::Partials { peer, frame });
+                self.cx.effects.push(Effect::Partials { peer, frame });
             }
         }
-        self.reads.retain(|_, (step, _, _)| *step != flight.step);
+        self.step.reads.retain(|_, (step, _, _)| *step != flight.step);
     }
 
     /// Ends the step that a sequence is in; all its sequences leave it as they were. The runner forgets the step before
@@ -410,7 +469,7 @@ impl Instance {
     pub(crate) fn abort_lane_of(&mut self, seq: SeqId) {
         let holds = |f: &InFlight| f.chunks.iter().any(|c| c.seq == seq);
         for lane in Lane::ALL {
-            if self.lanes[lane.index()].as_ref().is_some_and(holds) {
+            if self.step.flights[lane.index()].as_ref().is_some_and(holds) {
                 self.abort_lane(lane);
             }
         }
@@ -418,8 +477,8 @@ impl Instance {
 
     /// Ends the step of a lane, if there is one.
     pub(crate) fn abort_lane(&mut self, lane: Lane) {
-        if let Some(flight) = self.lanes[lane.index()].take() {
-            self.effects.push(Effect::Runner(Command::Abort { step: flight.step }));
+        if let Some(flight) = self.step.flights[lane.index()].take() {
+            self.cx.effects.push(Effect::Runner(Command::Abort { step: flight.step }));
             self.cancel_tickets(&flight);
             self.leave(&flight);
         }
@@ -428,8 +487,8 @@ impl Instance {
     /// The sequences of a step that is not finished leave it as they were; the cancelled ones end.
     fn leave(&mut self, flight: &InFlight) {
         for chunk in &flight.chunks {
-            self.sched.abandon(chunk.seq);
-            if self.seqs.get(&chunk.seq).is_some_and(|s| s.cancelled) {
+            self.batch.abandon(chunk.seq);
+            if self.batch.seq(chunk.seq).is_some_and(|s| s.is_ending()) {
                 self.remove(chunk.seq);
             }
             self.on_chunk_left(chunk.seq);
@@ -438,7 +497,7 @@ impl Instance {
 
     /// Aborts a step; what its sequences have at `creditors` counts as lost.
     fn fail_step(&mut self, step: StepId, creditors: &BTreeSet<InstanceId>, why: &str) {
-        let Some(flight) = self.lanes.iter().flatten().find(|f| f.step == step) else { return };
+        let Some(flight) = self.step.flights.iter().flatten().find(|f| f.step == step) else { return };
         let chunks = flight.chunks.clone();
         if let Some(first) = chunks.first() {
             self.abort_lane_of(first.seq);
@@ -450,10 +509,10 @@ impl Instance {
 
     /// Fails steps whose creditors do not answer. One that waits for this instance's own device only is not late.
     pub(crate) fn expire_steps(&mut self) {
-        let (now, patience_ms) = (self.now_ms, self.step_deadline_ms);
+        let (now, patience_ms) = (self.cx.now_ms, self.step.deadline_ms);
         let mut late = Vec::new();
-        for flight in self.lanes.iter_mut().flatten().filter(|f| f.deadline_ms.is_some_and(|at| at <= now)) {
-            let reads = self.reads.values().filter(|(step, _, _)| *step == flight.step);
+        for flight in self.step.flights.iter_mut().flatten().filter(|f| f.deadline_ms.is_some_and(|at| at <= now)) {
+            let reads = self.step.reads.values().filter(|(step, _, _)| *step == flight.step);
             let mut missing: BTreeSet<InstanceId> =
                 reads.filter_map(|(_, _, index)| flight.fetches.get(*index).map(|f| f.creditor)).collect();
             missing.extend(&flight.unanswered);
@@ -469,113 +528,6 @@ impl Instance {
     }
 }
 
-/// Work for the runner, the tickets of its creditors, and the owners of its writes.
-type Built = (StepWork, BTreeMap<InstanceId, Vec<TicketSeq>>, Vec<(SeqId, WriteSegment)>);
-
-/// Collects the work of one step, chunk by chunk.
-struct Builder {
-    work: StepWork,
-    tickets: BTreeMap<InstanceId, Vec<TicketSeq>>,
-    ships: BTreeMap<InstanceId, Vec<(u32, u32)>>,
-    writes: Vec<(SeqId, WriteSegment)>,
-    row0: u32,
-}
-
 fn as_u32(n: usize) -> u32 {
     u32::try_from(n).unwrap_or(u32::MAX)
-}
-
-impl Builder {
-    fn new(step: StepId, lane: Lane, dtype: lagoon_types::DType) -> Self {
-        let remote = RemoteWork { dtype, ..RemoteWork::default() };
-        let work = StepWork {
-            step,
-            lane,
-            tokens: Vec::new(),
-            slots: Vec::new(),
-            seqs: Vec::new(),
-            runs: Vec::new(),
-            remote,
-            next_row: None,
-            watched: false,
-        };
-        Self { work, tickets: BTreeMap::new(), ships: BTreeMap::new(), writes: Vec::new(), row0: 0 }
-    }
-
-    /// Adds a chunk's rows and where their KV goes.
-    fn rows(&mut self, chunk: &Chunk, tokens: &[u32], segments: &[Segment]) {
-        self.row0 = as_u32(self.work.tokens.len());
-        self.work.tokens.extend_from_slice(tokens);
-        for segment in segments {
-            match segment {
-                Segment::Local(run) => self.work.slots.extend(run.base..run.base + run.len),
-                Segment::Remote { creditor, run } => {
-                    let row0 = as_u32(self.work.slots.len());
-                    let &LeaseRun { lease, epoch, offset, len, .. } = run;
-                    let write = WriteSegment { creditor: *creditor, lease, epoch, offset, row0, rows: len };
-                    self.work.slots.extend((0..len).map(|_| u32::MAX));
-                    self.writes.push((chunk.seq, write));
-                }
-            }
-        }
-        assert_eq!(self.work.slots.len(), self.work.tokens.len(), "a chunk's rows all have a place");
-    }
-
-    fn seq(&mut self, chunk: &Chunk, run0: usize, sample: Option<SampleSpec>) {
-        self.work.seqs.push(SeqRows {
-            seq: chunk.seq,
-            row0: self.row0,
-            rows: chunk.len,
-            pos0: chunk.start,
-            run0: as_u32(run0),
-            runs: as_u32(self.work.runs.len() - run0),
-            sample,
-        });
-    }
-
-    /// The chunk's rows attend to what is in reach of `creditor`'s memory. Returns the rest.
-    fn reach(&mut self, creditor: InstanceId, map: MapId, chunk: &Chunk, found: InReach) -> Vec<LeaseRun> {
-        let reaches = &mut self.work.remote.reaches;
-        let at = reaches.iter().position(|reach| reach.creditor == creditor).unwrap_or_else(|| {
-            let (seqs, runs, sealed) = (Vec::new(), Vec::new(), Vec::new());
-            reaches.push(Reach { creditor, map, seqs, runs, sealed });
-            reaches.len() - 1
-        });
-        let reach = &mut reaches[at];
-        let (run0, runs) = (as_u32(reach.runs.len()), as_u32(found.runs.len()));
-        reach.seqs.push(AttnRows { row0: self.row0, rows: chunk.len, pos0: chunk.start, run0, runs });
-        reach.runs.extend(found.runs);
-        reach.sealed.extend(found.sealed);
-        found.rest
-    }
-
-    /// The chunk's queries go to `creditor`.
-    fn ship(&mut self, creditor: InstanceId, chunk: &Chunk, runs: Vec<LeaseRun>) {
-        self.ships.entry(creditor).or_default().push((self.row0, chunk.len));
-        let seq = TicketSeq { seq: chunk.seq, rows: chunk.len, pos0: chunk.start, runs };
-        self.tickets.entry(creditor).or_default().push(seq);
-    }
-
-    /// The last chunk's remote KV comes here, in pieces of at most `limit` tokens.
-    fn fetch(&mut self, creditor: InstanceId, runs: &[LeaseRun], limit: u32) {
-        let seq_index = as_u32(self.work.seqs.len() - 1);
-        for run in runs {
-            let mut done = 0;
-            while done < run.len {
-                let len = limit.min(run.len - done);
-                let piece = LeaseRun { offset: run.offset + done, first_pos: run.first_pos + done, len, ..*run };
-                self.work.remote.fetches.push(Fetch { creditor, seq_index, run: piece });
-                done += len;
-            }
-        }
-    }
-
-    fn finish(mut self) -> Built {
-        // Whatever the order of the sequences: partials are merged in that of creditors.
-        self.work.remote.reaches.sort_by_key(|reach| reach.creditor);
-        self.work.remote.ships =
-            self.ships.into_iter().map(|(creditor, segments)| Ship { creditor, segments }).collect();
-        self.work.remote.writes = self.writes.iter().map(|(_, write)| *write).collect();
-        (self.work, self.tickets, self.writes)
-    }
 }

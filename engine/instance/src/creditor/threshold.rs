@@ -13,8 +13,8 @@
 //! and prompts add is not the guests' doing.
 
 use crate::config::InstanceConfig;
-use crate::cost::OwnCost;
 use crate::instance::Instance;
+use crate::step::cost::OwnCost;
 use lagoon_types::InstanceId;
 use lagoon_types::limits::{THRESHOLD_IDLE_MS, THRESHOLD_OVER_MS, THRESHOLD_SHED_PAUSE_MS};
 use std::collections::BTreeMap;
@@ -172,28 +172,28 @@ impl Threshold {
 impl Instance {
     /// An own step of the local lane that only decoded is done.
     pub(crate) fn own_step_took(&mut self, ms: u64, guests_us_before: f64) {
-        if let Some(threshold) = &mut self.threshold {
-            threshold.on_step(ms, threshold.guests_us - guests_us_before, self.now_ms);
+        if let Some(threshold) = &mut self.creditor.threshold {
+            threshold.on_step(ms, threshold.guests_us - guests_us_before, self.cx.now_ms);
             self.bound_lending();
         }
     }
 
     pub(crate) fn expire_threshold(&mut self) {
-        if let Some(threshold) = &mut self.threshold {
-            threshold.tick(self.now_ms);
+        if let Some(threshold) = &mut self.creditor.threshold {
+            threshold.tick(self.cx.now_ms);
             self.bound_lending();
         }
     }
 
     fn bound_lending(&mut self) {
-        let Some(threshold) = &self.threshold else { return };
-        self.rm.set_lend_bound(threshold.lend_blocks_max().map(|blocks| (blocks, threshold.describe())));
+        let Some(threshold) = &self.creditor.threshold else { return };
+        self.cx.memory.rm.set_lend_bound(threshold.lend_blocks_max().map(|blocks| (blocks, threshold.describe())));
     }
 
     /// Why a step of a peer is refused, if it is.
     pub(crate) fn shed(&mut self, debtor: InstanceId) -> Option<String> {
-        let threshold = self.threshold.as_mut()?;
-        threshold.sheds(debtor, self.now_ms).then(|| threshold.describe())
+        let threshold = self.creditor.threshold.as_mut()?;
+        threshold.sheds(debtor, self.cx.now_ms).then(|| threshold.describe())
     }
 }
 

@@ -1,13 +1,13 @@
 //! A debtor with one borrowing sequence, driven by events.
 
 use super::FrozenDebt;
+use crate::batch::scheduler::SchedulerConfig;
 use crate::{Effect, Event, Instance, InstanceConfig, PeerKey, RemotePolicy};
 use lagoon_protocol::{
     BorrowAdvice, Candidate, ControlBody, Freeze, Frozen, Hello, LeaseGrant, MemoryTier, Registered, Role, Thaw,
     VERSION_MAX,
 };
 use lagoon_runner::{Command, Report, SampleOut};
-use lagoon_sched::SchedulerConfig;
 use lagoon_types::limits::FREEZE_MS_MAX;
 use lagoon_types::{
     AttentionGeometry, DType, GenerateRequest, InstanceId, KvShape, Lane, ModelHash, SamplingParams, SeqId, StepId,

@@ -5,9 +5,13 @@
 //! * A draining instance lends nothing more and finishes what it has. If it shall stop, it says so when nothing is left
 //!   and nothing came for a while.
 
+pub(crate) mod peers;
+pub(crate) mod roles;
+
+use crate::batch::sequence::Sequence;
+use crate::config::InstanceConfig;
 use crate::event::{Effect, TransferEffect};
 use crate::instance::Instance;
-use crate::sequence::Sequence;
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_cluster::{PlacementReport, next_incarnation};
 use lagoon_kv::{BlockPool, Placement};
@@ -15,8 +19,22 @@ use lagoon_protocol::{
     ControlBody, Deregister, DrainOrder, Fenced, HeartbeatAck, Link, Load, PlacementEntry, Register, Registered,
     VERSION_MAX, VERSION_MIN,
 };
-use lagoon_types::limits::{DRAIN_QUIET_MS, ELDER_HOLD_MS, HEARTBEAT_LINKS_MAX, HEARTBEAT_MS, LOAD_QUEUE_MAX};
+use lagoon_types::limits::{
+    DRAIN_QUIET_MS, ELDER_HOLD_MS, GMANAGER_WAIT_MS, HEARTBEAT_LINKS_MAX, HEARTBEAT_MS, LOAD_QUEUE_MAX,
+};
 use lagoon_types::{InstanceId, Lane, StepId};
+use roles::Roles;
+
+/// Whether memory can be borrowed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lending {
+    /// The gManager is there.
+    Open,
+    /// It was there, and is waited for.
+    Away,
+    /// There is none, or it did not come back in time.
+    Closed,
+}
 
 /// A drain under way.
 #[derive(Clone, Copy, Debug)]
@@ -31,6 +49,15 @@ struct Drain {
 pub(crate) struct Membership {
     /// Random per life: drawn by the shell, then one from the other.
     pub(crate) incarnation: u64,
+    /// Given by the gManager; `None` until then, or without one.
+    pub(crate) id: Option<InstanceId>,
+    /// The gManager is connected and knows this instance.
+    registered: bool,
+    /// rBlocks of the whole pool, this instance's included, by the gManager's last message.
+    pub(crate) pool_blocks_total: u64,
+    /// Since when the gManager was needed and not there.
+    away_since_ms: Option<u64>,
+    pub(crate) roles: Roles,
     /// Of the gManager that it is registered with.
     term: u64,
     heartbeat_at_ms: u64,
@@ -54,9 +81,14 @@ struct StepTimes {
 }
 
 impl Membership {
-    pub(crate) fn new(incarnation: u64) -> Self {
+    pub(crate) fn new(config: &InstanceConfig) -> Self {
         Self {
-            incarnation,
+            incarnation: config.incarnation,
+            id: None,
+            registered: false,
+            pool_blocks_total: u64::from(config.blocks_total),
+            away_since_ms: None,
+            roles: Roles::new(config.role),
             term: 0,
             heartbeat_at_ms: 0,
             report: PlacementReport::default(),
@@ -66,6 +98,34 @@ impl Membership {
             elder: None,
             steps: StepTimes::default(),
         }
+    }
+
+    /// The gManager is connected and knows this instance.
+    pub(crate) fn is_registered(&self) -> bool {
+        self.registered
+    }
+
+    /// The connection to the gManager is lost.
+    pub(crate) fn gmanager_down(&mut self) {
+        self.registered = false;
+    }
+
+    /// A request needs the gManager: without one, the wait for it begins now, unless it has begun.
+    pub(crate) fn need_gmanager(&mut self, now_ms: u64) {
+        if self.registered {
+            self.away_since_ms = None;
+        } else if self.id.is_some() {
+            self.away_since_ms.get_or_insert(now_ms);
+        }
+    }
+
+    /// Whether borrowing is possible now.
+    pub(crate) fn lending(&self, now_ms: u64) -> Lending {
+        if self.registered {
+            return Lending::Open;
+        }
+        let waits = self.id.is_some() && self.away_since_ms.is_none_or(|since| now_ms < since + GMANAGER_WAIT_MS);
+        if waits { Lending::Away } else { Lending::Closed }
     }
 
     pub(crate) fn is_draining(&self) -> bool {
@@ -93,21 +153,21 @@ impl Instance {
         if self.membership.drained {
             return;
         }
-        let config = &self.config;
+        let config = &self.cx.config;
         let lend_blocks_max =
             config.lend_blocks_max.min(config.blocks_total.saturating_sub(config.lend_reserve_blocks));
-        self.effects.push(Effect::ToGManager(ControlBody::Register(Register {
+        self.cx.effects.push(Effect::ToGManager(ControlBody::Register(Register {
             version_min: VERSION_MIN,
             version_max: VERSION_MAX,
             name: config.name.clone(),
             quic_addr: config.quic_addr.clone(),
             http_addr: config.http_addr.clone(),
-            role: self.roles.now().into(),
+            role: self.membership.roles.now().into(),
             incarnation: self.membership.incarnation,
             shape: Some(config.pool_shape()),
             blocks_total: config.blocks_total,
             backend: config.backend.clone(),
-            instance: self.id.map_or(0, |id| id.0),
+            instance: self.membership.id.map_or(0, |id| id.0),
             calibration: config.calibration.clone(),
             tier: config.tier.into(),
             lend_blocks_max: Some(lend_blocks_max),
@@ -115,28 +175,28 @@ impl Instance {
     }
 
     pub(crate) fn on_registered(&mut self, registered: &Registered) {
-        self.id = Some(InstanceId(registered.instance));
-        self.rm.set_instance(InstanceId(registered.instance));
-        self.registered = true;
+        self.membership.id = Some(InstanceId(registered.instance));
+        self.cx.memory.rm.set_instance(InstanceId(registered.instance));
+        self.membership.registered = true;
         self.membership.term = registered.term;
         // Whatever another gManager, or this one, knew: it starts anew with a registration.
         self.membership.report.restart();
         // Its list of workers may be another one of the same name.
-        self.prefills.version = 0;
+        self.prefill.forget_list();
         self.greet();
         self.heartbeat();
     }
 
     pub(crate) fn on_heartbeat_ack(&mut self, ack: &HeartbeatAck) {
         if !ack.known {
-            self.registered = false;
+            self.membership.registered = false;
             self.on_gmanager_up();
         } else if ack.fenced {
             self.on_own_fence();
         } else {
-            self.pool_blocks_total = ack.pool_blocks_total;
-            let since = |waits_ms: u32| self.now_ms.saturating_sub(u64::from(waits_ms));
-            let elder = ack.elder.map(|e| (InstanceId(e.debtor), since(e.waits_ms), self.now_ms + ELDER_HOLD_MS));
+            self.membership.pool_blocks_total = ack.pool_blocks_total;
+            let since = |waits_ms: u32| self.cx.now_ms.saturating_sub(u64::from(waits_ms));
+            let elder = ack.elder.map(|e| (InstanceId(e.debtor), since(e.waits_ms), self.cx.now_ms + ELDER_HOLD_MS));
             self.membership.elder = elder;
             if ack.term == self.membership.term {
                 self.membership.report.on_ack(ack);
@@ -149,14 +209,14 @@ impl Instance {
 
     /// The gManager took this instance for dead.
     fn on_own_fence(&mut self) {
-        if !self.registered {
+        if !self.membership.registered {
             // The next life has begun, and its registration is on the way.
             return;
         }
         self.membership.fences += 1;
         self.membership.incarnation = next_incarnation(self.membership.incarnation);
-        self.registered = false;
-        let ended = self.rm.forget_all(self.membership.incarnation, self.now_ms);
+        self.membership.registered = false;
+        let ended = self.cx.memory.rm.forget_all(self.membership.incarnation, self.cx.now_ms);
         self.forget_ended(&ended);
         self.drop_all_jobs();
         if !mutants::is(Mutant::AskedByTheDead) {
@@ -171,10 +231,10 @@ impl Instance {
     /// Another instance was declared dead.
     pub(crate) fn on_peer_fenced(&mut self, m: &Fenced) {
         let (reader, incarnation) = (InstanceId(m.instance), m.incarnation);
-        let ended = self.rm.on_peer_fenced(reader, incarnation, self.now_ms);
+        let ended = self.cx.memory.rm.on_peer_fenced(reader, incarnation, self.cx.now_ms);
         self.forget_ended(&ended);
-        if self.config.transfer.is_some() {
-            self.effects.push(Effect::Transfer(TransferEffect::Fence { reader, incarnation }));
+        if self.cx.config.transfer.is_some() {
+            self.cx.effects.push(Effect::Transfer(TransferEffect::Fence { reader, incarnation }));
         }
     }
 
@@ -182,7 +242,7 @@ impl Instance {
         let old = self.membership.drain;
         self.membership.drain =
             m.on.then(|| Drain { stop: m.stop, quiet_since_ms: old.and_then(|d| d.quiet_since_ms) });
-        self.rm.set_draining(m.on);
+        self.cx.memory.rm.set_draining(m.on);
         if old.is_some() != m.on {
             self.membership.tell_at_once();
         }
@@ -190,70 +250,70 @@ impl Instance {
 
     /// Heartbeats that are due, and the end of a drain.
     pub(crate) fn tick_membership(&mut self) {
-        if self.registered && self.now_ms >= self.membership.heartbeat_at_ms {
+        if self.membership.registered && self.cx.now_ms >= self.membership.heartbeat_at_ms {
             self.heartbeat();
         }
         self.tick_drain();
     }
 
     fn tick_drain(&mut self) {
-        let empty = self.seqs.is_empty()
-            && self.rm.lent().next().is_none()
-            && self.rm.borrowed() == 0
-            && self.rm.releasing() == 0;
+        let empty = self.batch.is_empty()
+            && self.cx.memory.rm.lent().next().is_none()
+            && self.cx.memory.rm.borrowed() == 0
+            && self.cx.memory.rm.releasing() == 0;
         let Some(drain) = &mut self.membership.drain else { return };
         if !empty {
             drain.quiet_since_ms = None;
             return;
         }
-        let since_ms = *drain.quiet_since_ms.get_or_insert(self.now_ms);
-        if drain.stop && !self.membership.drained && self.now_ms >= since_ms + DRAIN_QUIET_MS {
+        let since_ms = *drain.quiet_since_ms.get_or_insert(self.cx.now_ms);
+        if drain.stop && !self.membership.drained && self.cx.now_ms >= since_ms + DRAIN_QUIET_MS {
             self.membership.drained = true;
-            self.registered = false;
-            if let Some(id) = self.id {
-                self.effects.push(Effect::ToGManager(ControlBody::Deregister(Deregister { instance: id.0 })));
+            self.membership.registered = false;
+            if let Some(id) = self.membership.id {
+                self.cx.effects.push(Effect::ToGManager(ControlBody::Deregister(Deregister { instance: id.0 })));
             }
-            self.effects.push(Effect::Drained);
+            self.cx.effects.push(Effect::Drained);
         }
     }
 
     fn heartbeat(&mut self) {
-        self.membership.heartbeat_at_ms = self.now_ms + HEARTBEAT_MS;
-        let links = self.peers.iter().filter(|k| k.rtt_us > 0);
+        self.membership.heartbeat_at_ms = self.cx.now_ms + HEARTBEAT_MS;
+        let links = self.cx.peers.iter().filter(|k| k.rtt_us > 0);
         let links = links.map(|k| Link { peer: k.instance.0, rtt_us: k.rtt_us, bytes_per_s: k.bytes_per_s });
-        let (running, waiting) = (as_u32(self.sched.running_len()), as_u32(self.waiting()));
-        let mut heartbeat = self.rm.heartbeat(running, waiting, links.take(HEARTBEAT_LINKS_MAX).collect());
+        let (running, waiting) = (as_u32(self.batch.running_len()), as_u32(self.waiting()));
+        let mut heartbeat = self.cx.memory.rm.heartbeat(running, waiting, links.take(HEARTBEAT_LINKS_MAX).collect());
         heartbeat.draining = self.membership.is_draining();
-        heartbeat.frozen = self.frozen.map_or(0, |f| f.cycle);
-        heartbeat.load = self.config.role.runs().then(|| self.load());
+        heartbeat.frozen = self.creditor.frozen_cycle();
+        heartbeat.load = self.cx.config.role.runs().then(|| self.load());
         heartbeat.moves = Some(Box::new(self.move_status().counts()));
-        heartbeat.prefill = self.config.transfer.is_some().then(|| Box::new(self.prefill_status().counts()));
-        heartbeat.role = self.changes_role().then(|| Box::new(self.roles.state()));
-        let guests = self.rm.guest_rows();
+        heartbeat.prefill = self.cx.config.transfer.is_some().then(|| Box::new(self.prefill_status().counts()));
+        heartbeat.role = self.changes_role().then(|| Box::new(self.membership.roles.state()));
+        let guests = self.cx.memory.rm.guest_rows();
         let me = heartbeat.instance;
-        heartbeat.workers = self.prefills.version;
-        let (prefills, pool) = (&self.prefills, self.rm.pool());
-        let own = self.seqs.values().filter(|s| !prefills.is_job(s.id));
+        heartbeat.workers = self.prefill.version();
+        let (prefills, pool) = (&self.prefill, self.cx.memory.rm.pool());
+        let own = self.batch.seqs().filter(|s| !prefills.is_job(s.id));
         let own = own.map(|s| own_row(me, s, as_u32(prefills.landing(s.id)), pool));
         self.membership.report.fill(&mut heartbeat, own.chain(guests));
-        self.effects.push(Effect::ToGManager(ControlBody::Heartbeat(heartbeat)));
+        self.cx.effects.push(Effect::ToGManager(ControlBody::Heartbeat(heartbeat)));
     }
 
     /// What the planner's model needs to know of the batch and the queue.
     fn load(&self) -> Load {
-        let block_tokens = self.config.block_tokens;
-        let decodes = |s: &&Sequence| self.sched.is_running(s.id) && s.blocks.written() + 1 >= s.len();
-        let decoding = || self.seqs.values().filter(decodes);
+        let block_tokens = self.cx.config.block_tokens;
+        let decodes = |s: &&Sequence| self.batch.is_running(s.id) && s.blocks.written() + 1 >= s.len();
+        let decoding = || self.batch.seqs().filter(decodes);
         let remote = |s: &Sequence| u64::from((s.blocks.remote_blocks() * block_tokens).min(s.len()));
-        let guests: u32 = self.rm.guest_rows().iter().map(|r| r.blocks).sum();
-        let queue = self.sched.waiting().take(LOAD_QUEUE_MAX);
+        let guests: u32 = self.cx.memory.rm.guest_rows().iter().map(|r| r.blocks).sum();
+        let queue = self.batch.waiting().take(LOAD_QUEUE_MAX);
         Load {
             batch: as_u32(decoding().count()),
             context_tokens: decoding().map(|s| u64::from(s.len())).sum(),
             remote_tokens: decoding().map(remote).sum(),
             guest_tokens: u64::from(guests) * u64::from(block_tokens),
             queue_blocks: queue.map(|w| (w.tokens + 1).div_ceil(block_tokens)).collect(),
-            batch_max: as_u32(self.config.sched.running),
+            batch_max: as_u32(self.cx.config.sched.running),
             step_us: u32::try_from(self.membership.steps.mean_us).unwrap_or(u32::MAX),
             head_waits_ms: self.head_waits_ms(),
         }
@@ -261,17 +321,17 @@ impl Instance {
 
     /// How long ago the head of the queue came, if it needs more than this instance has.
     fn head_waits_ms(&self) -> u32 {
-        let head = self.sched.waiting().next().and_then(|w| self.seqs.get(&w.seq));
-        let alone = |s: &Sequence| s.blocks.shortfall(s.len() + 1) <= self.config.blocks_total;
-        let waits_ms = head.filter(|s| !alone(s)).map_or(0, |s| (self.now_ms - s.since_ms).max(1));
+        let head = self.batch.waiting().next().and_then(|w| self.batch.seq(w.seq));
+        let alone = |s: &Sequence| s.blocks.shortfall(s.len() + 1) <= self.cx.config.blocks_total;
+        let waits_ms = head.filter(|s| !alone(s)).map_or(0, |s| (self.cx.now_ms - s.since_ms).max(1));
         u32::try_from(waits_ms).unwrap_or(u32::MAX)
     }
 
     /// A lane has started a step, if it has.
     pub(crate) fn note_step(&mut self, lane: Lane) {
-        let now_ms = self.now_ms;
+        let now_ms = self.cx.now_ms;
         let started = &mut self.membership.steps.started[lane.index()];
-        match &self.lanes[lane.index()] {
+        match self.step.flight_in(lane) {
             Some(flight) if started.is_none_or(|(step, _)| step != flight.step) => {
                 *started = flight.decodes().then_some((flight.step, now_ms));
             }
@@ -283,7 +343,7 @@ impl Instance {
     pub(crate) fn note_step_done(&mut self, step: StepId, lane: Lane) {
         let steps = &mut self.membership.steps;
         if let Some((_, at_ms)) = steps.started[lane.index()].take_if(|(s, _)| *s == step) {
-            let took_us = self.now_ms.saturating_sub(at_ms) * 1000;
+            let took_us = self.cx.now_ms.saturating_sub(at_ms) * 1000;
             // The clock ticks in milliseconds: only the mean of many steps means something.
             steps.mean_us = if steps.mean_us == 0 { took_us } else { (steps.mean_us * 15 + took_us) / 16 };
         }

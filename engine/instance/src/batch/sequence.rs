@@ -50,19 +50,34 @@ impl HeldLease {
     }
 }
 
-/// Why a sequence does not advance.
+/// What a sequence lacks to be admitted or to grow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Hold {
-    /// Nothing holds it.
-    None,
-    /// It negotiates for blocks, to be admitted or to grow.
+pub(crate) enum Need {
+    /// Nothing, or it was not looked for yet.
+    Met,
+    /// It negotiates with creditors for blocks.
     Borrowing(BorrowId),
     /// There was no memory; tried again at this time.
     RetryAt(u64),
-    /// Its blocks move to host memory; it takes part in no further step.
-    Parking,
-    /// Its KV is in host memory, until there is room.
-    Parked,
+}
+
+/// Where a sequence is in its life. The batch alone changes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Life {
+    /// Its prompt is a prefill worker's matter: it is in no queue and no batch.
+    Away,
+    /// In the queue.
+    Waiting(Need),
+    /// In the batch.
+    Running(Need),
+    /// In the batch and in no further step: its blocks move to host memory.
+    SwappingOut,
+    /// In the batch and in no step: its KV is in host memory until there is room.
+    SwappedOut,
+    /// In the batch, in its last step: the client is gone.
+    Leaving,
+    /// Over, and in no batch: DGFM's freeze keeps its memory until the thaw.
+    Frozen,
 }
 
 #[derive(Debug)]
@@ -89,7 +104,7 @@ pub(crate) struct Sequence {
     pub(crate) named: u32,
     /// Own blocks for the newest tokens (or holes), until the older ones are borrowed and the table can be built in order.
     pub(crate) aside: Vec<PhysBlock>,
-    pub(crate) hold: Hold,
+    pub(super) life: Life,
     /// Times that there was no memory since there last was.
     pub(crate) misses: u32,
     /// Growth failed: it asks for what it needs and no more.
@@ -98,10 +113,8 @@ pub(crate) struct Sequence {
     pub(crate) recoveries: Vec<u64>,
     /// Until then it looks for memory for what it lost; then it is computed again as a whole.
     pub(crate) restore_by_ms: Option<u64>,
-    /// It is not parked before.
-    pub(crate) park_after_ms: u64,
-    /// The client is gone: removed when its step ends.
-    pub(crate) cancelled: bool,
+    /// It is not swapped out before.
+    pub(crate) swap_after_ms: u64,
     /// When it must have been admitted.
     pub(crate) admit_by_ms: u64,
     /// When the KV of its prompt had been read from whoever computed it.
@@ -126,13 +139,12 @@ impl Sequence {
             names: Vec::new(),
             named: 0,
             aside: Vec::new(),
-            hold: Hold::None,
+            life: Life::Waiting(Need::Met),
             misses: 0,
             frugal: false,
             recoveries: Vec::new(),
             restore_by_ms: None,
-            park_after_ms: 0,
-            cancelled: false,
+            swap_after_ms: 0,
             admit_by_ms: since_ms + ADMISSION_DEADLINE_MS,
             pulled_ms: None,
         }
@@ -147,6 +159,43 @@ impl Sequence {
         self.len() - self.prompt_len
     }
 
+    /// In the batch, in a step or not.
+    pub(crate) fn is_running(&self) -> bool {
+        matches!(self.life, Life::Running(_) | Life::SwappingOut | Life::SwappedOut | Life::Leaving)
+    }
+
+    /// Removed when its step or the freeze of its memory ends.
+    pub(crate) fn is_ending(&self) -> bool {
+        matches!(self.life, Life::Leaving | Life::Frozen)
+    }
+
+    /// Its KV is in host memory.
+    pub(crate) fn is_swapped_out(&self) -> bool {
+        self.life == Life::SwappedOut
+    }
+
+    /// What it lacks, if it is in the queue or the batch and its memory is not being swapped.
+    pub(super) fn need(&self) -> Option<Need> {
+        match self.life {
+            Life::Waiting(need) | Life::Running(need) => Some(need),
+            Life::Away | Life::SwappingOut | Life::SwappedOut | Life::Leaving | Life::Frozen => None,
+        }
+    }
+
+    /// Sets what it lacks, where that matters; what is being swapped is in the batch again.
+    pub(super) fn set_need(&mut self, need: Need) {
+        self.life = match self.life {
+            Life::Waiting(_) => Life::Waiting(need),
+            Life::Running(_) | Life::SwappingOut | Life::SwappedOut => Life::Running(need),
+            life @ (Life::Away | Life::Leaving | Life::Frozen) => life,
+        };
+    }
+
+    /// Neither negotiates for blocks nor has them swapped.
+    pub(super) fn may_change_memory(&self) -> bool {
+        matches!(self.need(), Some(Need::Met | Need::RetryAt(_)))
+    }
+
     /// May take part in a step.
     pub(crate) fn is_ready(&self) -> bool {
         self.is_placed() && self.sharing.is_none()
@@ -154,7 +203,7 @@ impl Sequence {
 
     /// Has places for every known token and negotiates for nothing.
     pub(crate) fn is_placed(&self) -> bool {
-        self.hold == Hold::None && self.blocks.holes() == 0 && self.blocks.capacity_tokens() >= self.len()
+        self.need() == Some(Need::Met) && self.blocks.holes() == 0 && self.blocks.capacity_tokens() >= self.len()
     }
 
     /// Notes that it lost KV. Losses at the same moment are one. Says whether it was one too many.

@@ -8,7 +8,6 @@
 //! a step; a step's rows never exceed its budget; sequences are planned in the order of their admission, decoding
 //! before prefill, so that a long prompt delays nobody's next token by more than one chunk. Ranges whose KV was lost are
 //! computed before anything new of their sequence, in ascending order, in chunks like a prompt's.
-#![forbid(unsafe_code)]
 
 use lagoon_types::{Chunk, Lane, SeqId, StepPlan};
 use std::collections::VecDeque;
@@ -28,18 +27,18 @@ pub struct SchedulerConfig {
 /// The queue has no room.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the queue is full ({limit} requests wait)")]
-pub struct QueueFull {
-    pub limit: usize,
+pub(crate) struct QueueFull {
+    pub(crate) limit: usize,
 }
 
 /// A sequence that waits for memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Waiting {
-    pub seq: SeqId,
+pub(crate) struct Waiting {
+    pub(crate) seq: SeqId,
     /// Tokens that it starts with: its prompt, and what it had generated before a preemption.
-    pub tokens: u32,
+    pub(crate) tokens: u32,
     /// When it began to wait, in the caller's milliseconds.
-    pub since_ms: u64,
+    pub(crate) since_ms: u64,
 }
 
 #[derive(Clone, Debug)]
@@ -60,9 +59,9 @@ impl Running {
     }
 }
 
-/// See the crate's documentation.
+/// See the module's documentation.
 #[derive(Debug)]
-pub struct Scheduler {
+pub(crate) struct Scheduler {
     config: SchedulerConfig,
     waiting: VecDeque<Waiting>,
     /// In order of admission.
@@ -71,7 +70,7 @@ pub struct Scheduler {
 
 impl Scheduler {
     #[must_use]
-    pub fn new(config: SchedulerConfig) -> Self {
+    pub(crate) fn new(config: SchedulerConfig) -> Self {
         Self { config, waiting: VecDeque::new(), running: Vec::new() }
     }
 
@@ -79,7 +78,7 @@ impl Scheduler {
     ///
     /// # Errors
     /// [`QueueFull`] when the queue has reached its bound.
-    pub fn enqueue(&mut self, seq: SeqId, tokens: u32, now_ms: u64) -> Result<(), QueueFull> {
+    pub(crate) fn enqueue(&mut self, seq: SeqId, tokens: u32, now_ms: u64) -> Result<(), QueueFull> {
         if self.waiting.len() >= self.config.queue {
             return Err(QueueFull { limit: self.config.queue });
         }
@@ -88,7 +87,7 @@ impl Scheduler {
     }
 
     /// As [`Scheduler::enqueue`], for a sequence that was accepted before and waited elsewhere: the bound does not apply.
-    pub fn enqueue_accepted(&mut self, seq: SeqId, tokens: u32, now_ms: u64) {
+    pub(crate) fn enqueue_accepted(&mut self, seq: SeqId, tokens: u32, now_ms: u64) {
         self.waiting.push_back(Waiting { seq, tokens, since_ms: now_ms });
     }
 
@@ -97,7 +96,7 @@ impl Scheduler {
     ///
     /// # Panics
     /// If the sequence does not run or is in a step.
-    pub fn preempt(&mut self, seq: SeqId, now_ms: u64) {
+    pub(crate) fn preempt(&mut self, seq: SeqId, now_ms: u64) {
         let entry = self.entry(seq);
         assert!(!entry.in_step, "{seq} is in a step");
         let tokens = entry.tokens;
@@ -107,23 +106,23 @@ impl Scheduler {
 
     /// The next sequence to admit, if the batch has room for one.
     #[must_use]
-    pub fn next_waiting(&self) -> Option<Waiting> {
+    pub(crate) fn next_waiting(&self) -> Option<Waiting> {
         (self.running.len() < self.config.running).then(|| self.waiting.front().copied()).flatten()
     }
 
     /// Sequences that wait, oldest first.
-    pub fn waiting(&self) -> impl ExactSizeIterator<Item = &Waiting> {
+    pub(crate) fn waiting(&self) -> impl ExactSizeIterator<Item = &Waiting> {
         self.waiting.iter()
     }
 
     /// Sequences that run, in order of admission.
-    pub fn running(&self) -> impl DoubleEndedIterator<Item = SeqId> {
+    pub(crate) fn running(&self) -> impl DoubleEndedIterator<Item = SeqId> {
         self.running.iter().map(|r| r.seq)
     }
 
     /// Sequences that run.
     #[must_use]
-    pub fn running_len(&self) -> usize {
+    pub(crate) fn running_len(&self) -> usize {
         self.running.len()
     }
 
@@ -132,7 +131,7 @@ impl Scheduler {
     ///
     /// # Panics
     /// If `seq` does not wait, or has nothing to compute.
-    pub fn admit(&mut self, seq: SeqId, lane: Lane, computed: u32) {
+    pub(crate) fn admit(&mut self, seq: SeqId, lane: Lane, computed: u32) {
         let at = self.waiting.iter().position(|w| w.seq == seq);
         let Some(entry) = at.and_then(|at| self.waiting.remove(at)) else { panic!("{seq} does not wait") };
         let (tokens, lost) = (entry.tokens, VecDeque::new());
@@ -145,7 +144,7 @@ impl Scheduler {
     ///
     /// # Panics
     /// If it waits or runs, or has nothing to compute.
-    pub fn resume(&mut self, seq: SeqId, lane: Lane, tokens: u32, computed: u32) {
+    pub(crate) fn resume(&mut self, seq: SeqId, lane: Lane, tokens: u32, computed: u32) {
         assert!(!self.is_running(seq) && self.waiting.iter().all(|w| w.seq != seq), "{seq} waits or runs");
         assert!(computed < tokens, "{seq} has nothing to compute");
         self.running.push(Running { seq, lane, tokens, computed, lost: VecDeque::new(), in_step: false });
@@ -155,7 +154,7 @@ impl Scheduler {
     ///
     /// # Panics
     /// If they are not, or if the sequence does not run or is in a step.
-    pub fn set_lost(&mut self, seq: SeqId, lost: &[Range<u32>]) {
+    pub(crate) fn set_lost(&mut self, seq: SeqId, lost: &[Range<u32>]) {
         let entry = self.entry_mut(seq);
         assert!(!entry.in_step, "{seq} is in a step");
         let ascend = lost.windows(2).all(|pair| pair[0].end <= pair[1].start) && lost.iter().all(|l| l.start < l.end);
@@ -164,32 +163,25 @@ impl Scheduler {
     }
 
     /// Forgets a sequence, waiting or running.
-    pub fn remove(&mut self, seq: SeqId) {
+    pub(crate) fn remove(&mut self, seq: SeqId) {
         self.waiting.retain(|w| w.seq != seq);
         self.running.retain(|r| r.seq != seq);
     }
 
     /// Moves a running sequence to another lane, from its next step on.
-    pub fn set_lane(&mut self, seq: SeqId, lane: Lane) {
+    pub(crate) fn set_lane(&mut self, seq: SeqId, lane: Lane) {
         self.entry_mut(seq).lane = lane;
     }
 
     /// Running sequences of `lane` that are not in a step, with the tokens that the store must hold for their next
     /// token to be computed, in order of admission.
-    pub fn idle(&self, lane: Lane) -> impl Iterator<Item = (SeqId, u32)> {
+    pub(crate) fn idle(&self, lane: Lane) -> impl Iterator<Item = (SeqId, u32)> {
         self.running.iter().filter(move |r| r.lane == lane && !r.in_step).map(|r| (r.seq, r.tokens))
-    }
-
-    /// The sequence to preempt when memory is short: the one admitted last that is not in a step and that `holds`
-    /// memory worth freeing. It may be the very one that is short: the older one wins.
-    #[must_use]
-    pub fn victim(&self, holds: impl Fn(SeqId) -> bool) -> Option<SeqId> {
-        self.running.iter().rev().find(|r| !r.in_step && holds(r.seq)).map(|r| r.seq)
     }
 
     /// The next step of `lane`: one row for each decoding sequence, then chunks of prompts and of what was lost, within
     /// the row budget. `ready` says whether a sequence has memory for its tokens; others sit out.
-    pub fn plan(&mut self, lane: Lane, ready: impl Fn(SeqId) -> bool) -> StepPlan {
+    pub(crate) fn plan(&mut self, lane: Lane, ready: impl Fn(SeqId) -> bool) -> StepPlan {
         let mut budget = self.config.step_rows;
         let mut plan = StepPlan::default();
         for prefill in [false, true] {
@@ -210,7 +202,7 @@ impl Scheduler {
     }
 
     /// A planned chunk has been computed. With `sampled`, the sequence has one token more.
-    pub fn complete(&mut self, chunk: &Chunk, sampled: bool) {
+    pub(crate) fn complete(&mut self, chunk: &Chunk, sampled: bool) {
         let entry = self.entry_mut(chunk.seq);
         assert!(entry.in_step && entry.due().0.start == chunk.start, "{} completes what was planned", chunk.seq);
         entry.in_step = false;
@@ -227,26 +219,26 @@ impl Scheduler {
     ///
     /// # Panics
     /// If it is in a step, something of it was lost, or nothing is left to compute.
-    pub fn skip(&mut self, seq: SeqId, tokens: u32) {
+    pub(crate) fn skip(&mut self, seq: SeqId, tokens: u32) {
         let entry = self.entry_mut(seq);
         entry.computed += tokens;
         assert!(!entry.in_step && entry.lost.is_empty() && entry.computed < entry.tokens, "{seq} skips {tokens}");
     }
 
     /// A planned chunk was not computed: the sequence leaves its step as it was.
-    pub fn abandon(&mut self, seq: SeqId) {
+    pub(crate) fn abandon(&mut self, seq: SeqId) {
         self.entry_mut(seq).in_step = false;
     }
 
     /// Whether a sequence is in a step.
     #[must_use]
-    pub fn in_step(&self, seq: SeqId) -> bool {
+    pub(crate) fn in_step(&self, seq: SeqId) -> bool {
         self.running.iter().any(|r| r.seq == seq && r.in_step)
     }
 
     /// Whether a sequence runs.
     #[must_use]
-    pub fn is_running(&self, seq: SeqId) -> bool {
+    pub(crate) fn is_running(&self, seq: SeqId) -> bool {
         self.running.iter().any(|r| r.seq == seq)
     }
 
@@ -309,16 +301,6 @@ mod tests {
         assert_eq!(s.next_waiting(), None, "the batch is full");
         s.preempt(SeqId(3), 7);
         assert_eq!(s.next_waiting(), Some(Waiting { seq: SeqId(3), tokens: 3, since_ms: 7 }));
-    }
-
-    #[test]
-    fn the_victim_is_the_youngest_that_is_idle() {
-        let mut s = scheduler(16);
-        (1..=3).for_each(|seq| admit(&mut s, seq, 4));
-        assert_eq!(s.victim(|_| true), Some(SeqId(3)));
-        assert_eq!(s.victim(|seq| seq != SeqId(3)), Some(SeqId(2)));
-        s.plan(Lane::Local, |seq| seq != SeqId(1));
-        assert_eq!(s.victim(|_| true), Some(SeqId(1)));
     }
 
     #[test]

@@ -7,9 +7,9 @@
 //! that it protects is lost or of no use any more (the creditor is gone, the sequence is computed again): then a late
 //! order of its cycle finds nothing frozen and is refused.
 
+use crate::batch::sequence::Sequence;
 use crate::event::Effect;
 use crate::instance::Instance;
-use crate::sequence::Sequence;
 use lagoon_kv::Placement;
 use lagoon_protocol::{ControlBody, Freeze, Frozen};
 use lagoon_types::limits::FREEZE_MS_MAX;
@@ -32,57 +32,57 @@ impl Instance {
     /// The debt that is frozen now. At most one is.
     #[must_use]
     pub fn frozen(&self) -> Option<FrozenDebt> {
-        self.frozen
+        self.creditor.frozen
     }
 
     /// Whether a sequence has frozen blocks.
     pub(crate) fn is_frozen(&self, seq: SeqId) -> bool {
-        self.frozen.is_some_and(|f| f.seq == seq)
+        self.creditor.frozen.is_some_and(|f| f.seq == seq)
     }
 
     /// Freezes the sequence with most full blocks at the creditor, or refuses with 0 blocks. A repetition gets the same
     /// answer.
     pub(crate) fn on_freeze(&mut self, m: &Freeze) {
         let creditor = InstanceId(m.creditor);
-        let chosen = match self.frozen {
-            Some(f) if f.cycle == m.cycle => self.seqs.get(&f.seq).map(|s| (full_blocks_at(s, f.creditor), f.seq)),
+        let chosen = match self.creditor.frozen {
+            Some(f) if f.cycle == m.cycle => self.batch.seq(f.seq).map(|s| (full_blocks_at(s, f.creditor), f.seq)),
             Some(_) => None,
             None => self.debt_to_freeze(creditor),
         };
         let (blocks, seq) = chosen.filter(|(blocks, _)| *blocks > 0).unwrap_or_default();
-        if blocks > 0 && self.frozen.is_none() {
-            let until_ms = self.now_ms + u64::from(m.ttl_ms).min(FREEZE_MS_MAX);
-            self.frozen = Some(FrozenDebt { cycle: m.cycle, creditor, seq, until_ms, over: false });
+        if blocks > 0 && self.creditor.frozen.is_none() {
+            let until_ms = self.cx.now_ms + u64::from(m.ttl_ms).min(FREEZE_MS_MAX);
+            self.creditor.frozen = Some(FrozenDebt { cycle: m.cycle, creditor, seq, until_ms, over: false });
         }
         let blocks = blocks.min(m.blocks);
-        let answer = Frozen { cycle: m.cycle, blocks, free: self.rm.available(), seq: seq.0 };
-        self.effects.push(Effect::ToGManager(ControlBody::Frozen(answer)));
+        let answer = Frozen { cycle: m.cycle, blocks, free: self.cx.memory.rm.available(), seq: seq.0 };
+        self.cx.effects.push(Effect::ToGManager(ControlBody::Frozen(answer)));
     }
 
     /// The running sequence with most full blocks at `creditor`; the oldest of several.
     fn debt_to_freeze(&self, creditor: InstanceId) -> Option<(u32, SeqId)> {
-        let runs = |s: &&Sequence| self.sched.is_running(s.id) && !s.cancelled;
-        let debts = self.seqs.values().filter(runs).map(|s| (full_blocks_at(s, creditor), s.id));
+        let runs = |s: &&Sequence| s.is_running() && !s.is_ending();
+        let debts = self.batch.seqs().filter(runs).map(|s| (full_blocks_at(s, creditor), s.id));
         debts.max_by_key(|(blocks, seq)| (*blocks, std::cmp::Reverse(*seq)))
     }
 
     /// The swap is over.
     pub(crate) fn on_thaw(&mut self, cycle: u64) {
-        if self.frozen.is_some_and(|f| f.cycle == cycle) {
+        if self.creditor.frozen.is_some_and(|f| f.cycle == cycle) {
             self.thaw();
         }
     }
 
     /// Thaws what was frozen for too long.
     pub(crate) fn expire_freeze(&mut self) {
-        if self.frozen.is_some_and(|f| f.until_ms <= self.now_ms) {
+        if self.creditor.frozen.is_some_and(|f| f.until_ms <= self.cx.now_ms) {
             self.thaw();
         }
     }
 
     /// Ends the freeze, and the sequence if it is over.
     fn thaw(&mut self) {
-        if let Some(frozen) = self.frozen.take()
+        if let Some(frozen) = self.creditor.frozen.take()
             && frozen.over
         {
             self.remove(frozen.seq);
@@ -92,20 +92,17 @@ impl Instance {
     /// A frozen sequence is over: it leaves the batch, and the rest of its end waits for the thaw. False if it is not
     /// frozen.
     pub(crate) fn defer_end(&mut self, seq: SeqId) -> bool {
-        let Some(frozen) = self.frozen.as_mut().filter(|f| f.seq == seq) else { return false };
+        let Some(frozen) = self.creditor.frozen.as_mut().filter(|f| f.seq == seq) else { return false };
         frozen.over = true;
-        self.sched.remove(seq);
-        if let Some(entry) = self.seqs.get_mut(&seq) {
-            entry.cancelled = true;
-        }
         self.stop_waiting(seq);
+        self.batch.keep_frozen(seq);
         true
     }
 
     /// A sequence lost KV at `creditor`. If that is what was frozen, nothing is any more; if the sequence was over, it
     /// ends now, and true is returned.
     pub(crate) fn lose_frozen(&mut self, seq: SeqId, creditor: InstanceId) -> bool {
-        let Some(frozen) = self.frozen.filter(|f| f.seq == seq) else { return false };
+        let Some(frozen) = self.creditor.frozen.filter(|f| f.seq == seq) else { return false };
         if frozen.over {
             self.thaw();
         } else if frozen.creditor == creditor {
@@ -116,7 +113,7 @@ impl Instance {
 
     /// What a freeze of this sequence protects is lost or given up.
     pub(crate) fn unfreeze(&mut self, seq: SeqId) {
-        self.frozen.take_if(|f| f.seq == seq);
+        self.creditor.frozen.take_if(|f| f.seq == seq);
     }
 }
 

@@ -96,27 +96,27 @@ impl Peers {
 
 impl Instance {
     pub(crate) fn hello(&self) -> Option<ControlBody> {
-        let instance = self.id?;
+        let instance = self.membership.id?;
         Some(ControlBody::Hello(Hello {
             version_min: VERSION_MIN,
             version_max: VERSION_MAX,
             instance: instance.0,
             incarnation: self.membership.incarnation,
-            shape: Some(self.config.pool_shape()),
-            lent: self.config.lent.clone(),
+            shape: Some(self.cx.config.pool_shape()),
+            lent: self.cx.config.lent.clone(),
         }))
     }
 
     /// Sends now, or dials and sends when the peer has said who it is. Messages to a peer that does not come are
     /// dropped; what waits for their answer has a deadline.
     pub(crate) fn send_control(&mut self, to: InstanceId, quic_addr: &str, body: ControlBody) {
-        if let Some(peer) = self.peers.key(to) {
-            self.effects.push(Effect::Control { peer, body });
+        if let Some(peer) = self.cx.peers.key(to) {
+            self.cx.send(peer, body);
             return;
         }
-        let now = self.now_ms;
-        let entry = self.peers.dialling.entry(to).or_insert_with(|| {
-            self.effects.push(Effect::Connect { instance: to, quic_addr: quic_addr.to_owned() });
+        let now = self.cx.now_ms;
+        let entry = self.cx.peers.dialling.entry(to).or_insert_with(|| {
+            self.cx.effects.push(Effect::Connect { instance: to, quic_addr: quic_addr.to_owned() });
             Dialling { since_ms: now, messages: Vec::new() }
         });
         if entry.messages.len() < PEER_PENDING_MAX {
@@ -126,55 +126,56 @@ impl Instance {
 
     pub(crate) fn on_peer_up(&mut self, peer: PeerKey) {
         if let Some(body) = self.hello() {
-            self.peers.greeted.insert(peer);
-            self.effects.push(Effect::Control { peer, body });
+            self.cx.peers.greeted.insert(peer);
+            self.cx.send(peer, body);
         } else {
-            self.peers.ungreeted.insert(peer);
+            self.cx.peers.ungreeted.insert(peer);
         }
     }
 
     /// Says the Hellos that are owed.
     pub(crate) fn greet(&mut self) {
-        if self.id.is_none() {
+        if self.membership.id.is_none() {
             return;
         }
-        for peer in std::mem::take(&mut self.peers.ungreeted) {
+        for peer in std::mem::take(&mut self.cx.peers.ungreeted) {
             self.on_peer_up(peer);
         }
     }
 
     /// This instance begins another life: every peer is to hear of it, once it has a number again.
     pub(crate) fn greet_again(&mut self) {
-        self.peers.ungreeted.extend(&self.peers.greeted);
+        self.cx.peers.ungreeted.extend(&self.cx.peers.greeted);
     }
 
     pub(crate) fn on_hello(&mut self, peer: PeerKey, hello: &Hello) {
         if let Err(reason) = self.check_hello(hello) {
-            self.effects
+            self.cx
+                .effects
                 .push(Effect::Control { peer, body: ControlBody::Rejected(Rejected { reason: reason.clone() }) });
-            self.effects.push(Effect::Close { peer, reason });
+            self.cx.effects.push(Effect::Close { peer, reason });
             return;
         }
         let instance = InstanceId(hello.instance);
         // It was fenced and has another number now.
-        if self.peers.known(peer).is_some_and(|known| known.instance != instance) {
+        if self.cx.peers.known(peer).is_some_and(|known| known.instance != instance) {
             self.forget_peer(peer);
         }
-        if let Some(old) = self.peers.keys.insert(instance, peer)
+        if let Some(old) = self.cx.peers.keys.insert(instance, peer)
             && old != peer
         {
             self.forget_peer(old);
-            self.peers.keys.insert(instance, peer);
+            self.cx.peers.keys.insert(instance, peer);
         }
-        self.peers.known.insert(peer, Known { instance, rtt_us: 0, bytes_per_s: 0 });
-        let ended = self.rm.on_peer_hello(instance, hello.incarnation, self.now_ms);
+        self.cx.peers.known.insert(peer, Known { instance, rtt_us: 0, bytes_per_s: 0 });
+        let ended = self.cx.memory.rm.on_peer_hello(instance, hello.incarnation, self.cx.now_ms);
         self.forget_ended(&ended);
-        if !self.peers.ungreeted.contains(&peer) {
+        if !self.cx.peers.ungreeted.contains(&peer) {
             self.repeat_revoked(peer, instance);
         }
-        if let Some(dialling) = self.peers.dialling.remove(&instance) {
+        if let Some(dialling) = self.cx.peers.dialling.remove(&instance) {
             for body in dialling.messages {
-                self.effects.push(Effect::Control { peer, body });
+                self.cx.send(peer, body);
             }
         }
         self.on_worker_up(instance);
@@ -188,7 +189,7 @@ impl Instance {
                 hello.version_min, hello.version_max
             ));
         }
-        let ours = self.config.pool_shape();
+        let ours = self.cx.config.pool_shape();
         match &hello.shape {
             Some(theirs) if *theirs == ours => Ok(()),
             Some(theirs) => Err(shape_difference(&ours, theirs)),
@@ -197,33 +198,33 @@ impl Instance {
     }
 
     pub(crate) fn on_rtt(&mut self, peer: PeerKey, rtt_us: u32) {
-        if let Some(known) = self.peers.known.get_mut(&peer) {
+        if let Some(known) = self.cx.peers.known.get_mut(&peer) {
             known.rtt_us = rtt_us;
         }
     }
 
     pub(crate) fn on_peer_down(&mut self, peer: PeerKey) {
-        self.peers.ungreeted.remove(&peer);
-        self.peers.greeted.remove(&peer);
+        self.cx.peers.ungreeted.remove(&peer);
+        self.cx.peers.greeted.remove(&peer);
         self.forget_peer(peer);
     }
 
     /// A frame to a peer was dropped and the connection stands: the peer stays known. What depended on the frame is
     /// given up on both sides; control messages are repeated by themselves, a Hello with the next tick.
     pub(crate) fn on_send_failed(&mut self, peer: PeerKey) {
-        self.peers.ungreeted.insert(peer);
-        let Some(known) = self.peers.known(peer) else { return };
+        self.cx.peers.ungreeted.insert(peer);
+        let Some(known) = self.cx.peers.known(peer) else { return };
         let detail = "a frame could not be sent";
         self.refuse_guest(peer, known.instance, detail);
         self.lose_creditor(known.instance, detail);
     }
 
     fn forget_peer(&mut self, peer: PeerKey) {
-        let Some(known) = self.peers.known.remove(&peer) else { return };
-        self.peers.keys.remove(&known.instance);
-        self.peers.meters.remove(&known.instance);
-        self.guests.forget(known.instance);
-        self.rm.on_peer_down(known.instance, self.now_ms);
+        let Some(known) = self.cx.peers.known.remove(&peer) else { return };
+        self.cx.peers.keys.remove(&known.instance);
+        self.cx.peers.meters.remove(&known.instance);
+        self.creditor.requests.forget(known.instance);
+        self.cx.memory.rm.on_peer_down(known.instance, self.cx.now_ms);
         self.drop_jobs_of(known.instance);
         self.lose_worker(known.instance);
         self.lose_creditor(known.instance, "the connection to a creditor was lost");
@@ -232,8 +233,9 @@ impl Instance {
 
     /// Gives up dialling peers that do not come.
     pub(crate) fn expire_dialling(&mut self) {
-        let now = self.now_ms;
+        let now = self.cx.now_ms;
         let gone: Vec<InstanceId> = self
+            .cx
             .peers
             .dialling
             .iter()
@@ -241,8 +243,8 @@ impl Instance {
             .map(|(instance, _)| *instance)
             .collect();
         for instance in gone {
-            self.peers.dialling.remove(&instance);
-            self.rm.on_peer_down(instance, now);
+            self.cx.peers.dialling.remove(&instance);
+            self.cx.memory.rm.on_peer_down(instance, now);
         }
     }
 }

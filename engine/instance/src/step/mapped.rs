@@ -1,4 +1,4 @@
-//! Attention over a creditor's memory where it lies ([ADR 19](../../../docs/adr/0019-attention-over-a-creditors-memory.md)).
+//! Attention over a creditor's memory where it lies ([ADR 19](../../../../docs/adr/0019-attention-over-a-creditors-memory.md)).
 //!
 //! A creditor whose KV store is memory that others map says so in its Hello. A debtor on the same host maps it once, and its own
 //! device attends to what of a lease is sealed there: no query is sent for it.
@@ -9,12 +9,12 @@
 //!   compares that before anything that follows from them leaves a step: what is somebody else's by then is a hole;
 //! * memory is mapped as long as the connection on which it was offered stands.
 
-use crate::cost::RemotePolicy;
-use crate::event::{Effect, PeerKey};
+use crate::event::Effect;
 use crate::instance::Instance;
-use lagoon_protocol::{ControlBody, LeaseSealed, LentMemory, TransferArena};
-use lagoon_runner::{Command, GuestTag, MapId, RemoteWork, SealedBlock};
-use lagoon_types::{Epoch, InstanceId, KvRun, LeaseId, LeaseRun};
+use crate::step::cost::RemotePolicy;
+use lagoon_protocol::{LentMemory, TransferArena};
+use lagoon_runner::{Command, MapId, RemoteWork, SealedBlock};
+use lagoon_types::{InstanceId, KvRun, LeaseRun};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -46,27 +46,15 @@ struct Mapping {
     stands: bool,
 }
 
-/// An rBlock that the device is sealing for a debtor.
-#[derive(Debug)]
-struct Sealing {
-    peer: PeerKey,
-    lease: LeaseId,
-    epoch: Epoch,
-    entry: u32,
-    block: u32,
-}
-
-/// State of both sides.
+/// Creditor KV that is mapped here.
 #[derive(Debug, Default)]
-pub(crate) struct Reaches {
+pub(crate) struct Mapped {
     mappings: BTreeMap<InstanceId, Mapping>,
     next_map: u64,
-    /// At most one for each rBlock of the store.
-    sealing: BTreeMap<GuestTag, Sealing>,
     status: ReachStatus,
 }
 
-impl Reaches {
+impl Mapped {
     pub(crate) fn status(&self) -> ReachStatus {
         let mapped = self.mappings.values().filter(|mapping| mapping.stands).count();
         ReachStatus { mapped, ..self.status.clone() }
@@ -120,52 +108,58 @@ impl InReach {
 impl Instance {
     /// A peer says in its Hello where it lends memory that can be mapped, if it does.
     pub(crate) fn on_lent_memory(&mut self, creditor: InstanceId, lent: Option<&LentMemory>) {
-        let same_host = |lent: &&LentMemory| self.config.reaches.as_ref().is_some_and(|host| *host == lent.host);
-        let wanted = self.config.remote == RemotePolicy::Auto;
+        let same_host = |lent: &&LentMemory| self.cx.config.reaches.as_ref().is_some_and(|host| *host == lent.host);
+        let wanted = self.cx.config.remote == RemotePolicy::Auto;
         let offered = lent.filter(same_host).filter(|_| wanted).and_then(|lent| Some((lent.memory.as_ref()?, lent)));
         let Some((memory, &LentMemory { blocks, .. })) = offered else { return self.unmap(creditor) };
         // Hellos are repeated.
-        if self.reaches.mappings.get(&creditor).is_some_and(|known| known.memory == *memory && known.blocks == blocks) {
+        if self
+            .step
+            .mapped
+            .mappings
+            .get(&creditor)
+            .is_some_and(|known| known.memory == *memory && known.blocks == blocks)
+        {
             return;
         }
         self.unmap(creditor);
-        self.reaches.next_map += 1;
-        let map = MapId(self.reaches.next_map);
+        self.step.mapped.next_map += 1;
+        let map = MapId(self.step.mapped.next_map);
         let mapping = Mapping { map, memory: memory.clone(), blocks, stands: false };
-        self.reaches.mappings.insert(creditor, mapping);
-        self.effects.push(Effect::Map { map, blocks, memory: memory.clone() });
+        self.step.mapped.mappings.insert(creditor, mapping);
+        self.cx.effects.push(Effect::Map { map, blocks, memory: memory.clone() });
     }
 
     /// The device has mapped a creditor's memory, or it could not be.
     pub(crate) fn on_mapped(&mut self, map: MapId, mapped: bool) {
-        let wanted = self.reaches.mappings.iter_mut().find(|(_, mapping)| mapping.map == map);
+        let wanted = self.step.mapped.mappings.iter_mut().find(|(_, mapping)| mapping.map == map);
         match wanted {
             Some((creditor, mapping)) => {
                 mapping.stands = mapped;
-                self.rm.set_near(*creditor, mapped);
+                self.cx.memory.rm.set_near(*creditor, mapped);
             }
             // The peer went meanwhile.
-            None if mapped => self.effects.push(Effect::Runner(Command::Unmap { map })),
+            None if mapped => self.cx.effects.push(Effect::Runner(Command::Unmap { map })),
             None => {}
         }
-        self.reaches.status.refused += u64::from(!mapped);
+        self.step.mapped.status.refused += u64::from(!mapped);
     }
 
     /// A creditor's memory is not attended to any more: its sequences' steps have ended.
     pub(crate) fn unmap(&mut self, creditor: InstanceId) {
-        if let Some(Mapping { map, stands: true, .. }) = self.reaches.mappings.remove(&creditor) {
-            self.rm.set_near(creditor, false);
-            self.effects.push(Effect::Runner(Command::Unmap { map }));
+        if let Some(Mapping { map, stands: true, .. }) = self.step.mapped.mappings.remove(&creditor) {
+            self.cx.memory.rm.set_near(creditor, false);
+            self.cx.effects.push(Effect::Runner(Command::Unmap { map }));
         }
     }
 
     /// Divides a sequence's runs at a creditor into what its own device attends to there and the rest.
     pub(crate) fn in_reach(&self, creditor: InstanceId, runs: &[LeaseRun]) -> Option<(MapId, InReach)> {
-        let mapping = self.reaches.mappings.get(&creditor).filter(|mapping| mapping.stands)?;
-        let block_tokens = self.config.block_tokens;
+        let mapping = self.step.mapped.mappings.get(&creditor).filter(|mapping| mapping.stands)?;
+        let block_tokens = self.cx.config.block_tokens;
         let mut found = InReach::default();
         for run in runs {
-            let places = self.rm.places(creditor, run.lease, run.epoch);
+            let places = self.cx.memory.rm.places(creditor, run.lease, run.epoch);
             let mut at = run.offset;
             while at < run.offset + run.len {
                 let len = (block_tokens - at % block_tokens).min(run.offset + run.len - at);
@@ -175,26 +169,5 @@ impl Instance {
             }
         }
         (!found.runs.is_empty()).then_some((mapping.map, found))
-    }
-
-    /// A debtor's rBlock is whole and verified. If debtors may map it, the device seals it, and they are told then.
-    pub(crate) fn seal_lent(&mut self, peer: PeerKey, lease: LeaseId, epoch: Epoch, entry: u32) {
-        let Some(block) = self.rm.lent_entry(lease, entry).map(|lent| lent.block.0) else { return };
-        let tag = self.guests.new_tag();
-        self.reaches.sealing.insert(tag, Sealing { peer, lease, epoch, entry, block });
-        self.effects.push(Effect::Runner(Command::GuestSeal { tag, block, epoch }));
-    }
-
-    /// The device has sealed an rBlock, or failed.
-    pub(crate) fn on_guest_sealed(&mut self, tag: GuestTag, sealed: bool) -> bool {
-        let Some(Sealing { peer, lease, epoch, entry, block }) = self.reaches.sealing.remove(&tag) else {
-            return false;
-        };
-        if sealed {
-            self.reaches.status.sealed += 1;
-            let body = LeaseSealed { lease: lease.0, epoch: epoch.0, entries: vec![entry], blocks: vec![block] };
-            self.effects.push(Effect::Control { peer, body: ControlBody::LeaseSealed(body) });
-        }
-        true
     }
 }

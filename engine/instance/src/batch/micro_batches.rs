@@ -31,7 +31,7 @@ const APART_MS: u64 = 10_000;
 
 /// See the module's documentation.
 #[derive(Debug, Default)]
-pub(crate) struct Lanes {
+pub(crate) struct MicroBatches {
     /// All rows are one batch.
     merged: bool,
     /// Mean time of a decode step's remote part, in microseconds; `None` before the first.
@@ -66,7 +66,7 @@ fn predict(rates: &Rates<'_>, local: Batch, remote: Batch, remote_us: f64) -> (f
     (one, two)
 }
 
-impl Lanes {
+impl MicroBatches {
     /// A decode step's creditors took so long to answer, in sum over layers.
     pub(crate) fn remote_took(&mut self, ms: u64) {
         let us = f64::from(u32::try_from(ms).unwrap_or(u32::MAX)) * 1e3;
@@ -88,37 +88,37 @@ impl Instance {
     /// Whether rows with and without KV elsewhere are one batch now.
     #[must_use]
     pub fn is_one_batch(&self) -> bool {
-        self.division.merged
+        self.batch.micro.merged
     }
 
     /// The lane that a sequence's next step is in.
     pub(crate) fn lane_of(&self, seq: SeqId) -> Lane {
-        let remote = self.division.merged || self.seqs.get(&seq).is_some_and(|s| s.blocks.remote_blocks() > 0);
+        let remote = self.batch.micro.merged || self.batch.seqs.get(&seq).is_some_and(|s| s.blocks.remote_blocks() > 0);
         if remote { Lane::Remote } else { Lane::Local }
     }
 
     /// Divides what runs anew, if something changed.
     pub(crate) fn divide(&mut self) {
-        if !std::mem::take(&mut self.division.stale) {
+        if !std::mem::take(&mut self.batch.micro.stale) {
             return;
         }
         let merged = self.one_batch_is_better();
-        if merged != self.division.merged {
-            self.division.merged = merged;
-            let running: Vec<SeqId> = self.sched.running().collect();
+        if merged != self.batch.micro.merged {
+            self.batch.micro.merged = merged;
+            let running: Vec<SeqId> = self.batch.sched.running().collect();
             for seq in running {
                 let lane = self.lane_of(seq);
-                self.sched.set_lane(seq, lane);
+                self.batch.sched.set_lane(seq, lane);
             }
         }
     }
 
     fn one_batch_is_better(&mut self) -> bool {
-        let block_tokens = f64::from(self.config.block_tokens);
+        let block_tokens = f64::from(self.cx.config.block_tokens);
         let (mut local, mut remote) = (Batch::default(), Batch::default());
         let mut there: BTreeMap<InstanceId, u32> = BTreeMap::new();
-        for id in self.sched.running() {
-            let Some(seq) = self.seqs.get(&id) else { continue };
+        for id in self.batch.sched.running() {
+            let Some(seq) = self.batch.seqs.get(&id) else { continue };
             let away = seq.blocks.remote_blocks() > 0;
             if away && seq.blocks.written() + 1 < seq.len() {
                 return false;
@@ -134,16 +134,16 @@ impl Instance {
         }
         if remote.rows == 0 {
             // What was measured was of others.
-            self.division.remote_us = None;
+            self.batch.micro.remote_us = None;
             return false;
         }
-        if local.rows == 0 || self.threshold.is_some() || self.now_ms < self.division.apart_until_ms {
+        if local.rows == 0 || self.creditor.has_target() || self.cx.now_ms < self.batch.micro.apart_until_ms {
             return false;
         }
-        let Some(rates) = self.config.calibration.as_ref().and_then(|c| Rates::new(c, true)) else { return false };
-        let remote_us = self.division.remote_us.unwrap_or_else(|| self.remote_estimate_us(&rates, &there));
+        let Some(rates) = self.cx.config.calibration.as_ref().and_then(|c| Rates::new(c, true)) else { return false };
+        let remote_us = self.batch.micro.remote_us.unwrap_or_else(|| self.remote_estimate_us(&rates, &there));
         let (one, two) = predict(&rates, local, remote, remote_us);
-        let gain = if self.division.merged { 1.0 - GAIN_MIN } else { 1.0 + GAIN_MIN };
+        let gain = if self.batch.micro.merged { 1.0 - GAIN_MIN } else { 1.0 + GAIN_MIN };
         one > two * gain
     }
 
@@ -151,25 +151,25 @@ impl Instance {
     /// is as fast as this instance and does nothing else.
     fn remote_estimate_us(&self, rates: &Rates<'_>, there: &BTreeMap<InstanceId, u32>) -> f64 {
         let of = |(creditor, blocks): (&InstanceId, &u32)| {
-            let known = self.peers.key(*creditor).and_then(|peer| self.peers.known(peer));
-            let rtt_us = known.map_or(0.0, |k| f64::from(k.rtt_us)) * f64::from(self.config.kv.layers);
-            rtt_us + f64::from(*blocks) * f64::from(self.config.block_tokens) * rates.attention_us
+            let known = self.cx.peers.key(*creditor).and_then(|peer| self.cx.peers.known(peer));
+            let rtt_us = known.map_or(0.0, |k| f64::from(k.rtt_us)) * f64::from(self.cx.config.kv.layers);
+            rtt_us + f64::from(*blocks) * f64::from(self.cx.config.block_tokens) * rates.attention_us
         };
         there.iter().map(of).fold(0.0, f64::max)
     }
 
     /// Breaks one batch up that waits for a creditor for much longer than usual.
     pub(crate) fn break_up(&mut self) {
-        if !self.division.merged {
+        if !self.batch.micro.merged {
             return;
         }
-        let since = self.lanes[Lane::Remote.index()].as_ref().and_then(crate::steps::InFlight::waits_since);
-        if since.is_none_or(|at| self.now_ms < at + self.division.patience_ms()) {
+        let since = self.step.waits_since(Lane::Remote);
+        if since.is_none_or(|at| self.cx.now_ms < at + self.batch.micro.patience_ms()) {
             return;
         }
         self.abort_lane(Lane::Remote);
-        self.division.apart_until_ms = self.now_ms + APART_MS;
-        self.division.changed();
+        self.batch.micro.apart_until_ms = self.cx.now_ms + APART_MS;
+        self.batch.micro.changed();
     }
 }
 
@@ -222,12 +222,12 @@ mod tests {
 
     #[test]
     fn the_mean_follows_what_is_measured() {
-        let mut lanes = Lanes::default();
+        let mut lanes = MicroBatches::default();
         lanes.remote_took(8);
         assert_eq!(lanes.remote_us, Some(8_000.0));
         (0..40).for_each(|_| lanes.remote_took(80));
         assert!(lanes.remote_us.is_some_and(|us| us > 75_000.0));
-        assert_eq!(Lanes::default().patience_ms(), PATIENCE_MS);
+        assert_eq!(MicroBatches::default().patience_ms(), PATIENCE_MS);
         assert!((590..=640).contains(&lanes.patience_ms()), "{}", lanes.patience_ms());
     }
 }

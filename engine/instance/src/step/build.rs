@@ -1,0 +1,117 @@
+//! The work of one step: from planned chunks to rows, attention over remote KV, tickets and writes.
+
+use super::as_u32;
+use super::mapped::InReach;
+use lagoon_backend::AttnRows;
+use lagoon_kv::Segment;
+use lagoon_protocol::TicketSeq;
+use lagoon_runner::{Fetch, MapId, Reach, RemoteWork, SampleSpec, SeqRows, Ship, StepWork, WriteSegment};
+use lagoon_types::{Chunk, InstanceId, Lane, LeaseRun, SeqId, StepId};
+use std::collections::BTreeMap;
+
+/// Work for the runner, the tickets of its creditors, and the owners of its writes.
+pub(super) type Built = (StepWork, BTreeMap<InstanceId, Vec<TicketSeq>>, Vec<(SeqId, WriteSegment)>);
+
+/// Collects the work of one step, chunk by chunk.
+pub(super) struct Builder {
+    pub(super) work: StepWork,
+    tickets: BTreeMap<InstanceId, Vec<TicketSeq>>,
+    ships: BTreeMap<InstanceId, Vec<(u32, u32)>>,
+    writes: Vec<(SeqId, WriteSegment)>,
+    row0: u32,
+}
+
+impl Builder {
+    pub(super) fn new(step: StepId, lane: Lane, dtype: lagoon_types::DType) -> Self {
+        let remote = RemoteWork { dtype, ..RemoteWork::default() };
+        let work = StepWork {
+            step,
+            lane,
+            tokens: Vec::new(),
+            slots: Vec::new(),
+            seqs: Vec::new(),
+            runs: Vec::new(),
+            remote,
+            next_row: None,
+            watched: false,
+        };
+        Self { work, tickets: BTreeMap::new(), ships: BTreeMap::new(), writes: Vec::new(), row0: 0 }
+    }
+
+    /// Adds a chunk's rows and where their KV goes.
+    pub(super) fn rows(&mut self, chunk: &Chunk, tokens: &[u32], segments: &[Segment]) {
+        self.row0 = as_u32(self.work.tokens.len());
+        self.work.tokens.extend_from_slice(tokens);
+        for segment in segments {
+            match segment {
+                Segment::Local(run) => self.work.slots.extend(run.base..run.base + run.len),
+                Segment::Remote { creditor, run } => {
+                    let row0 = as_u32(self.work.slots.len());
+                    let &LeaseRun { lease, epoch, offset, len, .. } = run;
+                    let write = WriteSegment { creditor: *creditor, lease, epoch, offset, row0, rows: len };
+                    self.work.slots.extend((0..len).map(|_| u32::MAX));
+                    self.writes.push((chunk.seq, write));
+                }
+            }
+        }
+        assert_eq!(self.work.slots.len(), self.work.tokens.len(), "a chunk's rows all have a place");
+    }
+
+    pub(super) fn seq(&mut self, chunk: &Chunk, run0: usize, sample: Option<SampleSpec>) {
+        self.work.seqs.push(SeqRows {
+            seq: chunk.seq,
+            row0: self.row0,
+            rows: chunk.len,
+            pos0: chunk.start,
+            run0: as_u32(run0),
+            runs: as_u32(self.work.runs.len() - run0),
+            sample,
+        });
+    }
+
+    /// The chunk's rows attend to what is in reach of `creditor`'s memory. Returns the rest.
+    pub(super) fn reach(&mut self, creditor: InstanceId, map: MapId, chunk: &Chunk, found: InReach) -> Vec<LeaseRun> {
+        let reaches = &mut self.work.remote.reaches;
+        let at = reaches.iter().position(|reach| reach.creditor == creditor).unwrap_or_else(|| {
+            let (seqs, runs, sealed) = (Vec::new(), Vec::new(), Vec::new());
+            reaches.push(Reach { creditor, map, seqs, runs, sealed });
+            reaches.len() - 1
+        });
+        let reach = &mut reaches[at];
+        let (run0, runs) = (as_u32(reach.runs.len()), as_u32(found.runs.len()));
+        reach.seqs.push(AttnRows { row0: self.row0, rows: chunk.len, pos0: chunk.start, run0, runs });
+        reach.runs.extend(found.runs);
+        reach.sealed.extend(found.sealed);
+        found.rest
+    }
+
+    /// The chunk's queries go to `creditor`.
+    pub(super) fn ship(&mut self, creditor: InstanceId, chunk: &Chunk, runs: Vec<LeaseRun>) {
+        self.ships.entry(creditor).or_default().push((self.row0, chunk.len));
+        let seq = TicketSeq { seq: chunk.seq, rows: chunk.len, pos0: chunk.start, runs };
+        self.tickets.entry(creditor).or_default().push(seq);
+    }
+
+    /// The last chunk's remote KV comes here, in pieces of at most `limit` tokens.
+    pub(super) fn fetch(&mut self, creditor: InstanceId, runs: &[LeaseRun], limit: u32) {
+        let seq_index = as_u32(self.work.seqs.len() - 1);
+        for run in runs {
+            let mut done = 0;
+            while done < run.len {
+                let len = limit.min(run.len - done);
+                let piece = LeaseRun { offset: run.offset + done, first_pos: run.first_pos + done, len, ..*run };
+                self.work.remote.fetches.push(Fetch { creditor, seq_index, run: piece });
+                done += len;
+            }
+        }
+    }
+
+    pub(super) fn finish(mut self) -> Built {
+        // Whatever the order of the sequences: partials are merged in that of creditors.
+        self.work.remote.reaches.sort_by_key(|reach| reach.creditor);
+        self.work.remote.ships =
+            self.ships.into_iter().map(|(creditor, segments)| Ship { creditor, segments }).collect();
+        self.work.remote.writes = self.writes.iter().map(|(_, write)| *write).collect();
+        (self.work, self.tickets, self.writes)
+    }
+}
