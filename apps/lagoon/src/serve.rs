@@ -272,7 +272,7 @@ fn sizes(args: &ServeArgs, model: &OpenModel, chosen: Chosen) -> anyhow::Result<
 }
 
 /// The endpoint of memory beside the instance's own.
-fn join_beside(args: &ServeArgs, kind: Kind) -> anyhow::Result<Pool> {
+fn join_beside(args: &ServeArgs, kind: TierKind) -> anyhow::Result<Pool> {
     let listen = match kind {
         TierKind::Host => args.host_quic,
         TierKind::Lent => args.lend_quic,

@@ -97,7 +97,7 @@ mod tests {
         }
         touch(&prefix.join("lib/other/site-packages/torch/lib/libcublasLt.so.12"));
         let folders = packages(&prefix);
-        assert_eq!(folders, [site.clone()]);
+        assert_eq!(folders, std::slice::from_ref(&site));
         let (newest, older) = (site.join(FILES[0].0), [site.join(FILES[2].0), site.join(FILES[4].0)]);
         assert_eq!(among(&folders, 13), [vec![newest], older.to_vec()].concat());
         assert_eq!(among(&folders, 12), older, "a driver of CUDA 12 cannot take a library of 13");

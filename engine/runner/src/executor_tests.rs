@@ -5,8 +5,8 @@ use crate::work::{RemotePart, RemoteWork, SampleSpec, SeqRows, Ship, StepWork};
 use bytes::Bytes;
 use lagoon_backend::cpu::CpuDevice;
 use lagoon_backend::{AttnRows, PaceProfile, Paced};
-use lagoon_model::{Checkpoint, LlamaWeights};
-use lagoon_types::{InstanceId, KvRun, SamplingParams, SeqId, StepId};
+use lagoon_model::{Checkpoint, LlamaWeights, Rope};
+use lagoon_types::{DType, InstanceId, KvRun, KvSpace, SamplingParams, SeqId, StepId};
 use std::path::Path;
 use std::sync::Arc;
 

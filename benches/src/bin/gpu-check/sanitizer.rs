@@ -6,7 +6,7 @@ use crate::external::find;
 use crate::parent::{End, settle, watch};
 use crate::{Args, Out, inputs, read_json};
 use anyhow::{Context as _, ensure};
-use lagoon_backend::{AttnBatch, AttnRows, Device, Mode};
+use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, Mode};
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers, kernels};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
@@ -119,18 +119,23 @@ fn linear(d: &mut CudaDevice, rows: usize) -> anyhow::Result<Vec<f32>> {
 }
 
 fn pointwise(d: &mut CudaDevice) -> anyhow::Result<Vec<f32>> {
-    let (g, rows) = (GEOMETRY, 5);
+    const COLUMNS: usize = 96;
+    let (g, rows) = (GEOMETRY, 20);
     let shape = KvShape { layers: 1, kv_heads: g.kv_heads, head_dim: g.head_dim, dtype: DType::BF16 };
-    let mut kv = d.kv(shape, 16)?;
+    let mut kv = d.kv(shape, 32)?;
     let norm = inputs::weight(d, DType::BF16, 1, g.qkv_dim(), 3)?;
     let x = inputs::tensor(d, rows, g.qkv_dim(), 4)?;
     let rope = inputs::tensor(d, rows, g.head_dim as usize, 5)?;
-    let (mut qkv, mut act) = (d.tensor(rows, g.qkv_dim())?, d.tensor(rows, g.qkv_dim() / 2)?);
+    // More rows than the fused product takes, so that the activation is a kernel of its own.
+    let up = inputs::weight(d, DType::BF16, 2 * COLUMNS, g.qkv_dim(), 6)?;
+    let (mut qkv, mut wide, mut act) =
+        (d.tensor(rows, g.qkv_dim())?, d.tensor(rows, 2 * COLUMNS)?, d.tensor(rows, COLUMNS)?);
     d.rms_norm(&x, &norm, 1e-5, rows, &mut qkv)?;
-    d.rope_append(&mut qkv, &rope, g, &[3, 1, 4, 15, 9], &mut kv, 0)?;
-    d.silu_mul(&qkv, rows, &mut act)?;
+    let slots: Vec<u32> = (0..20).map(|row| row * 7 % 32).collect();
+    d.rope_append(&mut qkv, &rope, g, &slots, &mut kv, 0)?;
+    d.matmul_activated(&qkv, &up, rows, Activation::SiluMul, &mut wide, &mut act)?;
     let mut read = Vec::new();
-    d.read(&act, 0..rows, 0..g.qkv_dim() / 2, &mut read)?;
+    d.read(&act, 0..rows, 0..COLUMNS, &mut read)?;
     Ok(read)
 }
 
