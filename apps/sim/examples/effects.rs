@@ -11,7 +11,7 @@ use lagoon_sim::paper::traces::{Output, TABLE_1, table_2};
 use lagoon_sim::paper::world::{Setting, Study};
 use std::ops::Range;
 
-#[allow(clippy::print_stdout, reason = "the hashes are the answer")]
+#[allow(clippy::print_stdout, reason = "a command's answer")]
 fn line(name: &str, quiet: bool, run: impl FnOnce() -> bool) {
     if quiet {
         run();

@@ -7,7 +7,7 @@ mod admission;
 mod borrowing;
 mod growth;
 pub(crate) mod micro_batches;
-pub(crate) mod policy;
+mod policy;
 mod preempt;
 pub(crate) mod prefix;
 mod recovery;

@@ -84,7 +84,6 @@ mod tests {
         Lose(u64),
         Fill(u32),
         Window(u32),
-        Look,
     }
 
     fn op() -> impl Strategy<Value = Op> {
@@ -96,7 +95,6 @@ mod tests {
             1 => (0..6u64).prop_map(Op::Lose),
             2 => (0..9u32).prop_map(|to| Op::Fill(2_000 + 7 * to)),
             1 => (4..30u32).prop_map(Op::Window),
-            4 => Just(Op::Look),
         ]
     }
 
@@ -138,7 +136,6 @@ mod tests {
                     Op::Window(window) if seq.lost().is_empty() => {
                         drop(seq.free_behind_window(seq.next_position(), window));
                     }
-                    Op::Look => drop(seq.extents.get().is_none() && seq.holes() == 0 && !seq.extents().is_empty()),
                     Op::Write(_) | Op::Relocate(..) | Op::Fill(_) | Op::Window(_) => {}
                 }
                 let remote = seq.placements().iter().filter(|p| matches!(p, Placement::Remote(_))).count();
