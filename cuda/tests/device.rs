@@ -14,10 +14,11 @@ mod shim;
 use fake::{Fake, OUT_OF_MEMORY};
 use lagoon_backend::conformance::Data;
 use lagoon_backend::{AttnBatch, AttnRows, CpuDevice, Device, DeviceError};
-use lagoon_cuda::kernels::attention::{DecodeClass, Tuning};
+use lagoon_cuda::kernels::attention::{DecodeClass, Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers, TuneFor};
 use lagoon_kv::vmm::{VmmConfig, VmmLayout, VmmShape};
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -32,11 +33,20 @@ const TUNING: Tuning = Tuning {
         DecodeClass { warps: 8, stages: 3, blocks_per_sm: 2, piece_keys_min: 200 },
     ],
     class_keys: [64, 256],
+    precision: Precision::Exact,
     ..Tuning::untuned(8)
 };
+/// As users get it.
+const FAST: Tuning = Tuning { precision: Precision::Fast, ..TUNING };
 
-/// Runs `test` on a device over the fake driver; at the end everything is released and nothing was misused.
+/// As [`with_tuning`], as exact as f32.
 fn with_device(name: &str, layers_per_group: Option<u32>, test: impl FnOnce(&mut CudaDevice, &Fake)) {
+    with_tuning(name, layers_per_group, TUNING, test);
+}
+
+/// Runs `test` on a device over the fake driver; at the end everything is released and nothing was misused. The device has
+/// compute capability 9.0 where the tuning asks for warpgroup kernels, else 8.0.
+fn with_tuning(name: &str, layers_per_group: Option<u32>, tuning: Tuning, test: impl FnOnce(&mut CudaDevice, &Fake)) {
     static SEED: AtomicU64 = AtomicU64::new(2);
     let fake = shim::library().and_then(|library| {
         let fake = Fake::new(MEMORY, PAGE, SEED.fetch_add(1, Ordering::Relaxed))?;
@@ -45,9 +55,12 @@ fn with_device(name: &str, layers_per_group: Option<u32>, test: impl FnOnce(&mut
     });
     match fake {
         Ok(fake) => {
+            if tuning.wgmma {
+                fake.device(9, 0, 227 << 10);
+            }
             let options = CudaOptions {
                 layers_per_group,
-                tuning: Some(TUNING),
+                tuning: Some(tuning),
                 linear: LinearLayers::Own,
                 ..CudaOptions::default()
             };
@@ -63,12 +76,15 @@ fn with_device(name: &str, layers_per_group: Option<u32>, test: impl FnOnce(&mut
 // As in shim.rs: in bf16 queries, attention weights and activations are two terms of 8 bits.
 macro_rules! over_the_fake {
     ($group:expr, $($case:ident),+ $(,)?) => {
+        over_the_fake!($group; crate::TUNING; lagoon_backend::conformance::Tolerance::loosened(2.0); $($case,)+);
+    };
+    ($group:expr; $tuning:expr; $tolerance:expr; $($case:ident),+ $(,)?) => {
         $(
             #[test]
             fn $case() {
-                use lagoon_backend::conformance::{Tolerance, cases};
+                use lagoon_backend::conformance::cases;
                 let name = concat!(module_path!(), "::", stringify!($case));
-                crate::with_device(name, $group, |device, _| cases::$case(device, Tolerance::loosened(2.0)));
+                crate::with_tuning(name, $group, $tuning, |device, _| cases::$case(device, $tolerance));
             }
         )+
     };
@@ -84,6 +100,23 @@ mod sliced {
     over_the_fake!(Some(2), rope_append_then_attention, attention_dtypes, attention_prefill, attention_alibi);
     mod by_three {
         over_the_fake!(Some(3), kv_bytes_round_trip);
+    }
+}
+
+/// Activations rounded, by the bounds of that.
+mod fast {
+    use lagoon_backend::conformance::Tolerance;
+    const TOLERANCE: Tolerance = Tolerance::loosened(2.0).one_term();
+
+    lagoon_backend::conformance_names!(over_the_fake(None; crate::FAST; TOLERANCE;));
+
+    /// Prompts by warpgroup kernels.
+    mod warpgroups {
+        use super::TOLERANCE;
+        use lagoon_cuda::kernels::attention::Tuning;
+        const WARPGROUPS: Tuning = Tuning { wgmma: true, ..crate::FAST };
+
+        over_the_fake!(None; WARPGROUPS; TOLERANCE; attention_prefill, attention_dtypes, attention_windows, attention_steep_scores);
     }
 }
 
@@ -291,7 +324,7 @@ fn tune_for(head_dim: u32) -> TuneFor {
     TuneFor {
         geometry: AttentionGeometry { head_dim, ..G },
         dtype: DType::BF16,
-        contexts: Some([30, 70, 190]),
+        contexts: Some([30, 70, 420]),
         time_max: Duration::from_millis(1500),
         bytes_max: 1 << 18,
     }
@@ -302,12 +335,12 @@ fn tuning_measures_and_changes_nothing() {
     with_device("tuning_measures_and_changes_nothing", None, |device, fake| {
         device.set_tuning(Tuning::untuned(8));
         let before = (*device.tuning(), fake.counts());
-        let (tuned, tried) = device.tune(&tune_for(64)).unwrap().unwrap();
-        assert_eq!((*device.tuning(), fake.counts().physical, tuned.wgmma), (before.0, before.1.physical, false));
-        assert!(tried.shapes >= 3 && tried.worst == [0.0; 2], "{tried:?}");
+        let tuned = device.tune(&tune_for(64)).unwrap().unwrap();
+        assert_eq!((*device.tuning(), fake.counts().physical), (before.0, before.1.physical));
+        assert!(fake.counts().kernels_run > before.1.kernels_run + 12, "three shapes, four calls each");
         assert_eq!(tuned.to_string().parse(), Ok(tuned));
         device.set_tuning(tuned.apply(*device.tuning()));
-        assert_eq!(device.tuning().classes, tuned.classes);
+        assert_eq!((device.tuning().classes, device.tuning().precision), (tuned.classes, Precision::Fast));
         lagoon_backend::conformance::cases::attention_decode_batch(
             device,
             lagoon_backend::conformance::Tolerance::loosened(2.0),
@@ -320,27 +353,59 @@ fn tuning_measures_and_changes_nothing() {
     });
 }
 
-/// On capability 9.0 warpgroup products are loaded, and trusted only where they agree and are faster.
+/// A device of capability 9.0 with these kernels.
+fn of_capability_9(fake: &Fake, kernels: &Path) -> CudaDevice {
+    fake.kernels(kernels);
+    fake.device(9, 0, 227 << 10);
+    let options = CudaOptions { tuning: Some(FAST), linear: LinearLayers::Own, ..CudaOptions::default() };
+    CudaDevice::open(b"any image", options).unwrap()
+}
+
+/// Warpgroup kernels are loaded on capability 9.0, tried under fast precision only, and trusted where they agree and are faster.
 #[test]
-fn warpgroup_products_are_compared_first() {
-    with_device("warpgroup_products_are_compared_first", None, |first, fake| {
+fn warpgroup_kernels_are_compared_first() {
+    with_tuning("warpgroup_kernels_are_compared_first", None, FAST, |first, fake| {
+        assert!(matches!(first.try_warpgroups(&tune_for(64)), Err(DeviceError::Unsupported(_))), "capability 8.0");
         assert!(
             std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                 first.set_tuning(Tuning { wgmma: true, ..TUNING });
             }))
             .is_err()
         );
-        fake.device(9, 0, 227 << 10);
-        let options = CudaOptions { tuning: Some(TUNING), linear: LinearLayers::Own, ..CudaOptions::default() };
-        let mut device = CudaDevice::open(b"any image", options).unwrap();
+        let mut device = of_capability_9(fake, &shim::library().unwrap());
+        device.set_tuning(TUNING);
+        assert!(matches!(device.try_warpgroups(&tune_for(64)), Err(DeviceError::Unsupported(_))), "exact precision");
+        device.set_tuning(FAST);
+        assert!(matches!(device.try_warpgroups(&tune_for(96)), Err(DeviceError::Unsupported(_))), "heads of 96");
         fake.fail("cuTensorMapEncodeTiled", 3, fake::UNKNOWN);
-        assert!(device.tune(&tune_for(64)).is_err());
-        // A layer's two planes have four maps each, made once: the ninth call, which would fail, does not come.
-        fake.fail("cuTensorMapEncodeTiled", 9, fake::UNKNOWN);
-        let (tuned, tried) = device.tune(&tune_for(64)).unwrap().unwrap();
-        assert!(tried.worst[0] > 0.0 && tried.worst[0] < 0.02 && tried.worst[1] < 0.002, "{tried:?}");
-        // The fake's clock counts launches: neither is faster.
-        assert!(!tuned.wgmma && tried.prefill_ms[0] == tried.prefill_ms[1] && tried.prefill_ms[0] > 0.0, "{tried:?}");
+        assert!(device.try_warpgroups(&tune_for(64)).is_err());
+        for dtype in [DType::F16, DType::BF16] {
+            // A layer's two planes have four maps each, made once: the ninth call, which would fail, does not come.
+            fake.fail("cuTensorMapEncodeTiled", 9, fake::UNKNOWN);
+            let tried = device.try_warpgroups(&TuneFor { dtype, ..tune_for(64) }).unwrap();
+            println!("{dtype}: {tried:?}");
+            assert!(tried.agree && tried.worst[0] > 0.05 && tried.worst[1] < 0.5, "{tried:?}");
+            // The fake's clock counts launches: neither is faster.
+            assert!(!tried.faster && !tried.usable() && tried.prefill_ms[0] > 0.0, "{tried:?}");
+            assert_eq!(*device.tuning(), FAST);
+        }
+        fake.trap("wgmma");
+        assert!(matches!(device.try_warpgroups(&tune_for(64)), Err(DeviceError::Lost(_))));
+    });
+}
+
+/// Each kernel with one mistake gives other results on the trial's data.
+#[test]
+fn wrong_warpgroup_kernels_are_rejected() {
+    with_tuning("wrong_warpgroup_kernels_are_rejected", None, FAST, |_, fake| {
+        for mutant in [&shim::STALE_STAGE, &shim::SKIPPED_TILE] {
+            let kernels = shim::mutant(mutant).unwrap();
+            for head_dim in [64, 128] {
+                let tried = of_capability_9(fake, &kernels).try_warpgroups(&tune_for(head_dim)).unwrap();
+                println!("{}, heads of {head_dim}: {tried:?}", kernels.display());
+                assert!(!tried.agree && tried.worst[0] > 4.0, "{}: {tried:?}", kernels.display());
+            }
+        }
     });
 }
 

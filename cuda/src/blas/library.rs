@@ -1,11 +1,15 @@
 //! cuBLASLt's library: looked for at run time, and the functions of it that this crate calls.
 //!
+//! A library that was opened is never unloaded: cuBLASLt registers modules with the driver and destructors of thread-local
+//! data with the process, and both are called after the last handle is gone; unloading crashes then.
+//!
 //! Types and numbers are those of cublasLt.h, the same in versions 12 and 13 for all that is used here. Of others we do not
 //! know, so they are refused.
 
+use super::wheels;
 use libloading::Library;
 use std::ffi::{OsString, c_int, c_void};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// Names the library's file, or says `none`.
@@ -92,10 +96,11 @@ type GetHeuristic = unsafe extern "C" fn(
     *mut c_int,
 ) -> Status;
 
-/// The loaded library. Its functions are called only while it lives.
+/// The loaded library.
 #[derive(Debug)]
 pub struct CublasLt {
     version: usize,
+    file: PathBuf,
     pub(super) create: unsafe extern "C" fn(*mut Handle) -> Status,
     pub(super) destroy: Release,
     pub(super) desc_create: unsafe extern "C" fn(*mut Descriptor, c_int, c_int) -> Status,
@@ -108,32 +113,45 @@ pub struct CublasLt {
     pub(super) pref_set: SetAttribute,
     pub(super) heuristic: GetHeuristic,
     pub(super) matmul: Matmul,
-    _library: Library,
 }
 
 impl CublasLt {
-    /// Looks for the library: where [`ENVIRONMENT`] says, else under its usual names.
+    /// Looks for the library: where [`ENVIRONMENT`] says, else under its usual names, else in Python's packages.
+    /// `driver_major` is the driver's CUDA version, which the library's must not exceed.
     ///
     /// # Errors
     /// Why there is none that can be used, for people.
-    pub fn find() -> Result<Arc<Self>, String> {
-        Self::at(std::env::var_os(ENVIRONMENT))
+    pub fn find(driver_major: usize) -> Result<Arc<Self>, String> {
+        Self::at(std::env::var_os(ENVIRONMENT), driver_major)
     }
 
-    /// The library in this file, none for the word `none`, under its usual names where nothing is said.
+    /// The library in this file, none for the word `none`; as [`CublasLt::find`] where nothing is said.
     ///
     /// # Errors
     /// As [`CublasLt::find`].
-    pub fn at(file: Option<OsString>) -> Result<Arc<Self>, String> {
+    pub fn at(file: Option<OsString>, driver_major: usize) -> Result<Arc<Self>, String> {
         match file {
             Some(file) if file == "none" => Err(format!("{ENVIRONMENT}=none")),
             Some(file) => Self::open(file.as_ref()),
-            None => {
-                // SAFETY: NVIDIA's library by its usual names.
-                let found = NAMES.iter().find_map(|name| unsafe { Library::new(*name) }.ok());
-                Self::load(found.ok_or("libcublasLt.so (13 or 12) is not installed")?)
+            None => Self::search(driver_major),
+        }
+    }
+
+    fn search(driver_major: usize) -> Result<Arc<Self>, String> {
+        for name in NAMES {
+            // SAFETY: NVIDIA's library by its usual names.
+            if let Ok(library) = unsafe { Library::new(name) } {
+                return Self::load(library, loaded_from(name));
             }
         }
+        let mut reason = "libcublasLt.so (13 or 12) is not installed".to_owned();
+        for file in wheels::files(driver_major) {
+            match Self::open(&file) {
+                Ok(found) => return Ok(found),
+                Err(error) => reason = error,
+            }
+        }
+        Err(reason)
     }
 
     /// The library in this file.
@@ -141,15 +159,17 @@ impl CublasLt {
     /// # Errors
     /// As [`CublasLt::find`].
     pub fn open(file: &Path) -> Result<Arc<Self>, String> {
-        // SAFETY: the user names this file as NVIDIA's library, whose initialisers do no harm.
+        // SAFETY: the user, or Python's packages, name this file as NVIDIA's library, whose initialisers do no harm.
         let library = unsafe { Library::new(file) }.map_err(|error| format!("{}: {error}", file.display()))?;
-        Self::load(library)
+        Self::load(library, file.to_owned())
     }
 
-    fn load(library: Library) -> Result<Arc<Self>, String> {
-        // SAFETY: all types here are those of cublasLt.h; the values do not outlive the library.
+    fn load(library: Library, file: PathBuf) -> Result<Arc<Self>, String> {
+        // Never unloaded; see the module.
+        let library: &'static Library = Box::leak(Box::new(library));
+        // SAFETY: all types here are those of cublasLt.h; the library is never unloaded.
         unsafe {
-            let version: unsafe extern "C" fn() -> usize = symbol(&library, "cublasLtGetVersion")?;
+            let version: unsafe extern "C" fn() -> usize = symbol(library, "cublasLtGetVersion")?;
             let version = version();
             if !MAJORS.contains(&(version / 10_000)) {
                 return Err(format!(
@@ -161,19 +181,19 @@ impl CublasLt {
             }
             Ok(Arc::new(Self {
                 version,
-                create: symbol(&library, "cublasLtCreate")?,
-                destroy: symbol(&library, "cublasLtDestroy")?,
-                desc_create: symbol(&library, "cublasLtMatmulDescCreate")?,
-                desc_destroy: symbol(&library, "cublasLtMatmulDescDestroy")?,
-                desc_set: symbol(&library, "cublasLtMatmulDescSetAttribute")?,
-                layout_create: symbol(&library, "cublasLtMatrixLayoutCreate")?,
-                layout_destroy: symbol(&library, "cublasLtMatrixLayoutDestroy")?,
-                pref_create: symbol(&library, "cublasLtMatmulPreferenceCreate")?,
-                pref_destroy: symbol(&library, "cublasLtMatmulPreferenceDestroy")?,
-                pref_set: symbol(&library, "cublasLtMatmulPreferenceSetAttribute")?,
-                heuristic: symbol(&library, "cublasLtMatmulAlgoGetHeuristic")?,
-                matmul: symbol(&library, "cublasLtMatmul")?,
-                _library: library,
+                file,
+                create: symbol(library, "cublasLtCreate")?,
+                destroy: symbol(library, "cublasLtDestroy")?,
+                desc_create: symbol(library, "cublasLtMatmulDescCreate")?,
+                desc_destroy: symbol(library, "cublasLtMatmulDescDestroy")?,
+                desc_set: symbol(library, "cublasLtMatmulDescSetAttribute")?,
+                layout_create: symbol(library, "cublasLtMatrixLayoutCreate")?,
+                layout_destroy: symbol(library, "cublasLtMatrixLayoutDestroy")?,
+                pref_create: symbol(library, "cublasLtMatmulPreferenceCreate")?,
+                pref_destroy: symbol(library, "cublasLtMatmulPreferenceDestroy")?,
+                pref_set: symbol(library, "cublasLtMatmulPreferenceSetAttribute")?,
+                heuristic: symbol(library, "cublasLtMatmulAlgoGetHeuristic")?,
+                matmul: symbol(library, "cublasLtMatmul")?,
             }))
         }
     }
@@ -184,10 +204,24 @@ impl CublasLt {
         number(self.version)
     }
 
+    /// The file that it was loaded from.
+    #[must_use]
+    pub fn file(&self) -> &Path {
+        &self.file
+    }
+
     /// The CUDA version that it is of, major only.
     pub(super) fn major(&self) -> usize {
         self.version / 10_000
     }
+}
+
+/// The file that the loader took for a name, as this process's memory map says; the name where there is no such map.
+fn loaded_from(name: &str) -> PathBuf {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let mut files = maps.lines().filter_map(|line| line.find('/').map(|at| Path::new(&line[at..])));
+    let is_it = |file: &&Path| file.file_name().is_some_and(|found| found.to_string_lossy().starts_with("libcublasLt"));
+    files.find(is_it).map_or_else(|| PathBuf::from(name), Path::to_owned)
 }
 
 fn number(version: usize) -> String {
@@ -207,11 +241,11 @@ mod tests {
 
     #[test]
     fn what_is_not_there_is_a_reason() {
-        let reason = |file: &str| CublasLt::at(Some(file.into())).unwrap_err();
+        let reason = |file: &str| CublasLt::at(Some(file.into()), 13).unwrap_err();
         assert_eq!(reason("none"), "LAGOON_CUBLASLT=none");
         assert!(reason("/there/is/no/such.so").contains("/there/is/no/such.so"));
         // Any library that is not it.
         let other = std::env::current_exe().unwrap();
-        assert!(CublasLt::at(Some(other.into())).is_err());
+        assert!(CublasLt::at(Some(other.into()), 13).is_err());
     }
 }

@@ -9,6 +9,7 @@
 //! calls allocate nothing and can be captured in a graph; it belongs to one stream.
 
 mod library;
+mod wheels;
 
 pub use library::{CublasLt, ENVIRONMENT};
 
@@ -153,7 +154,8 @@ impl Blas {
     #[must_use]
     pub fn name(&self) -> String {
         let tf32 = if self.session.f32_compute == COMPUTE_32F { "off" } else { "on" };
-        format!("cuBLASLt {}, TF32 {tf32}", self.session.library.version())
+        let library = &self.session.library;
+        format!("cuBLASLt {} ({}), TF32 {tf32}", library.version(), library.file().display())
     }
 
     /// A product of this shape; `None` where the library has nothing for it.

@@ -38,7 +38,7 @@ pub(super) enum Linear {
 impl Linear {
     pub(super) fn open(context: &Arc<Context>, wanted: &LinearLayers, tf32: bool) -> Self {
         let found = match wanted {
-            LinearLayers::Auto => CublasLt::find(),
+            LinearLayers::Auto => CublasLt::find(context.attributes().driver_version as usize / 1000),
             LinearLayers::File(file) => CublasLt::open(file),
             LinearLayers::Own => Err("asked for".to_owned()),
         };

@@ -102,7 +102,7 @@ impl Case {
         let want = Attention::of(&batch, &queries, cols, &stored);
         let (dtype, window, alibi) = (self.dtype, self.window, self.alibi);
         let what = format!("attention {g:?} {dtype} window {window:?} {alibi:?} sequences {:?}", self.seqs);
-        oracle::check(device, &what, &want, &out, &batch, tolerance);
+        oracle::check(device, &what, &want, &out, (&batch, dtype), tolerance);
     }
 }
 

@@ -148,8 +148,8 @@ fn split_attention<D: Device>(device: &mut D, alibi: Option<Alibi>, tolerance: T
         let batch = AttnBatch { geometry: g, scale: 0.125, window, alibi, seqs: &seqs, runs: &runs };
         let want = Attention::of(&batch, &queries, g.q_dim(), &stored);
         // Each of the merges adds a rounding to that of the parts.
-        let merged = Tolerance { factor: 2.0 * tolerance.factor };
+        let merged = Tolerance { factor: 2.0 * tolerance.factor, ..tolerance };
         let what = format!("merged attention of {dtype}, window {window:?}, {alibi:?}");
-        oracle::check(device, &what, &want, &acc, &batch, merged);
+        oracle::check(device, &what, &want, &acc, (&batch, dtype), merged);
     }
 }

@@ -47,6 +47,8 @@ pub mod cases {
 
 pub use data::Data;
 
+use lagoon_types::DType;
+
 /// How exact a backend must be: the stated bound of each operation times `factor`. The bounds, for `factor == 1`, are
 /// those of plain f32 arithmetic in any order of summation:
 ///
@@ -62,21 +64,54 @@ pub use data::Data;
 /// * `attention`: relative errors of the weights are those of the scores in absolute terms, which grow with the largest
 ///   score, plus the exponential's; outputs within that of the largest value.
 /// * `merge`: some `u` of the larger magnitude, lse likewise.
+///
+/// A device that rounds activations to the 16-bit type of what they are multiplied with ([`Tolerance::one_term`]) gets, besides,
+/// with `v` the unit roundoff of that type (`2^-8` for bf16, `2^-11` for f16, none for f32):
+///
+/// * `matmul`: `min(1, 4 / sqrt(k)) v` of the sum of absolute products. `v` of it is the sum if all `k` roundings go one way; as
+///   independent ones (0.42 `v` RMS over mantissas) they add up to `0.42 v / sqrt(k)` of it for equal products, to 0.8 for
+///   unequal ones, so that the bound is at least five deviations.
+/// * `attention`: scores as products with `k = head_dim`, whose absolute errors are relative errors of the weights; and each
+///   weight is rounded: outputs within `v` of the largest value. Log-sum-exps come from weights before rounding.
 #[derive(Clone, Copy, Debug)]
 pub struct Tolerance {
-    /// Multiplies every inexact bound; at least 1.
+    /// Multiplies every inexact bound but those of rounded activations; at least 1.
     pub factor: f64,
+    /// Whether activations may be rounded to the 16-bit type of what they are multiplied with.
+    pub rounds_activations: bool,
 }
 
 impl Tolerance {
     /// The bounds of plain f32 arithmetic.
-    pub const STRICT: Self = Self { factor: 1.0 };
+    pub const STRICT: Self = Self { factor: 1.0, rounds_activations: false };
 
     /// The strict bounds times `factor`; say why where it is used.
     #[must_use]
     pub const fn loosened(factor: f64) -> Self {
         assert!(factor >= 1.0, "a tolerance is loosened, not tightened");
-        Self { factor }
+        Self { factor, rounds_activations: false }
+    }
+
+    /// The same bounds for a device that rounds activations (queries, attention weights, inputs of linear layers) to the 16-bit
+    /// type of the KV or weight that they are multiplied with.
+    #[must_use]
+    pub const fn one_term(self) -> Self {
+        Self { rounds_activations: true, ..self }
+    }
+
+    /// Unit roundoff of activations that are multiplied with this type; 0 where they are not rounded.
+    fn activation_roundoff(self, dtype: DType) -> f64 {
+        match dtype {
+            _ if !self.rounds_activations => 0.0,
+            DType::F32 => 0.0,
+            DType::F16 => 2f64.powi(-11),
+            DType::BF16 => 2f64.powi(-8),
+        }
+    }
+
+    /// Bound of what rounding `k` activations adds to the error of their products' sum, of the sum of absolute products.
+    fn rounded_products(self, k: usize, dtype: DType) -> f64 {
+        (4.0 / (k as f64).sqrt()).min(1.0) * self.activation_roundoff(dtype)
     }
 }
 

@@ -3,6 +3,7 @@
 use super::data::read;
 use super::{Tolerance, assert_close};
 use crate::{AttnBatch, Device, Partials};
+use lagoon_types::DType;
 use lagoon_types::run::visible;
 
 /// Attention of a batch in f64, with what its bounds need.
@@ -13,8 +14,10 @@ pub(super) struct Attention {
     pub(super) lse: Vec<f64>,
     /// `[rows]`, keys seen.
     pub(super) count: Vec<u32>,
-    /// `[rows][heads]`: the largest sum of absolute products behind a score.
+    /// `[rows][heads]`: the largest sum of absolute products, and of the bias, behind a score.
     steepest: Vec<f64>,
+    /// The same without the bias.
+    products: Vec<f64>,
     /// Largest magnitude of a value.
     value_max: f64,
 }
@@ -29,6 +32,7 @@ impl Attention {
             lse: vec![0.0; rows * heads],
             count: vec![0; rows],
             steepest: vec![0.0; rows * heads],
+            products: vec![0.0; rows * heads],
             value_max: stored.iter().fold(0.0, |m, v| f64::from(v.abs()).max(m)),
         };
         for seq in batch.seqs {
@@ -66,13 +70,14 @@ impl Attention {
         let at = head / g.group() as usize * dim;
         let slope = batch.alibi.map_or(0.0, |alibi| slope(f64::from(alibi.bias_max), head, heads));
         let mut scores = Vec::with_capacity(slots.len());
-        let mut steepest = 0f64;
+        let (mut steepest, mut largest) = (0f64, 0f64);
         for (slot, back) in slots {
             let key = &stored[slot * 2 * kv_dim + at..][..dim];
             let products =
                 || query.iter().zip(key).map(|(a, b)| f64::from(*a) * f64::from(*b) * f64::from(batch.scale));
             scores.push(products().sum::<f64>() - slope * back);
-            steepest = steepest.max(products().map(f64::abs).sum::<f64>() + slope * back);
+            let absolute = products().map(f64::abs).sum::<f64>();
+            (steepest, largest) = (steepest.max(absolute + slope * back), largest.max(absolute));
         }
         let max = scores.iter().fold(f64::NEG_INFINITY, |m, s| m.max(*s));
         let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
@@ -84,6 +89,7 @@ impl Attention {
         }
         self.lse[row * heads + head] = max + sum.ln();
         self.steepest[row * heads + head] = steepest;
+        self.products[row * heads + head] = largest;
     }
 }
 
@@ -102,13 +108,13 @@ fn slope(bias_max: f64, head: usize, heads: usize) -> f64 {
     *order.nth(head).expect("as many as heads")
 }
 
-/// Compares a device's partials with the oracle, for rows that saw keys.
+/// Compares a device's partials over a store of this type with the oracle, for rows that saw keys.
 pub(super) fn check<D: Device>(
     device: &mut D,
     what: &str,
     want: &Attention,
     got: &Partials<D::Tensor>,
-    batch: &AttnBatch<'_>,
+    (batch, dtype): (&AttnBatch<'_>, DType),
     tolerance: Tolerance,
 ) {
     assert_eq!(got.count, want.count, "{what}: counts");
@@ -122,8 +128,10 @@ pub(super) fn check<D: Device>(
             let what = format!("{what}: row {row} head {head}");
             let score_error = (8.0 + (dim as f64).sqrt()) * u * want.steepest[at];
             let sum_error = (16.0 + 2.0 * f64::from(want.count[row]).sqrt()) * u;
-            let bound = (2.0 * score_error + sum_error) * tolerance.factor;
-            assert_close(&what, &out[at * dim..][..dim], &want.out[at * dim..][..dim], |_| bound * want.value_max);
+            let rounded = 2.0 * tolerance.rounded_products(dim, dtype) * want.products[at];
+            let bound = (2.0 * score_error + sum_error) * tolerance.factor + rounded;
+            let of_value = bound + tolerance.activation_roundoff(dtype);
+            assert_close(&what, &out[at * dim..][..dim], &want.out[at * dim..][..dim], |_| of_value * want.value_max);
             assert_close(&what, &lse[at..=at], &want.lse[at..=at], |_| bound + 4.0 * u * want.lse[at].abs());
         }
     }

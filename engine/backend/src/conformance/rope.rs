@@ -120,7 +120,8 @@ pub fn rope_append_then_attention<D: Device>(device: &mut D, tolerance: Toleranc
             let mut stored = Vec::new();
             dtype.decode(&bytes, &mut stored);
             let want = Attention::of(&batch, &queries, geometry.qkv_dim(), &stored);
-            oracle::check(device, &format!("attention after {pos} tokens of {dtype}"), &want, &out, &batch, tolerance);
+            let what = format!("attention after {pos} tokens of {dtype}");
+            oracle::check(device, &what, &want, &out, (&batch, dtype), tolerance);
         }
     }
 }
