@@ -37,8 +37,7 @@ pub(crate) fn tolerance(precision: Precision) -> Tolerance {
     match precision {
         // In bf16 queries, attention weights and activations are two terms of 8 bits.
         Precision::Exact => Tolerance::loosened(8.0),
-        // One term: bounds of at least 8 u of the sums of absolute products become 2^-9 of them, bf16's rounding.
-        Precision::Fast => Tolerance::loosened(4096.0),
+        Precision::Fast => Tolerance::loosened(8.0).one_term(),
     }
 }
 
