@@ -135,9 +135,16 @@ fn oracle(
     (out, max + sum.ln())
 }
 
-/// The bound is absolute: queries, keys and values are below 3 and mostly below 1, so scores and outputs are about 1.
+/// Asserts that the kernels' results are near the oracle's.
 pub(crate) fn check(case: &Case) {
-    let mut device = ShimDevice::open().expect("the shim");
+    if let Err(difference) = compare(ShimDevice::open().expect("the shim"), case) {
+        panic!("{difference}");
+    }
+}
+
+/// The first difference beyond the bound. That is absolute: queries, keys and values are below 3 and mostly below 1, so scores and
+/// outputs are about 1.
+pub(crate) fn compare(mut device: ShimDevice, case: &Case) -> Result<(), String> {
     device.tuning.precision = case.precision;
     device.tuning.wgmma = case.wgmma;
     device.launches = case.turn;
@@ -195,13 +202,20 @@ pub(crate) fn check(case: &Case) {
                 let got = &out.out.data[row * g.q_dim() + head as usize * dim..][..dim];
                 let what = format!("{g:?} {} {:?} row {row} head {head}", case.dtype, case.precision);
                 for (d, (got, want)) in got.iter().zip(&want).enumerate() {
-                    assert!((f64::from(*got) - want).abs() <= bound, "{what}: element {d} is {got}, not {want}");
+                    near(*got, *want, bound).map_err(|difference| format!("{what}: element {d} is {difference}"))?;
                 }
                 let got = out.lse.data[row * heads + head as usize];
-                assert!((f64::from(got) - lse).abs() <= bound, "{what}: log-sum-exp is {got}, not {lse}");
+                near(got, lse, bound).map_err(|difference| format!("{what}: log-sum-exp is {difference}"))?;
             }
         }
     }
+    Ok(())
+}
+
+/// Not a number is near nothing.
+fn near(got: f32, want: f64, bound: f64) -> Result<(), String> {
+    let is_near = (f64::from(got) - want).abs() <= bound;
+    if is_near { Ok(()) } else { Err(format!("{got}, not {want}")) }
 }
 
 #[test]

@@ -1,8 +1,9 @@
 //! Prefill on warpgroup products, fed by the copy engine. The host's model of both is our understanding of them; a GPU proves
 //! it.
 
-use crate::attention::{Case, check, geometry};
-use crate::support::shim::ORDERS;
+use crate::attention::{Case, check, compare, geometry};
+use crate::support::device::ShimDevice;
+use crate::support::shim::{ORDERS, SANITIZE, SKIPPED_TILE, STALE_STAGE, Shim, library, mutant};
 use lagoon_cuda::kernels::attention::{KvView, Precision};
 use lagoon_cuda::kernels::boxes::{KvMaps, MapShape, TensorMap};
 use lagoon_types::DType;
@@ -62,6 +63,27 @@ fn runs_of_any_length() {
 #[test]
 fn pieces_of_long_contexts() {
     check_orders(Case { geometry: geometry(2, 1, 64), seqs: vec![(33, 2300)], run_max: 700, ..Case::default() });
+}
+
+/// Mutants are wrong where an item has three tiles of keys and right where it has fewer, in each order of turns: what a gate has
+/// to reject is the mistake and not a broken library.
+#[test]
+fn mutants_are_wrong_in_their_third_tile() {
+    if std::env::var_os(SANITIZE).is_some() {
+        return;
+    }
+    for (path, is_right) in [(library(), true), (mutant(&STALE_STAGE), false), (mutant(&SKIPPED_TILE), false)] {
+        let path = path.expect("compiled");
+        let shim: &Shim = Box::leak(Box::new(Shim::open(&path).expect("loaded")));
+        for (pos0, three) in [(210, false), (300, true)] {
+            for turn in 0..u64::try_from(ORDERS).expect("few") {
+                let (geometry, seqs) = (geometry(2, 1, 64), vec![(40, pos0)]);
+                let case = Case { geometry, seqs, precision: Precision::Fast, wgmma: true, turn, ..Case::default() };
+                let found = compare(ShimDevice::over(shim), &case);
+                assert_eq!(found.is_ok(), is_right || !three, "{}, turn {turn}: {found:?}", path.display());
+            }
+        }
+    }
 }
 
 #[test]

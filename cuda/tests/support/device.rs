@@ -83,7 +83,11 @@ pub(crate) const TUNING: Tuning = Tuning {
 
 impl ShimDevice {
     pub(crate) fn open() -> Result<Self, String> {
-        Ok(Self { shim: Shim::get()?, launches: 0, tuning: TUNING, plan: Plan::default() })
+        Ok(Self::over(Shim::get()?))
+    }
+
+    pub(crate) fn over(shim: &'static Shim) -> Self {
+        Self { shim, launches: 0, tuning: TUNING, plan: Plan::default() }
     }
 
     pub(crate) fn launch<P: Pod>(&mut self, launch: &Launch<P>) {

@@ -32,8 +32,44 @@ fn sources(dir: &Path, out: &mut Vec<PathBuf>) {
     }
 }
 
+/// A kernel with one mistake, which a check of results must reject: `from`, which occurs once in the source `file`, is replaced
+/// by `to` before the shim is compiled.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Mutant {
+    pub(crate) name: &'static str,
+    file: &'static str,
+    from: &'static str,
+    to: &'static str,
+}
+
+/// `attention_wgmma_*` multiply the third tile of each item by a stale stage: its values are those that the stage held a round
+/// before (keys 0 to 127 of the item in place of 256 to 383).
+pub(crate) const STALE_STAGE: Mutant = Mutant {
+    name: "stale-stage",
+    file: "shared/attention_wgmma.cuh",
+    from: "            if (values) {\n",
+    to: "            if (values && tile == 2) {\n                warp_arrive(shared.values_full(stage));\n            } else if (values) {\n",
+};
+
+/// `attention_wgmma_*` skip the third tile of each item: keys 256 to 383 are masked.
+pub(crate) const SKIPPED_TILE: Mutant = Mutant {
+    name: "skipped-tile",
+    file: "shared/attention_wgmma.cuh",
+    from: "if (index < item.keys) {",
+    to: "if (index < item.keys && index / WGMMA_KEYS != 2) {",
+};
+
 /// The compiled shim; an error, for people, where there is no compiler.
 pub(crate) fn library() -> Result<PathBuf, String> {
+    compiled_shim(None)
+}
+
+/// The shim in which one kernel is replaced by its mutant, under the same name: for `Fake::kernels` or `LAGOON_FAKE_KERNELS`.
+pub(crate) fn mutant(mutant: &Mutant) -> Result<PathBuf, String> {
+    compiled_shim(Some(mutant))
+}
+
+fn compiled_shim(mutant: Option<&Mutant>) -> Result<PathBuf, String> {
     let sanitize = std::env::var_os(SANITIZE).is_some();
     // From whichever crate's tests use this file.
     let root = &Path::new(env!("CARGO_MANIFEST_DIR")).join("../cuda");
@@ -45,21 +81,53 @@ pub(crate) fn library() -> Result<PathBuf, String> {
     for file in &files {
         std::fs::read(file).expect("a source is readable").hash(&mut hash);
     }
-    let kind = if sanitize { "asan" } else { "plain" };
+    if let Some(mutant) = mutant {
+        (mutant.file, mutant.from, mutant.to).hash(&mut hash);
+    }
+    let kind = if sanitize { "asan" } else { mutant.map_or("plain", |mutant| mutant.name) };
     let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("shim-{kind}-{:016x}.so", hash.finish()));
-    compiled::once(&out, |fresh| {
-        let mut command = Command::new("c++");
-        command.args(["-std=c++17", "-fPIC", "-shared", "-g1", "-DLAGOON_SHIM", "-Wall", "-Wextra", "-Werror"]);
-        command.args(["-Wno-unknown-pragmas", "-ffp-contract=off"]);
-        command.args(if sanitize { ["-O1", "-fsanitize=address"] } else { ["-O2", "-pthread"] });
-        command.arg("-o").arg(fresh).args([root.join("shim/shim.cpp"), root.join("shim/async.cpp")]);
-        command.args(["-x", "c++"]).arg(root.join("kernels/all.cu")).arg(root.join("shim/faulty.cu"));
-        // A preloaded sanitizer is for the tests, not for the compiler.
-        let output = command.env_remove("LD_PRELOAD").output().map_err(|e| format!("no C++ compiler: {e}"))?;
-        assert!(output.status.success(), "the shim does not compile:\n{}", String::from_utf8_lossy(&output.stderr));
-        Ok(())
+    compiled::once(&out, |fresh| match mutant {
+        None => compile(root, sanitize, fresh),
+        Some(mutant) => {
+            let copy = &out.with_extension("src");
+            copy_mutated(root, &files, mutant, copy);
+            let done = compile(copy, sanitize, fresh);
+            // What is left does no harm.
+            let _ = std::fs::remove_dir_all(copy);
+            done
+        }
     })?;
     Ok(out)
+}
+
+/// The sources at another place, with the mutant's mistake.
+fn copy_mutated(root: &Path, files: &[PathBuf], mutant: &Mutant, to: &Path) {
+    let wrong = root.join("kernels").join(mutant.file);
+    assert!(files.contains(&wrong), "{} is a kernel's source", wrong.display());
+    for file in files {
+        let to = to.join(file.strip_prefix(root).expect("a source below the root"));
+        std::fs::create_dir_all(to.parent().expect("a folder")).expect("a folder for the sources");
+        let mut text = std::fs::read_to_string(file).expect("a source is readable");
+        if *file == wrong {
+            let places = text.matches(mutant.from).count();
+            assert_eq!(places, 1, "{}: places of {:?} in {}", mutant.name, mutant.from, mutant.file);
+            text = text.replacen(mutant.from, mutant.to, 1);
+        }
+        std::fs::write(&to, text).expect("a source is written");
+    }
+}
+
+fn compile(root: &Path, sanitize: bool, out: &Path) -> Result<(), String> {
+    let mut command = Command::new("c++");
+    command.args(["-std=c++17", "-fPIC", "-shared", "-g1", "-DLAGOON_SHIM", "-Wall", "-Wextra", "-Werror"]);
+    command.args(["-Wno-unknown-pragmas", "-ffp-contract=off"]);
+    command.args(if sanitize { ["-O1", "-fsanitize=address"] } else { ["-O2", "-pthread"] });
+    command.arg("-o").arg(out).args([root.join("shim/shim.cpp"), root.join("shim/async.cpp")]);
+    command.args(["-x", "c++"]).arg(root.join("kernels/all.cu")).arg(root.join("shim/faulty.cu"));
+    // A preloaded sanitizer is for the tests, not for the compiler.
+    let output = command.env_remove("LD_PRELOAD").output().map_err(|e| format!("no C++ compiler: {e}"))?;
+    assert!(output.status.success(), "the shim does not compile:\n{}", String::from_utf8_lossy(&output.stderr));
+    Ok(())
 }
 
 /// The sanitizer's runtime, to be preloaded.
@@ -100,11 +168,11 @@ impl Shim {
     /// The shim of this process.
     pub(crate) fn get() -> Result<&'static Self, String> {
         static SHIM: OnceLock<Result<Shim, String>> = OnceLock::new();
-        SHIM.get_or_init(Self::open).as_ref().map_err(Clone::clone)
+        SHIM.get_or_init(|| Self::open(&library()?)).as_ref().map_err(Clone::clone)
     }
 
-    fn open() -> Result<Self, String> {
-        let path = library()?;
+    /// A compiled shim, which stays loaded.
+    pub(crate) fn open(path: &Path) -> Result<Self, String> {
         // SAFETY: the library is ours; its initialisers register kernels. It is never unloaded.
         let library = Box::leak(Box::new(unsafe { libloading::Library::new(path) }.map_err(|e| e.to_string())?));
         // SAFETY: the types are those of cuda/shim/shim.cpp.
