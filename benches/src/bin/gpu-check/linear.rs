@@ -76,10 +76,11 @@ fn measure_host_copies(args: &Args, up: bool) -> anyhow::Result<f64> {
     let bytes = if args.smoke { 1 << 16 } else { 256 << 20 };
     let (device, mut host) = (noisy(&context, &stream, bytes)?, Pinned::new(&context, "a copy", bytes)?);
     let [_, s, _] = rounds(&context, &stream, || {
-        Ok(match up {
-            true => copy_to_device(&stream, device.address(), &host, 0, bytes)?,
-            false => copy_to_host(&stream, &mut host, 0, device.address(), bytes)?,
-        })
+        let copied = match up {
+            true => copy_to_device(&stream, device.address(), &host, 0, bytes),
+            false => copy_to_host(&stream, &mut host, 0, device.address(), bytes),
+        };
+        Ok(copied?)
     })?;
     Ok(bytes as f64 / s / 1e9)
 }

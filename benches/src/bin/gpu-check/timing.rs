@@ -6,11 +6,11 @@ use anyhow::Context as _;
 use lagoon_backend::Device;
 use lagoon_cuda::CudaDevice;
 use serde_json::{Value, json};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Rounds of calls; each is to last this long, with so many calls at most.
 const ROUNDS: usize = 7;
-const ROUND_S: f64 = 0.02;
+const ROUND: Duration = Duration::from_millis(20);
 const CALLS_MAX: usize = 200;
 
 /// The smallest, the middle and the largest of some numbers.
@@ -52,10 +52,10 @@ pub(crate) fn time(
     let started = Instant::now();
     f(d, 0)?;
     d.sync()?;
-    let one = started.elapsed().as_secs_f64().max(1e-6);
+    let fit = ROUND.as_nanos() / started.elapsed().as_nanos().max(1);
     let (rounds, calls) = match is_smoke() {
         true => (1, 2),
-        false => (ROUNDS, ((ROUND_S / one) as usize).clamp(2, CALLS_MAX)),
+        false => (ROUNDS, usize::try_from(fit).unwrap_or(CALLS_MAX).clamp(2, CALLS_MAX)),
     };
     let (mut device, mut host, mut i) = (Vec::new(), Vec::new(), 0);
     for _ in 0..rounds {
