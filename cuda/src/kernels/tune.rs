@@ -99,6 +99,9 @@ impl FromStr for Tuned {
         let mut lines = text.lines();
         let head = lines.next().and_then(|line| line.strip_prefix(HEADER)).ok_or_else(|| bad("its first line"))?;
         let head_dim = head.trim().parse().map_err(|_| bad("the size of heads"))?;
+        if ![64, 96, 128, 256].contains(&head_dim) {
+            return Err(bad("the size of heads"));
+        }
         let mut class = || {
             let numbers = lines.next().unwrap_or_default().split(' ').map(str::parse).collect::<Result<Vec<u32>, _>>();
             let [warps, stages, blocks_per_sm, piece_keys_min] = numbers.ok()?.try_into().ok()?;
