@@ -130,7 +130,8 @@ fn a_kernel_that_traps_costs_its_cases() {
     let check = check_or_skip!("trapping-cases").with("LAGOON_FAKE_TRAP", "gelu");
     let report = check.run(&["--only", "conformance", "--limit-s", "1200"]);
     let (bad, good) = failed(&report, "conformance");
-    assert!(bad.iter().all(|row| row["case"] == "gelu_matches") && bad.len() == 1, "{bad:?}");
+    let cases: Vec<&str> = bad.iter().filter_map(|row| row["case"].as_str()).collect();
+    assert_eq!(cases, ["gelu_matches", "matmul_activated"], "{bad:?}");
     assert!(good >= 30, "{good} cases");
 }
 
