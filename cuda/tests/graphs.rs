@@ -318,7 +318,9 @@ fn dependents_change_no_bit() {
                 bits.extend(run(&mut device, &mut model, 18, 5, 3));
                 results.push(bits);
                 let (counters, _, off) = device.graphs();
-                assert_eq!((off, counters.replayed), (None, if no_graphs { 0 } else { 3 }));
+                // A plan's pieces may change between two steps of a run, by the multiprocessors that are there.
+                assert_eq!(off, None);
+                assert_eq!(counters.replayed > 0, !no_graphs, "{counters:?}");
                 let after = fake.counts();
                 let expected = capability == 9 && !no_dependent_launch;
                 assert_eq!(after.dependents > before.dependents, expected, "launched as dependents");
