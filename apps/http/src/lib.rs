@@ -31,6 +31,6 @@ pub use engine::{CancelGuard, Engine, EngineInfo, Generation};
 pub use error::ApiError;
 pub use limits::Limits;
 pub use params::GenerationDefaults;
-pub use serve::serve;
+pub use serve::{ClientAddr, serve};
 pub use server::router;
 pub use state::{ServerState, read_body, unix_seconds};

@@ -7,9 +7,10 @@ use crate::{
     params::{GenerationDefaults, Rules},
 };
 use axum::{
-    body::{Body, Bytes, to_bytes},
+    body::{Body, Bytes, HttpBody as _},
     http::StatusCode,
 };
+use futures::StreamExt as _;
 use lagoon_text::{ChatMessage, ChatTemplate, Tokenizer};
 use metrics_exporter_prometheus::PrometheusHandle;
 use std::{
@@ -53,7 +54,7 @@ impl ServerState {
 
     /// Reads a request's body within the limits.
     pub(crate) async fn body(&self, body: Body) -> Result<Bytes, ApiError> {
-        read_body(body, self.limits.body_bytes_max, self.limits.body_deadline).await
+        read_body(body, self.limits.body_bytes_max, self.limits.body_deadline, |_| Ok(())).await
     }
 
     /// Checks that the model asked for is the one served. No name means that one.
@@ -88,26 +89,50 @@ impl ServerState {
     }
 }
 
-/// Reads a request's body of at most `limit` bytes within `deadline`.
+/// Reads a request's body of at most `limit` bytes within `deadline`; `charge` sees the size of every piece before it is kept, and
+/// may refuse it.
 ///
 /// # Errors
-/// 413, 408, or 400 if it breaks off.
-pub async fn read_body(body: Body, limit: usize, deadline: Duration) -> Result<Bytes, ApiError> {
-    match timeout(deadline, to_bytes(body, limit)).await {
-        Ok(Ok(bytes)) => Ok(bytes),
-        Ok(Err(error)) if is_length_limit(&error) => {
-            let message = format!("the request body is larger than {limit} bytes");
-            Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, Some("request_too_large"), message))
-        }
-        Ok(Err(error)) => {
-            let message = format!("the request body could not be read: {error}");
-            Err(ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_body"), message))
-        }
-        Err(_elapsed) => {
-            let message = format!("the request body took longer than {} s", deadline.as_secs());
-            Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, Some("request_timeout"), message))
-        }
+/// 413, 408, what `charge` says, or 400 if it breaks off.
+pub async fn read_body(
+    body: Body,
+    limit: usize,
+    deadline: Duration,
+    charge: impl FnMut(usize) -> Result<(), ApiError>,
+) -> Result<Bytes, ApiError> {
+    timeout(deadline, collect(body, limit, charge)).await.unwrap_or_else(|_elapsed| {
+        let message = format!("the request body took longer than {} s", deadline.as_secs());
+        Err(ApiError::new(StatusCode::REQUEST_TIMEOUT, Some("request_timeout"), message))
+    })
+}
+
+async fn collect(
+    body: Body,
+    limit: usize,
+    mut charge: impl FnMut(usize) -> Result<(), ApiError>,
+) -> Result<Bytes, ApiError> {
+    let too_large = || {
+        let message = format!("the request body is larger than {limit} bytes");
+        ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, Some("request_too_large"), message)
+    };
+    // Refused by its Content-Length, before it is sent.
+    if usize::try_from(body.size_hint().lower()).map_or(true, |bytes| bytes > limit) {
+        return Err(too_large());
     }
+    let mut pieces = body.into_data_stream();
+    let mut bytes = Vec::new();
+    while let Some(piece) = pieces.next().await {
+        let piece = piece.map_err(|error| {
+            let message = format!("the request body could not be read: {error}");
+            ApiError::new(StatusCode::BAD_REQUEST, Some("invalid_body"), message)
+        })?;
+        if piece.len() > limit - bytes.len() {
+            return Err(too_large());
+        }
+        charge(piece.len())?;
+        bytes.extend_from_slice(&piece);
+    }
+    Ok(bytes.into())
 }
 
 pub(crate) fn model_not_found(model: &str, served: &str) -> ApiError {
@@ -121,10 +146,6 @@ pub(crate) fn model_not_found(model: &str, served: &str) -> ApiError {
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, ApiError> {
     let done = tokio::task::spawn_blocking(work).await;
     done.map_err(|error| ApiError::internal(format!("the tokenizer panicked: {error}")))
-}
-
-fn is_length_limit(error: &axum::Error) -> bool {
-    std::error::Error::source(error).is_some_and(|source| source.to_string() == "length limit exceeded")
 }
 
 /// Seconds since 1970.

@@ -5,6 +5,8 @@
 //! goes on with its requests ([`crate::replay`]).
 
 use crate::args::TlsArgs;
+use crate::bodies::Bodies;
+use crate::log;
 use crate::metrics_table;
 use crate::pool_client::PoolClient;
 use crate::pool_watch::PoolWatch;
@@ -24,7 +26,6 @@ use metrics_exporter_prometheus::PrometheusHandle;
 use serde_json::json;
 use std::{net::SocketAddr, sync::Arc};
 use tokio::net::TcpListener;
-use tokio::sync::Semaphore;
 
 /// Names the instance that answered.
 const INSTANCE_HEADER: HeaderName = HeaderName::from_static("x-lagoon-instance");
@@ -32,9 +33,9 @@ const INSTANCE_HEADER: HeaderName = HeaderName::from_static("x-lagoon-instance")
 pub(crate) struct Gateway {
     upstreams: Arc<Upstreams>,
     limits: ReplayLimits,
-    bodies: Arc<Semaphore>,
+    bodies: Bodies,
     metrics: PrometheusHandle,
-    /// Guards the gateway's own `/metrics`; requests for instances carry their key there.
+    /// Guards everything but `/health`. Requests carry it on to the instances, which check it again.
     api_key: Option<String>,
 }
 
@@ -53,12 +54,19 @@ impl Gateway {
         api_key: Option<String>,
     ) -> anyhow::Result<Self> {
         let upstreams = Arc::new(Upstreams::new(backends)?);
-        Ok(Self { upstreams, limits: ReplayLimits::default(), bodies: replay::bodies(), metrics, api_key })
+        Ok(Self { upstreams, limits: ReplayLimits::default(), bodies: Bodies::new(), metrics, api_key })
     }
 
     #[cfg(test)]
     fn with_limits(self, limits: ReplayLimits) -> Self {
         Self { limits, ..self }
+    }
+
+    fn check_key(&self, headers: &HeaderMap) -> Result<(), ApiError> {
+        match &self.api_key {
+            Some(key) if !server::bears_key(headers, key) => Err(server::unauthorized()),
+            _ => Ok(()),
+        }
     }
 
     /// `/health` and `/metrics` are the gateway's own; everything else goes to an instance.
@@ -80,13 +88,13 @@ async fn health(State(gateway): State<Arc<Gateway>>) -> Result<impl IntoResponse
 }
 
 async fn show_metrics(State(gateway): State<Arc<Gateway>>, headers: HeaderMap) -> Result<impl IntoResponse, ApiError> {
-    if gateway.api_key.as_ref().is_some_and(|key| !server::bears_key(&headers, key)) {
-        return Err(server::unauthorized());
-    }
+    gateway.check_key(&headers)?;
     Ok(([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], gateway.metrics.render()))
 }
 
 async fn proxy(State(gateway): State<Arc<Gateway>>, request: Request) -> Result<Response, ApiError> {
+    // Before a byte of the body is read.
+    gateway.check_key(request.headers())?;
     let request = Repeatable::read(&gateway.bodies, request).await?;
     let mut attempts = Attempts::new(Arc::clone(&gateway.upstreams), gateway.limits, request);
     let (backend, response) = attempts.respond(None).await?;
@@ -128,7 +136,7 @@ pub(crate) struct GatewayArgs {
     block_tokens: u32,
     #[command(flatten)]
     tls: TlsArgs,
-    /// The key that guards the gateway's own /metrics. Instances check the clients' keys.
+    /// The key that every request but /health must bear; the instances' own --api-key, as they check it, too.
     #[arg(long, env = "LAGOON_API_KEY", hide_env_values = true)]
     api_key: Option<String>,
     /// Print one JSON object when ready.
@@ -172,13 +180,12 @@ pub(crate) async fn run(args: GatewayArgs) -> anyhow::Result<()> {
     lagoon_http::serve(listener, router, stop.cancelled_owned()).await.context("serve the gateway")
 }
 
-#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
 fn announce(listener: &TcpListener, as_json: bool) -> anyhow::Result<()> {
     let http = listener.local_addr()?.to_string();
     if as_json {
-        println!("{}", json!({ "ready": true, "http": http }));
+        log::announce(json!({ "ready": true, "http": http }));
     } else {
-        println!("OpenAI endpoint http://{http}/v1");
+        log::announce(format_args!("OpenAI endpoint http://{http}/v1"));
     }
     Ok(())
 }

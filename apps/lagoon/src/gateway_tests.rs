@@ -20,7 +20,11 @@ async fn gateway(backends: Vec<Backend>) -> String {
 }
 
 pub(crate) async fn gateway_with(source: Arc<dyn Backends>, limits: ReplayLimits) -> String {
-    let gateway = Gateway::new(source, scripted::recorder(), Some("sesame".to_owned())).unwrap().with_limits(limits);
+    keyed_gateway(source, limits, None).await
+}
+
+async fn keyed_gateway(source: Arc<dyn Backends>, limits: ReplayLimits, key: Option<&str>) -> String {
+    let gateway = Gateway::new(source, scripted::recorder(), key.map(str::to_owned)).unwrap().with_limits(limits);
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(lagoon_http::serve(listener, gateway.router(), std::future::pending()));
@@ -164,7 +168,8 @@ async fn keys_reach_instances_and_guard_metrics() {
     let mut state = scripted::state(ScriptedEngine::saying("ok"));
     state.api_key = Some("sesame".to_owned());
     let server = scripted::spawn(state).await;
-    let url = gateway(vec![backend("i1", &server, 1)]).await;
+    let backends = Arc::new(vec![backend("i1", &server, 1)]);
+    let url = keyed_gateway(backends, ReplayLimits::default(), Some("sesame")).await;
     let http = reqwest::Client::new();
     for (path, key, status) in [
         ("/v1/models", None, 401),
@@ -181,4 +186,28 @@ async fn keys_reach_instances_and_guard_metrics() {
     }
     let metrics = http.get(format!("{url}/metrics")).bearer_auth("sesame").send().await.unwrap().text().await.unwrap();
     assert!(metrics.contains("lagoon_gateway_requests_total{instance=\"i1\",status=\"200\"}"), "{metrics}");
+}
+
+/// Thirty-two clients that sent headers and no body shut everybody else out before.
+#[tokio::test]
+async fn a_body_that_does_not_come_holds_nobody_up_and_none_is_awaited_without_a_key() {
+    let server = scripted::spawn(scripted::state(ScriptedEngine::saying("ok"))).await;
+    let backends = || Arc::new(vec![backend("i1", &server, 1)]);
+    let url = gateway_with(backends(), ReplayLimits::default()).await;
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n";
+    let mut silent = Vec::new();
+    for _ in 0..40 {
+        let mut client = tokio::net::TcpStream::connect(url.trim_start_matches("http://")).await.unwrap();
+        client.write_all(head.as_bytes()).await.unwrap();
+        silent.push(client);
+    }
+    let (status, _, text) = complete(&url, &json!({"prompt": "a"})).await;
+    assert_eq!(status, 200, "{text}");
+    let url = keyed_gateway(backends(), ReplayLimits::default(), Some("sesame")).await;
+    let mut client = tokio::net::TcpStream::connect(url.trim_start_matches("http://")).await.unwrap();
+    client.write_all(head.as_bytes()).await.unwrap();
+    let mut answer = [0; 12];
+    let read = tokio::time::timeout(LONG, client.read_exact(&mut answer)).await;
+    read.expect("the body is not awaited").unwrap();
+    assert_eq!(&answer, b"HTTP/1.1 401");
 }

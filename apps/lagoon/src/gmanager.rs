@@ -6,6 +6,7 @@
 use crate::args::TlsArgs;
 use crate::election::{Election, ElectionArgs, Standing};
 use crate::gmanager_metrics;
+use crate::log;
 use crate::metrics_table;
 use crate::registry::Registry;
 use anyhow::Context;
@@ -64,7 +65,6 @@ fn first_instance_by_clock(now: SystemTime) -> u32 {
 }
 
 /// Runs until Ctrl-C.
-#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
 pub(crate) async fn run(args: GManagerArgs) -> anyhow::Result<()> {
     let stop = crate::shutdown::token(args.exit_with_stdin);
     let config = TransportConfig { advertise: args.advertise, ..TransportConfig::default() };
@@ -74,9 +74,9 @@ pub(crate) async fn run(args: GManagerArgs) -> anyhow::Result<()> {
     let metrics = serve_metrics(&args, stop.clone()).await?;
     if args.json {
         let metrics = metrics.map(|addr| addr.to_string());
-        println!("{}", serde_json::json!({ "ready": true, "quic": addr.to_string(), "metrics": metrics }));
+        log::announce(serde_json::json!({ "ready": true, "quic": addr.to_string(), "metrics": metrics }));
     } else {
-        println!("gManager on {addr}");
+        log::announce(format_args!("gManager on {addr}"));
         metrics.iter().for_each(|addr| println!("metrics on http://{addr}/metrics"));
     }
     let election = Election::start(&args.election, addr, stop.clone())?;

@@ -9,6 +9,7 @@ mod args;
 mod bench;
 mod bench_trace;
 mod beside;
+mod bodies;
 mod bundled;
 mod calibrate;
 mod calibration_cache;
@@ -31,6 +32,7 @@ mod interfaces;
 mod kv;
 mod leader;
 mod local;
+mod log;
 mod loop_thread;
 mod metrics_table;
 mod model;
@@ -66,8 +68,11 @@ mod watch;
 mod writers_here;
 
 use clap::{Parser, Subcommand};
-use std::io::IsTerminal as _;
 use std::process::ExitCode;
+use std::time::Duration;
+
+/// Time that what still runs on other threads gets when a command has ended.
+const BACKGROUND_WAIT: Duration = Duration::from_millis(500);
 
 /// Serve long-context LLMs from a pool of instances that lend each other KV cache.
 #[derive(Debug, Parser)]
@@ -119,22 +124,18 @@ enum Command {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     quiet::restart_without_display_probe();
-    let filter = tracing_subscriber::EnvFilter::try_new(&cli.log).unwrap_or_else(|_| "warn".into());
-    let colours = std::io::stderr().is_terminal();
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(colours).init();
-    match dispatch(cli.command) {
-        Ok(code) => code,
-        Err(error) => {
-            report(&error);
-            ExitCode::FAILURE
-        }
-    }
+    // Dropped last: what the command had to say is written by then.
+    let _logging = log::start(&cli.log);
+    dispatch(cli.command).unwrap_or_else(|error| {
+        log::notice(&in_words(&error));
+        ExitCode::FAILURE
+    })
 }
 
 fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let done = |()| ExitCode::SUCCESS;
-    runtime.block_on(async {
+    let result = runtime.block_on(async {
         match command {
             Command::Demo(args) => demo::run(args).await,
             Command::Up(args) => up::run(*args).await.map(done),
@@ -155,16 +156,13 @@ fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
                 Ok(ExitCode::SUCCESS)
             }
         }
-    })
+    });
+    // Work on other threads (a long prompt that is tokenised) is not waited for.
+    runtime.shutdown_timeout(BACKGROUND_WAIT);
+    result
 }
 
-/// `error: what: why`, then hints on lines of their own.
-#[allow(clippy::print_stderr, reason = "errors of a command go to stderr")]
-fn report(error: &anyhow::Error) {
-    eprint!("{}", in_words(error));
-}
-
-/// Every cause may bring hints; they come last.
+/// `error: what: why`, then hints on lines of their own: every cause may bring some.
 fn in_words(error: &anyhow::Error) -> String {
     let (mut text, mut hints) = (String::new(), String::new());
     for cause in error.chain().map(ToString::to_string) {

@@ -15,6 +15,7 @@ use lagoon_instance::{Effect, Event, Instance, InstanceStatus, PeerKey, TICK_MS}
 use lagoon_protocol::{AdminBody, AdminDrain, AdminQuery, BulkFrame, ControlBody, DrainOrder, PartialsFrame};
 use lagoon_runner::{Command, ExecutorThread, Report};
 use lagoon_transport::{Bound, Class, Event as NetEvent, Frame, Identity, Inbound, Node, PeerId, TransportConfig};
+use lagoon_types::limits::DEVICE_STUCK_MS;
 use lagoon_types::{GenerateRequest, InstanceId, RequestError, SeqId, TokenEvent};
 use std::collections::{BTreeMap, HashMap};
 use std::net::SocketAddr;
@@ -82,6 +83,8 @@ enum Happened {
     Drain,
     Net(NetEvent),
     Report(Report),
+    /// The device thread is gone, and its reports with it.
+    DeviceEnded,
     Partials(Inbound<PartialsFrame>),
     Bulk(Inbound<BulkFrame>),
     Input(Input),
@@ -186,18 +189,32 @@ impl NodeLoop {
         Self { poll, ..self }
     }
 
-    /// Runs until `stop`, or until this instance cannot go on: its error says why.
+    /// Runs until `stop`, or until this instance cannot go on: its error says why. Either way its requests are given up, and
+    /// peers and the gManager see its connections close.
     pub(crate) async fn run(mut self, stop: CancellationToken) -> anyhow::Result<()> {
+        let fatal = self.run_until_over(&stop).await;
+        // Whoever forwards these answers may have another instance go on with them.
+        for (_, output) in std::mem::take(&mut self.outputs) {
+            drop(output.try_send(TokenEvent::Failed(gone())));
+        }
+        if let Some(pool) = &self.pool {
+            pool.bound.node.close(Duration::from_millis(500)).await;
+        }
+        fatal.map_or(Ok(()), |reason| Err(anyhow::anyhow!(reason)))
+    }
+
+    /// Why it cannot go on; `None` if it was asked to stop.
+    async fn run_until_over(&mut self, stop: &CancellationToken) -> Option<String> {
         let mut tick = tokio::time::interval(Duration::from_millis(TICK_MS));
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut ticks = 0u64;
         loop {
-            let happened = self.next(&stop, &mut tick).await;
+            let happened = self.next(stop, &mut tick).await;
             if !matches!(happened, Happened::Tick | Happened::Nothing) {
                 self.last = Instant::now();
             }
             match happened {
-                Happened::Stop => break,
+                Happened::Stop => return None,
                 Happened::Drain => {
                     self.drain.begun = true;
                     self.shared.leaving.store(true, Relaxed);
@@ -208,7 +225,9 @@ impl NodeLoop {
                     self.note_report(&report);
                     self.step(Event::Runner(report));
                 }
+                Happened::DeviceEnded => self.fatal = Some("the device thread has ended".to_owned()),
                 Happened::Partials(Inbound { peer, session, frame }) => {
+                    self.take_net_events();
                     if self.is_current(peer, session) {
                         if let PartialsFrame::Partial { step, layer, .. } = &frame {
                             self.waits.came(*step, *layer, self.last);
@@ -217,6 +236,7 @@ impl NodeLoop {
                     }
                 }
                 Happened::Bulk(Inbound { peer, session, frame }) => {
+                    self.take_net_events();
                     if self.is_current(peer, session) {
                         self.step(Event::Bulk { peer: PeerKey(peer.0), frame });
                     }
@@ -233,22 +253,11 @@ impl NodeLoop {
                     self.on_tick(ticks);
                 }
             }
-            if let Some(reason) = self.fatal.take() {
-                anyhow::bail!(reason);
-            }
             // Whoever waits for an answer's last event has it in a channel of their own by now.
-            if self.drain.done {
-                break;
+            if self.fatal.is_some() || self.drain.done {
+                return self.fatal.take();
             }
         }
-        // Whoever forwards these answers may have another instance go on with them.
-        for (_, output) in std::mem::take(&mut self.outputs) {
-            drop(output.try_send(TokenEvent::Failed(gone())));
-        }
-        if let Some(pool) = &self.pool {
-            pool.bound.node.close(Duration::from_millis(500)).await;
-        }
-        Ok(())
     }
 
     /// The next thing that happens: what is latency-bound first, the bulk class last.
@@ -266,7 +275,7 @@ impl NodeLoop {
             () = stop.cancelled() => Happened::Stop,
             () = drain.asked.cancelled(), if !drain.begun => Happened::Drain,
             Some(event) = recv(events) => Happened::Net(event),
-            Some(report) = reports.recv() => Happened::Report(report),
+            report = reports.recv() => report.map_or(Happened::DeviceEnded, Happened::Report),
             Some(inbound) = recv(partials) => Happened::Partials(inbound),
             Some(input) = inputs.recv() => Happened::Input(input),
             Some(told) = next_told(transfers.as_mut()) => Happened::Told(told),
@@ -307,11 +316,15 @@ impl NodeLoop {
         self.pool.as_ref().map(|p| &p.bound.node)
     }
 
-    /// Frames of a session that is over, or that is not announced yet, are not for the instance.
-    fn is_current(&mut self, peer: PeerId, session: u64) -> bool {
+    /// Takes what the network has to say of sessions: a frame may have overtaken the announcement of its own.
+    fn take_net_events(&mut self) {
         while let Some(event) = self.pool.as_mut().and_then(|p| p.bound.events.try_recv()) {
             self.on_net(event);
         }
+    }
+
+    /// Frames of a session that is over, or that is not announced yet, are not for the instance.
+    fn is_current(&self, peer: PeerId, session: u64) -> bool {
         self.sessions.get(&peer) == Some(&session)
     }
 
@@ -446,6 +459,12 @@ impl NodeLoop {
     }
 
     fn on_tick(&mut self, ticks: u64) {
+        if let Some(stuck) = self.executor.stuck_for().filter(|stuck| stuck.as_millis() > DEVICE_STUCK_MS.into()) {
+            self.fatal = Some(format!(
+                "the device has not finished a layer for {} s\nhint: look for a hung driver (`dmesg`, `nvidia-smi`)",
+                stuck.as_secs()
+            ));
+        }
         if let Some(transfers) = &mut self.transfers {
             transfers.tick();
             self.instance.set_reading_us(transfers.reading_us());

@@ -9,6 +9,7 @@
 //!   [`QUIC_BYTES_PER_S`], what a core encrypts, sends and checks on one connection with room to spare (3 GB/s and more were measured on
 //!   loopback). Far less means lost packets, small socket buffers or no segmentation offload; `lagoon doctor` tells.
 
+use crate::log;
 use lagoon_transport::direct::Probe;
 use serde::Serialize;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -88,13 +89,12 @@ impl PathRow {
     }
 
     /// Says it, and warns if the path is far slower than it should be.
-    #[allow(clippy::print_stderr, reason = "what is measured at start is for people, and stdout is for scripts")]
     pub(crate) fn report(&self, announce: bool) {
         if self.is_slow() {
             let line = self.line();
             tracing::warn!("{line}\nhint: `lagoon doctor` tells what UDP and the memory of this machine allow");
         } else if announce {
-            eprintln!("{}", self.line());
+            log::notice(&format!("{}\n", self.line()));
         }
     }
 }

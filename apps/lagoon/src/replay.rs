@@ -8,24 +8,20 @@
 //! Invariants: only whole events reach the client, and none twice; a request runs at one instance at a time as far as
 //! the gateway can tell (dropping a connection cancels there); when the client goes away, everything here is dropped.
 
+use crate::bodies::{Bodies, Share};
 use crate::upstreams::{Backend, Upstreams, count, end_to_end, lost, none_alive};
-use axum::body::{Body, Bytes, HttpBody as _, to_bytes};
+use axum::body::{Body, Bytes, to_bytes};
 use axum::extract::Request;
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
 use futures::stream::{self, BoxStream};
 use futures::{Stream, StreamExt};
 use lagoon_http::journal::{self, Journal, Read, Resume};
-use lagoon_http::{ApiError, Limits};
+use lagoon_http::{ApiError, ClientAddr};
 use std::convert::Infallible;
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// Largest request body; instances take no larger one.
-const BODY_BYTES_MAX: usize = 32 << 20;
-/// Bodies that are held at the same time, in KiB.
-const BODIES_KIB_MAX: usize = 1 << 20;
 /// Longest event of a stream; logits of many tokens are large.
 const EVENT_BYTES_MAX: usize = 64 << 20;
 /// What is read of an answer that refuses to go on.
@@ -38,8 +34,10 @@ const DONE: &[u8] = b"data: [DONE]\n\n";
 /// How long a request may look for another instance.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ReplayLimits {
-    /// Instances that may be lost under one request. A request that brings instances down must not go round them all.
+    /// Instances that may be lost under one request.
     pub(crate) replays_max: usize,
+    /// Of these, in a row without a token for the client: a request that brings instances down must not go round them all.
+    pub(crate) fruitless_max: usize,
     /// Time after a loss in which another instance must begin to answer.
     pub(crate) deadline: Duration,
     /// Between two rounds over the instances.
@@ -52,16 +50,12 @@ impl Default for ReplayLimits {
     fn default() -> Self {
         Self {
             replays_max: 4,
+            fruitless_max: 2,
             deadline: Duration::from_secs(30),
             pause: Duration::from_millis(250),
             silence: Duration::from_secs(10),
         }
     }
-}
-
-/// Memory for the bodies of requests under way.
-pub(crate) fn bodies() -> Arc<Semaphore> {
-    Arc::new(Semaphore::new(BODIES_KIB_MAX))
 }
 
 /// A request as it can be sent again.
@@ -73,43 +67,29 @@ pub(crate) struct Repeatable {
     body: Bytes,
     /// It only computes an answer: whoever gets two uses one.
     pure: bool,
-    _room: OwnedSemaphorePermit,
+    _share: Share,
 }
 
 impl Repeatable {
     /// Reads a request within the limits.
-    pub(crate) async fn read(bodies: &Arc<Semaphore>, request: Request) -> Result<Self, ApiError> {
+    pub(crate) async fn read(bodies: &Bodies, request: Request) -> Result<Self, ApiError> {
         let (head, body) = request.into_parts();
         let target = head.uri.path_and_query().map_or("/", |target| target.as_str()).to_owned();
         let generates = matches!(head.uri.path(), "/v1/completions" | "/v1/chat/completions");
-        let (body, room) = read_body(bodies, body).await?;
+        let unknown = IpAddr::V6(Ipv6Addr::UNSPECIFIED);
+        let client = head.extensions.get::<ClientAddr>().map_or(unknown, |client| client.0);
+        let (body, share) = bodies.read(client, body).await?;
         let pure = body.is_empty() || generates;
         let mut headers = end_to_end(&head.headers);
         if generates {
             headers.insert(journal::HEADER, HeaderValue::from_static("1"));
         }
-        Ok(Self { method: head.method, target, headers, body, pure, _room: room })
+        Ok(Self { method: head.method, target, headers, body, pure, _share: share })
     }
 
     fn tokens(&self) -> u64 {
         u64::try_from(self.body.len()).unwrap_or(u64::MAX) / BYTES_PER_TOKEN
     }
-}
-
-async fn read_body(bodies: &Arc<Semaphore>, body: Body) -> Result<(Bytes, OwnedSemaphorePermit), ApiError> {
-    let kib = |bytes: usize| bytes.div_ceil(1024);
-    let expected = body.size_hint().upper().and_then(|bytes| usize::try_from(bytes).ok());
-    // One that is too large is refused by whoever reads it.
-    let expected = expected.map_or(BODY_BYTES_MAX, |bytes| bytes.min(BODY_BYTES_MAX));
-    let room = Arc::clone(bodies).try_acquire_many_owned(u32::try_from(kib(expected)).unwrap_or(u32::MAX));
-    let mut room = room.map_err(|_full| {
-        let message = format!("requests of {BODIES_KIB_MAX} KiB are under way, and there is no room for another");
-        ApiError { retry_after_s: Some(1), ..ApiError::unavailable(message) }
-    })?;
-    let bytes = lagoon_http::read_body(body, BODY_BYTES_MAX, Limits::default().body_deadline).await?;
-    // One that did not say its length holds no more than it has.
-    drop(room.split(room.num_permits().saturating_sub(kib(bytes.len()))));
-    Ok((bytes, room))
 }
 
 /// Why an instance gave no answer.
@@ -129,13 +109,15 @@ pub(crate) struct Attempts {
     /// Instances that were lost under it, and when the last one was.
     lost: Vec<Backend>,
     lost_at: Instant,
+    /// The last of `lost` that gave the client nothing.
+    fruitless: usize,
     /// The client has the beginning of a stream: answers of any other kind are of no use to it.
     streaming: bool,
 }
 
 impl Attempts {
     pub(crate) fn new(upstreams: Arc<Upstreams>, limits: ReplayLimits, request: Repeatable) -> Self {
-        Self { upstreams, limits, request, lost: Vec::new(), lost_at: Instant::now(), streaming: false }
+        Self { upstreams, limits, request, lost: Vec::new(), lost_at: Instant::now(), fruitless: 0, streaming: false }
     }
 
     /// What an instance answers; with `resume`, to the request whose answer was begun.
@@ -222,8 +204,8 @@ impl Attempts {
         if !self.request.pure {
             return Err(lost(&backend.name, "the request may have been carried out"));
         }
-        let replays = self.limits.replays_max;
-        if self.lost.len() > replays {
+        self.fruitless += 1;
+        if self.lost.len() > self.limits.replays_max || self.fruitless >= self.limits.fruitless_max {
             let why = format!("the request was lost with {} instances, and is not given to another", self.lost.len());
             return Err(given_up(lost(&backend.name, &why)));
         }
@@ -288,7 +270,10 @@ impl Events {
     async fn next(mut self) -> Option<(Bytes, Option<Self>)> {
         loop {
             let why = match self.pending.next().map(|event| self.journal.read(&event)) {
-                Some(Read::Event(event)) => return Some((event.into(), Some(self))),
+                Some(Read::Event(event)) => {
+                    self.attempts.fruitless = 0;
+                    return Some((event.into(), Some(self)));
+                }
                 Some(Read::Error { event, again }) if !again || !self.journal.is_whole() => {
                     return Some((event.into(), None));
                 }

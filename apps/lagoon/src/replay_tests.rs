@@ -15,7 +15,7 @@ const TEXT: &str = "aé漢🌊b — ünd §";
 
 fn limits() -> ReplayLimits {
     let (deadline, pause) = (Duration::from_millis(300), Duration::from_millis(5));
-    ReplayLimits { replays_max: 4, deadline, pause, silence: Duration::from_millis(50) }
+    ReplayLimits { replays_max: 4, fruitless_max: usize::MAX, deadline, pause, silence: Duration::from_millis(50) }
 }
 
 /// Passes requests on to `server` and its answers back, and breaks the connection after so many of an answer's events,
@@ -182,6 +182,24 @@ async fn a_request_that_is_lost_before_its_answer_is_given_to_another_instance()
         assert_eq!(response.status(), 503);
         assert_eq!(response.json::<Value>().await.unwrap()["error"]["code"], "instance_lost");
     }
+}
+
+/// Instances that end under a request before they say anything may end by it.
+#[tokio::test]
+async fn a_request_that_brings_instances_down_is_not_given_to_all_of_them() {
+    let well = ScriptedEngine::saying("ok");
+    let server = scripted::spawn(scripted::state(well.clone())).await;
+    let mut backends = Vec::new();
+    for n in 0..4 {
+        backends.push(backend(&format!("ends{n}"), &broken_server("").await, 1_000_000 - n));
+    }
+    backends.push(backend("well", &server, 1));
+    let limits = ReplayLimits { fruitless_max: ReplayLimits::default().fruitless_max, ..limits() };
+    let url = gateway_with(Arc::new(backends), limits).await;
+    let (status, _, text) = complete(&url, &json!({"prompt": "a"})).await;
+    assert_eq!(status, 503);
+    assert!(text.contains("lost with 2 instances"), "{text}");
+    assert_eq!(well.requests().len(), 0);
 }
 
 /// An engine at fault is like one that is lost; a request at fault is not.

@@ -5,6 +5,7 @@ use crate::beside::{Tier, TierStatus};
 use crate::capacity::{Beside, default_kv_tokens};
 use crate::device::{self, FETCH_TOKENS, Sizes};
 use crate::engine::NodeEngine;
+use crate::log;
 use crate::loop_thread::LoopThread;
 use crate::metrics_table;
 use crate::model::{OpenModel, defaults, resolve, short_name};
@@ -519,7 +520,6 @@ async fn status(State(source): State<StatusSource>) -> Response {
     Json(shown).into_response()
 }
 
-#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
 fn announce(
     args: &ServeArgs,
     model: &OpenModel,
@@ -539,15 +539,18 @@ fn announce(
         kv_tokens: u64::from(sizes.blocks_total) * u64::from(args.engine.block_tokens),
     };
     if args.json {
-        println!("{}", serde_json::to_string(&ready)?);
+        log::announce(serde_json::to_string(&ready)?);
     } else {
-        println!("{} on {} ({}), {} KV tokens", ready.model, ready.backend, ready.device, ready.kv_tokens);
-        println!("model identity {}", ready.model_hash);
+        log::announce(format_args!(
+            "{} on {} ({}), {} KV tokens",
+            ready.model, ready.backend, ready.device, ready.kv_tokens
+        ));
+        log::announce(format_args!("model identity {}", ready.model_hash));
         if matches!(args.role, RoleArg::Instance | RoleArg::Decode) {
-            println!("OpenAI endpoint http://{}/v1", ready.http);
+            log::announce(format_args!("OpenAI endpoint http://{}/v1", ready.http));
         }
         if let Some(quic) = &ready.quic {
-            println!("peers on {quic}");
+            log::announce(format_args!("peers on {quic}"));
         }
     }
     Ok(())

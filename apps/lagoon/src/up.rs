@@ -4,6 +4,7 @@ use crate::api_client::ApiClient;
 use crate::args::EngineArgs;
 use crate::gateway::Gateway;
 use crate::local::{ChildNode, Common, EphemeralCa, LocalPool, Wanted, start_pool};
+use crate::log;
 use crate::metrics_table;
 use crate::placement::{self, Chosen};
 use crate::pool_client::{PoolClient, PoolRow, PoolState};
@@ -151,7 +152,6 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     }
 }
 
-#[allow(clippy::print_stdout, reason = "a command's answer goes to stdout")]
 fn announce(args: &UpArgs, model: &str, http: SocketAddr, pool: &LocalPool, devices: &[String]) -> anyhow::Result<()> {
     if args.json {
         let pids: Vec<Option<u32>> = pool.instances.iter().map(ChildNode::pid).collect();
@@ -159,12 +159,12 @@ fn announce(args: &UpArgs, model: &str, http: SocketAddr, pool: &LocalPool, devi
             "ready": true, "http": http.to_string(), "model": model, "instances": pool.instances.len(),
             "device": devices.first(), "devices": devices, "gmanager": pool.gmanager.to_string(), "pids": pids,
         });
-        println!("{ready}");
+        log::announce(ready);
     } else {
         let several = if devices.len() > 1 { format!("{} devices: ", devices.len()) } else { String::new() };
-        println!("{} instances of {model} on {several}{}", pool.instances.len(), devices.join(", "));
-        println!("OpenAI endpoint http://{http}/v1");
-        println!("try: lagoon chat --url http://{http}    lagoon status --url http://{http}");
+        log::announce(format_args!("{} instances of {model} on {several}{}", pool.instances.len(), devices.join(", ")));
+        log::announce(format_args!("OpenAI endpoint http://{http}/v1"));
+        log::announce(format_args!("try: lagoon chat --url http://{http}    lagoon status --url http://{http}"));
     }
     Ok(())
 }

@@ -126,3 +126,47 @@ fn a_lane_with_company_is_one_layer_ahead_of_the_device() {
     assert_eq!(done, executor.kv_shape.layers, "alone again");
     assert!(matches!(turn, Turn::Queued(_)));
 }
+
+/// Waits until `done`, without a limit: a test that hangs is found by the harness.
+fn until(done: impl Fn() -> bool) {
+    while !done() {
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_step_that_the_device_does_not_finish_is_seen() {
+    let thread = crate::spawn(slow(), |_| {});
+    assert_eq!(thread.stuck_for(), None);
+    thread.send(step(1, Lane::Local, 0, RemoteWork::default())).unwrap();
+    until(|| thread.stuck_for().is_some_and(|stuck| stuck > Duration::from_millis(20)));
+    drop(thread);
+}
+
+#[test]
+fn a_thread_that_hangs_is_not_waited_for() {
+    let executor = slow();
+    let (never, hangs) = std::sync::mpsc::channel::<()>();
+    let work = guest(&executor);
+    let thread = crate::spawn(executor, move |_| {
+        let _ = hangs.recv();
+    });
+    thread.send(work).unwrap();
+    until(|| thread.stuck_for().is_some_and(|stuck| stuck > Duration::from_millis(20)));
+    drop(thread);
+    drop(never);
+}
+
+#[test]
+fn a_thread_that_panics_drops_its_reports() {
+    let executor = slow();
+    let (reports, received) = std::sync::mpsc::channel::<()>();
+    let work = guest(&executor);
+    let thread = crate::spawn(executor, move |_| {
+        let _ = &reports;
+        panic!("on purpose");
+    });
+    thread.send(work).unwrap();
+    assert!(received.recv().is_err(), "the receiver learns of the end");
+    until(|| thread.send(Command::Abort { step: StepId(1) }).is_err());
+}

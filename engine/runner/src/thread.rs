@@ -3,20 +3,60 @@
 use crate::executor::{Executor, Turn};
 use crate::work::{Command, Report};
 use lagoon_backend::Device;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
-use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-/// Handle to an executor on its own thread. Dropping it ends the thread after its current turn.
+/// Handle to an executor on its own thread. Dropping it ends the thread after its current turn; a thread that does not end
+/// within [`END_WAIT`] is left alone.
 #[derive(Debug)]
 pub struct ExecutorThread {
     commands: Option<Sender<Command>>,
-    thread: Option<JoinHandle<()>>,
+    progress: Arc<Progress>,
+    /// Disconnected when the thread has ended.
+    ended: Receiver<()>,
+}
+
+/// Time that a dropped handle waits for its thread.
+const END_WAIT: Duration = Duration::from_secs(2);
+
+/// When a busy executor last did something.
+#[derive(Debug)]
+struct Progress {
+    started: Instant,
+    /// Microseconds from `started`, plus one; 0 while there is nothing to do.
+    busy_since: AtomicU64,
+}
+
+impl Progress {
+    fn new() -> Self {
+        Self { started: Instant::now(), busy_since: AtomicU64::new(0) }
+    }
+
+    /// It begins to do something, or it did something and goes on.
+    fn advanced(&self) {
+        let us = u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX - 1);
+        self.busy_since.store(us + 1, Relaxed);
+    }
+
+    fn idle(&self) {
+        self.busy_since.store(0, Relaxed);
+    }
+
+    fn is_idle(&self) -> bool {
+        self.busy_since.load(Relaxed) == 0
+    }
+
+    fn stuck_for(&self) -> Option<Duration> {
+        let since = self.busy_since.load(Relaxed).checked_sub(1)?;
+        self.started.elapsed().checked_sub(Duration::from_micros(since))
+    }
 }
 
 impl ExecutorThread {
-    /// Queues a command; never blocks. The number of commands under way is bounded by the instance: one step a lane,
-    /// and its limit on guests' work.
+    /// Queues a command; never blocks. The number of queued commands is bounded by the instance: one step a lane, and its
+    /// limit on peers' work.
     ///
     /// # Errors
     /// Returns the command if the thread has ended.
@@ -26,32 +66,51 @@ impl ExecutorThread {
             None => Err(Box::new(command)),
         }
     }
+
+    /// Time since the executor last finished a piece of work (at most a layer), while it has one to do: it waits for the device,
+    /// or hangs in a call. `None` while there is nothing to do.
+    #[must_use]
+    pub fn stuck_for(&self) -> Option<Duration> {
+        self.progress.stuck_for()
+    }
 }
 
 impl Drop for ExecutorThread {
     fn drop(&mut self) {
         self.commands = None;
-        if let Some(thread) = self.thread.take() {
-            // A panic of the device thread was already reported by its own hook.
-            let _ = thread.join();
-        }
+        // Disconnected when the thread has ended; a panic there was reported by its own hook.
+        let _ = self.ended.recv_timeout(END_WAIT);
     }
 }
 
-/// Runs `executor` on a thread of its own; `report` is called on that thread and must not block for long.
+/// Runs `executor` on a thread of its own; `report` is called on that thread and must not block for long. When the thread ends,
+/// also by a panic, `report` is dropped.
 ///
 /// # Panics
 /// If the operating system gives no thread.
-pub fn spawn<D: Device>(mut executor: Executor<D>, mut report: impl FnMut(Report) + Send + 'static) -> ExecutorThread {
+pub fn spawn<D: Device>(executor: Executor<D>, report: impl FnMut(Report) + Send + 'static) -> ExecutorThread {
     let (commands, queue) = channel();
-    let thread = std::thread::Builder::new()
+    let (end, ended) = channel::<()>();
+    let progress = Arc::new(Progress::new());
+    let shown = Arc::clone(&progress);
+    std::thread::Builder::new()
         .name("lagoon-device".into())
-        .spawn(move || run(&mut executor, &queue, &mut report))
+        .spawn(move || {
+            // Dropped in reverse order: the thread has ended when the device is closed.
+            let _end = end;
+            let (mut executor, mut report) = (executor, report);
+            run(&mut executor, &queue, &shown, &mut report);
+        })
         .unwrap_or_else(|error| panic!("no thread for the device: {error}"));
-    ExecutorThread { commands: Some(commands), thread: Some(thread) }
+    ExecutorThread { commands: Some(commands), progress, ended }
 }
 
-fn run<D: Device>(executor: &mut Executor<D>, queue: &Receiver<Command>, report: &mut dyn FnMut(Report)) {
+fn run<D: Device>(
+    executor: &mut Executor<D>,
+    queue: &Receiver<Command>,
+    progress: &Progress,
+    report: &mut dyn FnMut(Report),
+) {
     loop {
         loop {
             match queue.try_recv() {
@@ -60,17 +119,26 @@ fn run<D: Device>(executor: &mut Executor<D>, queue: &Receiver<Command>, report:
                 Err(TryRecvError::Disconnected) => return,
             }
         }
-        let patience = match executor.try_turn(report) {
-            Turn::Worked => continue,
+        if progress.is_idle() {
+            progress.advanced();
+        }
+        let wait = match executor.try_turn(report) {
+            Turn::Worked => {
+                progress.advanced();
+                continue;
+            }
             // A device that is nearly there is asked again at once, as its own waiting would.
             Turn::Queued(left) if left.is_zero() => {
                 std::thread::yield_now();
                 continue;
             }
             Turn::Queued(left) => left,
-            Turn::Idle => Duration::from_secs(1),
+            Turn::Idle => {
+                progress.idle();
+                Duration::from_secs(1)
+            }
         };
-        match queue.recv_timeout(patience) {
+        match queue.recv_timeout(wait) {
             Ok(command) => executor.push(command),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return,

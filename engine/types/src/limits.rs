@@ -108,6 +108,8 @@ pub const LEASE_TTL_MS: u64 = 15_000;
 pub const LEASE_RENEW_MS: u64 = 3_000;
 /// A step that waits longer for a peer's partials fails its sequences.
 pub const STEP_DEADLINE_MS: u64 = 10_000;
+/// A device that finishes no layer of a step for so long hangs: the process ends, so that others take over its requests.
+pub const DEVICE_STUCK_MS: u64 = 120_000;
 /// Time that a borrow may take, rounds included, before the request goes back to waiting.
 pub const BORROW_DEADLINE_MS: u64 = 5_000;
 /// Time that a creditor may take to answer a lease request before the next candidate is tried.
