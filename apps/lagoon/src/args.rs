@@ -181,10 +181,6 @@ pub(crate) struct EngineArgs {
     /// KV where a core is free.
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=100_000))]
     pub(crate) poll_us: u64,
-    /// Take at least as long as the device that this JSON file describes (`PaceProfile`): for benchmarks of a whole
-    /// pool on one machine.
-    #[arg(long, value_name = "FILE", hide = true)]
-    pub(crate) pace: Option<PathBuf>,
     /// Tokens of KV that move in a step beside a sequence that decodes [default: as measured]: for benchmarks.
     #[arg(long, value_name = "N", hide = true)]
     pub(crate) move_tokens_per_step: Option<u32>,
@@ -242,7 +238,6 @@ impl EngineArgs {
         flags.extend(self.dtype.map(|d| format!("--dtype={d}")));
         flags.extend(self.kv_dtype.map(|d| format!("--kv-dtype={d}")));
         flags.extend(self.kv_tokens.map(|n| format!("--kv-tokens={n}")));
-        flags.extend(self.pace.iter().map(|p| format!("--pace={}", p.display())));
         flags.extend(self.move_tokens_per_step.map(|n| format!("--move-tokens-per-step={n}")));
         flags.extend((!self.prefix_cache).then(|| "--prefix-cache=off".to_owned()));
         flags.extend((!self.move_overlap).then(|| "--move-overlap=off".to_owned()));

@@ -236,7 +236,6 @@ fn engine_args(args: &DemoArgs) -> EngineArgs {
         target_tbt_ms: None,
         threads: None,
         poll_us: 0,
-        pace: None,
         move_tokens_per_step: None,
         move_overlap: true,
         kv_transfer: KvTransferArg::Pull,
