@@ -13,8 +13,9 @@
 //! First tokens are said before the KV has moved, so waiting for a decode worker's memory shows in the time between tokens
 //! where it is pulled, and in the time to the first token where it is pushed: compare totals, and the stages (Figure 14).
 //!
-//! `cargo build --release --workspace --bin lagoon && cargo bench --workspace --bench disagg -- --part modes [--json]`: at
-//! the default sizes a part takes two to four minutes a trace (`--traces arxiv`).
+//! `cargo build --release --workspace --bin lagoon --bin lagoon-paced`, then
+//! `cargo bench --workspace --bench disagg -- --part modes [--json]`: at the default sizes a part takes two to four minutes a
+//! trace (`--traces arxiv`).
 #![allow(clippy::print_stdout, reason = "a benchmark prints its results")]
 
 use anyhow::{Context, Result};
@@ -136,7 +137,7 @@ fn run(args: &Args, lagoon: &Lagoon, kind: Kind, rate: f64, pool: Pool) -> Resul
     let spec = Spec { kind, requests, rate, scale, tokens_max, think_s: 10.0, seed };
     let trace = lagoon.dir.join("trace.csv");
     std::fs::write(&trace, csv(&draw(&spec)))?;
-    let own = [format!("--kv-tokens={}", args.kv_tokens), format!("--pace={}", lagoon.dir.join("pace.json").display())];
+    let own = [format!("--kv-tokens={}", args.kv_tokens)];
     let sizes = ["--step-tokens=256", "--max-running=64", "--max-queue=4096", "--block-tokens=16"].map(str::to_owned);
     let report =
         lagoon.replay(&[&pool.flags()[..], &own[..], &sizes[..], &args.flag[..]].concat(), args.port, &trace)?;
@@ -205,7 +206,7 @@ fn main() -> Result<()> {
     }
     let lagoon = Lagoon::new("disagg")?;
     let profile = profile(&lagoon.model, args.kv_tokens)?;
-    std::fs::write(lagoon.dir.join("pace.json"), serde_json::to_vec(&profile)?)?;
+    let lagoon = lagoon.paced(&profile)?;
     let mut runs = Vec::new();
     for kind in &args.traces {
         for rate in &args.rates {

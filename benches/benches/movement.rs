@@ -10,7 +10,7 @@
 //! the given pace. Printed is the mean time between its tokens while they move, over the mean before and after within
 //! the same run. Who looks at the status in order to see the move looks at it just as often before and after.
 //!
-//! `cargo build --release -p lagoon && cargo bench -p lagoon-benches --bench movement -- [--json]`.
+//! `cargo build --release -p lagoon -p lagoon-paced && cargo bench -p lagoon-benches --bench movement -- [--json]`.
 #![allow(clippy::print_stdout, reason = "a benchmark prints its results")]
 
 use anyhow::{Context, Result, bail, ensure};
@@ -95,9 +95,9 @@ struct Bench {
 
 impl Bench {
     /// An instance that moves KV at a fixed pace.
-    fn instance(&self, name: &str, gmanager: &str, kv_tokens: u32, args: &Args, pace: (u32, bool)) -> Result<Process> {
+    fn instance(&self, name: &str, gmanager: &str, kv_tokens: u32, pace: (u32, bool)) -> Result<Process> {
         let (tokens, overlap) = pace;
-        let mut own = vec![
+        let own = [
             "serve".to_owned(),
             self.lagoon.model.display().to_string(),
             format!("--gmanager={gmanager}"),
@@ -113,9 +113,6 @@ impl Bench {
             "--remote-attention=ship".to_owned(),
             "--calibrate=off".to_owned(),
         ];
-        if !args.real {
-            own.push(format!("--pace={}", self.lagoon.dir.join("pace.json").display()));
-        }
         self.lagoon.start(name, &own)
     }
 
@@ -179,8 +176,8 @@ fn measure(bench: &Bench, args: &Args, tokens: u32, overlap: bool) -> Result<Run
     let length = args.steps * 8 + FIRST_BLOCKS * BLOCK_TOKENS + 64;
     let gmanager = bench.lagoon.start("gm", &["gmanager".to_owned(), "--listen=127.0.0.1:0".to_owned()])?;
     let quic = gmanager.said("quic")?;
-    let debtor = bench.instance("debtor", quic, args.context + length + 512, args, (tokens, overlap))?;
-    let _other = bench.instance("other", quic, args.context, args, (tokens, overlap))?;
+    let debtor = bench.instance("debtor", quic, args.context + length + 512, (tokens, overlap))?;
+    let _other = bench.instance("other", quic, args.context, (tokens, overlap))?;
     let http = debtor.said("http")?;
     let since = Instant::now();
     while number(&status(http)?, "/pool_blocks_total")? <= number(&status(http)?, "/blocks_total")? {
@@ -241,7 +238,7 @@ fn main() -> Result<()> {
     let _ = args.bench;
     let lagoon = Lagoon::new("movement")?;
     let profile = profile(&lagoon.model)?;
-    std::fs::write(lagoon.dir.join("pace.json"), serde_json::to_vec(&profile)?)?;
+    let lagoon = if args.real { lagoon } else { lagoon.paced(&profile)? };
     let bench = Bench { lagoon };
     let mut runs: Vec<Run> = Vec::new();
     for _ in 0..args.repeats {

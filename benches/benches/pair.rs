@@ -8,7 +8,7 @@
 //! the benchmark does; what they then generate is measured over some seconds. (The instances get twice that memory, so that
 //! what grows while it is measured neither waits nor moves.)
 //!
-//! `cargo build --release -p lagoon && cargo bench -p lagoon-benches --bench pair -- [--json] [--plot FILE.svg]`.
+//! `cargo build --release -p lagoon -p lagoon-paced && cargo bench -p lagoon-benches --bench pair -- [--json] [--plot FILE.svg]`.
 #![allow(clippy::print_stdout, reason = "a benchmark prints its results")]
 #![allow(
     clippy::cast_possible_truncation,
@@ -117,7 +117,6 @@ fn instance(lagoon: &Lagoon, name: &str, gmanager: &str, args: &Args) -> Result<
         "--kv-dtype=f16".to_owned(),
         "--remote-attention=ship".to_owned(),
         "--max-running=256".to_owned(),
-        format!("--pace={}", lagoon.dir.join("pace.json").display()),
     ];
     lagoon.start(name, &own)
 }
@@ -300,7 +299,7 @@ fn main() -> Result<()> {
     let _ = args.bench;
     let lagoon = Lagoon::new("pair")?;
     let profile = profile(&lagoon.model, args.capacity)?;
-    std::fs::write(lagoon.dir.join("pace.json"), serde_json::to_vec(&profile)?)?;
+    let lagoon = lagoon.paced(&profile)?;
     let calibration = calibration(&status(Cluster::start(&lagoon, &args)?.debtor.said("http")?)?)?;
     let points = predicted(&calibration, &args)?;
     let mut runs = Vec::new();

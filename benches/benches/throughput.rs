@@ -10,7 +10,7 @@
 //! `apps/sim/tests/pooling.rs` has the same cluster and trace in simulation.
 //! The devices' lateness is printed: a run whose devices were late for more than a few per cent measured this machine.
 //!
-//! `cargo build --release -p lagoon && cargo bench -p lagoon-benches --bench throughput -- [--json]`.
+//! `cargo build --release -p lagoon -p lagoon-paced && cargo bench -p lagoon-benches --bench throughput -- [--json]`.
 #![allow(clippy::print_stdout, reason = "a benchmark prints its results")]
 
 use anyhow::Result;
@@ -84,7 +84,6 @@ fn run(args: &Args, lagoon: &Lagoon, on: bool) -> Result<Value> {
         format!("--instances={}", args.instances),
         format!("--kv-tokens={}", args.kv_tokens),
         format!("--lend-percent={}", if on { 100 } else { 0 }),
-        format!("--pace={}", dir.join("pace.json").display()),
     ];
     let sizes = ["--step-tokens=128", "--max-running=64", "--max-queue=4096", "--block-tokens=16"].map(str::to_owned);
     let flags = if on { &args.flag[..] } else { &[] };
@@ -99,10 +98,9 @@ fn main() -> Result<()> {
     let args = Args::parse();
     let _ = args.bench;
     let lagoon = Lagoon::new("throughput")?;
-    let dir = &lagoon.dir;
     let profile = profile(&lagoon.model, args.kv_tokens)?;
-    std::fs::write(dir.join("pace.json"), serde_json::to_vec(&profile)?)?;
-    std::fs::write(dir.join("trace.csv"), to_csv(&mix(&args).trace()))?;
+    let lagoon = lagoon.paced(&profile)?;
+    std::fs::write(lagoon.dir.join("trace.csv"), to_csv(&mix(&args).trace()))?;
     let (mut off, mut on) = (Vec::new(), Vec::new());
     for _ in 0..args.repeats {
         off.push(run(&args, &lagoon, false)?);

@@ -1,7 +1,8 @@
-//! Real clusters on this machine for benchmarks: processes of the `lagoon` binary beside the benchmark, their pages, and
-//! streams that are listened to.
+//! Real clusters on this machine for benchmarks: processes of `lagoon`, or of `lagoon-paced` on a modelled device, beside the
+//! benchmark; their pages, and streams that are listened to.
 
 use anyhow::{Context, Result, ensure};
+use lagoon_backend::PaceProfile;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -17,8 +18,18 @@ pub const PATIENCE: Duration = Duration::from_secs(120);
 #[derive(Debug)]
 pub struct Lagoon {
     pub binary: PathBuf,
+    /// The file with the profile of the device that instances model, if they do.
+    pace: Option<PathBuf>,
     pub dir: PathBuf,
     pub model: PathBuf,
+}
+
+/// The binary of package `name` beside this benchmark's.
+fn built(name: &str) -> Result<PathBuf> {
+    let exe = std::env::current_exe()?;
+    let binary = exe.parent().and_then(Path::parent).context("no build folder")?.join(name);
+    ensure!(binary.exists(), "{} is missing: cargo build --release -p {name}", binary.display());
+    Ok(binary)
 }
 
 impl Drop for Lagoon {
@@ -31,19 +42,33 @@ impl Drop for Lagoon {
 impl Lagoon {
     /// The binary beside this benchmark's, with a new CA.
     pub fn new(what: &str) -> Result<Self> {
-        let exe = std::env::current_exe()?;
-        let binary = exe.parent().and_then(Path::parent).context("no build folder")?.join("lagoon");
-        ensure!(binary.exists(), "{} is missing: cargo build --release -p lagoon", binary.display());
+        let binary = built("lagoon")?;
         let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/passkey");
         let dir = std::env::temp_dir().join(format!("lagoon-{what}-{}", std::process::id()));
         std::fs::create_dir_all(&dir)?;
-        let this = Self { binary, dir, model };
+        let this = Self { binary, pace: None, dir, model };
         this.run_to_end(&["certs", "init", &this.dir.display().to_string()])?;
         Ok(this)
     }
 
+    /// With instances on the device that is modelled: see `lagoon_backend::Paced`.
+    pub fn paced(mut self, profile: &PaceProfile) -> Result<Self> {
+        let path = self.dir.join("pace.json");
+        std::fs::write(&path, serde_json::to_vec(profile)?)?;
+        self.binary = built("lagoon-paced")?;
+        self.pace = Some(path);
+        Ok(self)
+    }
+
+    /// A command of the binary.
+    fn command(&self) -> Command {
+        let mut command = Command::new(&self.binary);
+        command.envs(self.pace.as_ref().map(|path| ("LAGOON_PACE", path)));
+        command
+    }
+
     pub fn run_to_end(&self, arguments: &[&str]) -> Result<()> {
-        let output = Command::new(&self.binary).args(arguments).output()?;
+        let output = self.command().args(arguments).output()?;
         ensure!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
         Ok(())
     }
@@ -56,7 +81,7 @@ impl Lagoon {
 
     pub fn start(&self, name: &str, arguments: &[String]) -> Result<Process> {
         self.run_to_end(&["certs", "issue", "--force", &self.dir.display().to_string(), name])?;
-        let mut command = Command::new(&self.binary);
+        let mut command = self.command();
         command.args(arguments).args(self.tls(name)).arg("--json");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
         let mut process = Process { child: command.spawn().context("start lagoon")?, ready: Value::Null };
@@ -73,7 +98,7 @@ impl Lagoon {
     /// time of an average request went whose prompt another instance computed, and how many there were (`pulled`).
     pub fn replay(&self, flags: &[String], port: u16, trace: &Path) -> Result<Value> {
         let log = self.dir.join("up.log");
-        let mut up = Command::new(&self.binary);
+        let mut up = self.command();
         up.args(["up", "--json", "--exit-with-stdin", "--backend=cpu", "--threads=1", "--kv-dtype=f16"]);
         up.arg(&self.model).arg(format!("--port={port}")).args(flags);
         up.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(std::fs::File::create(&log)?);
@@ -83,7 +108,8 @@ impl Lagoon {
         let said = || std::fs::read_to_string(&log).unwrap_or_default();
         ensure!(!line.is_empty(), "the cluster did not start: {}", said());
         up.ready = serde_json::from_str(&line).with_context(|| format!("lagoon up said {line:?}"))?;
-        let bench = Command::new(&self.binary)
+        let bench = self
+            .command()
             .args(["bench", "--json", &format!("--url=http://127.0.0.1:{port}")])
             .arg(format!("--trace={}", trace.display()))
             .stderr(Stdio::inherit())

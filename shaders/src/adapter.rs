@@ -18,8 +18,6 @@ pub enum AdapterChoice {
     Gpu,
     /// A software implementation of a GPU.
     Software,
-    /// The first adapter, real or not, whose name contains this text (letter case ignored).
-    Named(String),
     /// The one with this place in [`list_adapters`].
     Numbered(usize),
 }
@@ -114,7 +112,6 @@ pub(crate) fn open(choice: &AdapterChoice) -> Result<Opened, DeviceError> {
     let wanted = |number: usize, s: &AdapterSummary| match choice {
         AdapterChoice::Gpu => !s.software,
         AdapterChoice::Software => s.software,
-        AdapterChoice::Named(text) => s.name.to_lowercase().contains(&text.to_lowercase()),
         AdapterChoice::Numbered(wanted) => number == *wanted,
     };
     let Some(number) = all.iter().enumerate().position(|(number, s)| wanted(number, s)) else {
@@ -141,7 +138,6 @@ fn absent(choice: &AdapterChoice, all: &[AdapterSummary]) -> String {
     let wish = match choice {
         AdapterChoice::Gpu => "no GPU adapter (Vulkan, Metal or DX12)".to_owned(),
         AdapterChoice::Software => "no software adapter (lavapipe, WARP)".to_owned(),
-        AdapterChoice::Named(text) => format!("no adapter whose name contains {text:?}"),
         AdapterChoice::Numbered(number) => format!("no adapter with number {number}"),
     };
     let names: Vec<String> =

@@ -6,13 +6,14 @@
 
 use crate::golden::max_diff;
 use crate::partition::Place;
-use crate::process::{Client, Ended, PATIENCE, Server, completion, logits, run, signal, token_ids};
+use crate::process::{Client, Ended, PATIENCE, Server, completion, lagoon_at, logits, run, signal, token_ids};
 use lagoon_backend::PaceProfile;
 use lagoon_types::limits::{RESTORE_DEADLINE_MS, STEP_DEADLINE_MS};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -70,12 +71,12 @@ pub fn passkey() -> PathBuf {
     crate::root().join("models/passkey")
 }
 
-/// The flag that makes a decode step of a model take `step`, by a file in `dir`.
+/// The profile of a device on which a decode step of a model takes `step`: a file in `dir`.
 ///
 /// # Panics
 /// If the model cannot be read or the file not be written.
 #[must_use]
-pub fn pace_flag(dir: &Path, model: &Path, step: Duration) -> String {
+pub fn pace_profile(dir: &Path, model: &Path, step: Duration) -> PathBuf {
     let bytes = std::fs::metadata(model.join("model.safetensors")).unwrap().len() as f64;
     let profile = PaceProfile {
         bytes_per_s: bytes / step.as_secs_f64(),
@@ -87,7 +88,7 @@ pub fn pace_flag(dir: &Path, model: &Path, step: Duration) -> String {
     };
     let path = dir.join("pace.json");
     std::fs::write(&path, serde_json::to_vec(&profile).unwrap()).unwrap();
-    format!("--pace={}", path.display())
+    path
 }
 
 /// A gManager, and instances by name.
@@ -189,18 +190,17 @@ impl FaultPool {
     /// # Panics
     /// If one does not start.
     pub fn start(&mut self, members: &[(&str, u32, Place)]) {
-        let flags: Vec<_> = members.iter().map(|(name, blocks, place)| self.flags(name, *blocks, place)).collect();
+        let commands: Vec<_> = members.iter().map(|(name, blocks, place)| self.command(name, *blocks, place)).collect();
         std::thread::scope(|scope| {
-            let start = |((name, _, place), flags): (&(&str, u32, Place), Vec<String>)| {
-                let (name, namespace) = ((*name).to_owned(), place.namespace.clone());
-                let serve = move || {
-                    let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
-                    Server::start_in(namespace.as_deref(), &flags)
-                };
-                (name, scope.spawn(serve))
+            let start = |((name, ..), command): (&(&str, u32, Place), Command)| {
+                ((*name).to_owned(), scope.spawn(move || Server::try_start_command(command)))
             };
-            let threads: Vec<_> = members.iter().zip(flags).map(start).collect();
-            self.members.extend(threads.into_iter().map(|(name, thread)| (name, thread.join().unwrap())));
+            let threads: Vec<_> = members.iter().zip(commands).map(start).collect();
+            let started = threads.into_iter().map(|(name, thread): (String, _)| {
+                let server = thread.join().unwrap().unwrap_or_else(|ended| panic!("{name} ended: {ended:?}"));
+                (name, server)
+            });
+            self.members.extend(started);
         });
         self.wait_whole();
     }
@@ -210,20 +210,19 @@ impl FaultPool {
     /// # Errors
     /// That.
     pub fn try_start(&mut self, name: &str, blocks: u32, place: &Place) -> Result<(), Ended> {
-        let flags = self.flags(name, blocks, place);
-        let server = Server::try_start(&flags.iter().map(String::as_str).collect::<Vec<_>>())?;
+        let server = Server::try_start_command(self.command(name, blocks, place))?;
         self.members.insert(name.to_owned(), server);
         Ok(())
     }
 
-    /// Of `lagoon serve`.
-    fn flags(&self, name: &str, blocks: u32, place: &Place) -> Vec<String> {
+    /// Of `serve`, on a device that reads the model's weights in a step's time, and everything else in no time.
+    fn command(&self, name: &str, blocks: u32, place: &Place) -> Command {
         let own = ["serve".to_owned(), self.model.display().to_string()];
         let pool = [format!("--gmanager={}", self.gmanager_addr), format!("--name={name}")];
-        let mut flags =
-            [&own[..], &pool[..], &certificates(&self.ca, name), &self.sizes(blocks), &place.flags].concat();
-        flags.extend(self.step.map(|step| self.pace(step)));
-        flags
+        let flags = [&own[..], &pool[..], &certificates(&self.ca, name), &self.sizes(blocks), &place.flags].concat();
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        let profile = self.step.map(|step| pace_profile(self.ca.path(), &self.model, step));
+        lagoon_at(place.namespace.as_deref(), profile.as_deref(), &flags)
     }
 
     /// Flags of the undisturbed instance too.
@@ -238,11 +237,6 @@ impl FaultPool {
             format!("--block-tokens={}", self.block_tokens),
             format!("--kv-tokens={}", blocks * self.block_tokens),
         ]
-    }
-
-    /// A device that reads the model's weights in `step`, and everything else in no time.
-    fn pace(&self, step: Duration) -> String {
-        pace_flag(self.ca.path(), &self.model, step)
     }
 
     /// One instance with room for everything, in no pool.

@@ -1,13 +1,13 @@
 //! Processes of the real binary: started, read until they say that they are ready, killed when dropped.
 //!
-//! The binary is the one of the tests' own build directory; `cargo xtask test` builds it before the tests.
+//! The binaries are those of the tests' own build directory; `cargo xtask test` builds them before the tests.
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use serde_json::{Value, json};
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -16,36 +16,39 @@ use tokio::runtime::Runtime;
 /// Time that anything gets which should take a second or a few; generous, because the machine may be busy.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The binary.
+/// The binary of package `name`, which has the same name.
 ///
 /// # Panics
 /// If it was not built.
-#[must_use]
-pub fn binary() -> PathBuf {
+fn binary(name: &str) -> PathBuf {
     let tests = std::env::current_exe().unwrap();
     // target/release/deps/system-…
     let path =
-        tests.parent().and_then(|deps| deps.parent()).unwrap().join(format!("lagoon{}", std::env::consts::EXE_SUFFIX));
-    assert!(path.exists(), "{} is missing: `cargo build --release -p lagoon` builds it", path.display());
+        tests.parent().and_then(|deps| deps.parent()).unwrap().join(format!("{name}{}", std::env::consts::EXE_SUFFIX));
+    assert!(path.exists(), "{} is missing: `cargo build --release -p {name}` builds it", path.display());
     path
 }
 
-/// A command of the binary, with nothing of this machine's configuration.
+/// A command of `lagoon`, with nothing of this machine's configuration.
 #[must_use]
 pub fn lagoon(arguments: &[&str]) -> Command {
-    lagoon_in(None, arguments)
+    lagoon_at(None, None, arguments)
 }
 
-/// The same in a network namespace, which its process enters before it becomes the binary's.
-fn lagoon_in(namespace: Option<&str>, arguments: &[&str]) -> Command {
+/// As [`lagoon`], in a network namespace, which the process enters before it becomes the binary's; with the profile of a modelled
+/// device, `lagoon-paced` on that.
+#[must_use]
+pub fn lagoon_at(namespace: Option<&str>, pace: Option<&Path>, arguments: &[&str]) -> Command {
+    let binary = binary(if pace.is_some() { "lagoon-paced" } else { "lagoon" });
     let mut command = match namespace {
-        None => Command::new(binary()),
+        None => Command::new(&binary),
         Some(namespace) => {
             let mut command = Command::new("ip");
-            command.args(["netns", "exec", namespace]).arg(binary());
+            command.args(["netns", "exec", namespace]).arg(&binary);
             command
         }
     };
+    command.envs(pace.map(|profile| ("LAGOON_PACE", profile)));
     command.args(arguments).stdin(Stdio::null());
     for name in ["LAGOON_API_KEY", "LAGOON_LOG", "LAGOON_TLS_CA", "LAGOON_TLS_CERT", "LAGOON_TLS_KEY"] {
         command.env_remove(name);
@@ -53,7 +56,7 @@ fn lagoon_in(namespace: Option<&str>, arguments: &[&str]) -> Command {
     // Nor with its cuBLASLt, which the fake driver does not serve.
     command.env("LAGOON_CUBLASLT", "none");
     // What instances measure of themselves is kept beside the binary, for the next test.
-    command.env("XDG_CACHE_HOME", binary().with_file_name("test-cache"));
+    command.env("XDG_CACHE_HOME", binary.with_file_name("test-cache"));
     command
 }
 
@@ -129,18 +132,9 @@ impl Server {
     /// As there.
     #[must_use]
     pub fn start_with(arguments: &[&str], variables: &[(&str, &OsStr)]) -> Self {
-        let command = lagoon(arguments);
-        Self::try_start_with(command, variables).unwrap_or_else(|ended| panic!("{arguments:?} ended: {ended:?}"))
-    }
-
-    /// As [`Self::start`], in a network namespace if one is named.
-    ///
-    /// # Panics
-    /// As there.
-    #[must_use]
-    pub fn start_in(namespace: Option<&str>, arguments: &[&str]) -> Self {
-        let command = lagoon_in(namespace, arguments);
-        Self::try_start_with(command, &[]).unwrap_or_else(|ended| panic!("{arguments:?} ended: {ended:?}"))
+        let mut command = lagoon(arguments);
+        command.envs(variables.iter().copied());
+        Self::try_start_command(command).unwrap_or_else(|ended| panic!("{arguments:?} ended: {ended:?}"))
     }
 
     /// As [`Self::start`]; if it ends before it is ready, what it came to.
@@ -151,11 +145,17 @@ impl Server {
     /// # Panics
     /// If it takes too long, or says what is no JSON.
     pub fn try_start(arguments: &[&str]) -> Result<Self, Ended> {
-        Self::try_start_with(lagoon(arguments), &[])
+        Self::try_start_command(lagoon(arguments))
     }
 
-    fn try_start_with(mut command: Command, variables: &[(&str, &OsStr)]) -> Result<Self, Ended> {
-        command.envs(variables.iter().copied());
+    /// As [`Self::try_start`], of a command that [`lagoon_at`] made.
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn try_start_command(mut command: Command) -> Result<Self, Ended> {
         command.args(["--json", "--exit-with-stdin"]);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let stdin = child.stdin.take();

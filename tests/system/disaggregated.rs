@@ -365,7 +365,7 @@ fn shuffled_pools_say_the_same_and_leave_nothing(mode: Mode) {
     for seed in 0..12 {
         let specs = [mode.prefill(30), mode.prefill(24), mode.decode(26), mode.decode(40)];
         let mut world = pool(&spec, Some(seed), &specs, 2);
-        let mut rng = lagoon_tests::cluster::Rng(seed);
+        let mut rng = lagoon_tests::cluster::Rng::new(seed);
         for n in 0..10 {
             let length = 3 + rng.below(80) as usize;
             let node = 2 + rng.below(2) as usize;

@@ -169,7 +169,7 @@ fn moves_under_a_window_end_where_it_passes() {
         let spec = Spec { remote, ..Spec::cpu(40) };
         let mut world = World::pool(pool.clone(), None, &[spec.clone(), spec.clone(), spec]);
         let request = world.submit(0, greedy(prompt(204, 40, 144), 80));
-        let mut rng = Rng(7);
+        let mut rng = Rng::new(7);
         while !world.requests[request].is_over() {
             let tokens = world.requests[request].tokens.len() + 1;
             world.run_until(|w| w.requests[request].tokens.len() >= tokens || w.requests[request].is_over());
@@ -344,7 +344,7 @@ fn a_creditor_gets_its_blocks_back_to_grow() {
 fn random_moves_say_what_one_instance_says() {
     let mut total = MoveStatus::default();
     for seed in 0..14 {
-        let mut rng = Rng(0x5eed_0000 + seed);
+        let mut rng = Rng::new(0x5eed_0000 + seed);
         let pool = PoolSpec::golden(["llama3_old", "mpt", "mistral_window"][seed as usize % 3], 4);
         let specs: Vec<Spec> = (0..3)
             .map(|_| Spec {

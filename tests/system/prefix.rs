@@ -421,7 +421,7 @@ fn decode_workers_share_what_they_read_at_any_time() {
         let decode = Spec { push: seed % 2 == 1, stage_blocks, step_ms: seed % 4, ..Spec::decode(24) };
         let mut world = World::pool(spec.clone(), Some(seed), &[Spec::prefill(40), decode]);
         world.run_until(|w| w.nodes[1].live().status().prefill.workers == 1);
-        let mut rng = Rng(seed);
+        let mut rng = Rng::new(seed);
         let beginnings = [prompt(50, 22, 128), prompt(51, 9, 128)];
         for n in 0..14 {
             let beginning = &beginnings[usize::from(rng.below(3) == 0)];

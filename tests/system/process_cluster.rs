@@ -1,10 +1,13 @@
 //! A cluster made by hand: certificates, a gManager, instances that join it, and those that may not.
 
 use crate::process_up::{golden_prompt, single};
+use lagoon_tests::faults::pace_profile;
 pub(crate) use lagoon_tests::faults::{certificates, new_ca};
 use lagoon_tests::golden::max_diff;
-use lagoon_tests::process::{Client, Server, logits, run, token_ids};
+use lagoon_tests::process::{Client, Server, lagoon_at, logits, run, token_ids};
 use serde_json::{Value, json};
+use std::path::Path;
+use std::time::Duration;
 use tempfile::TempDir;
 
 pub(crate) struct Cluster {
@@ -23,11 +26,29 @@ impl Cluster {
 
     /// Starts `serve` as a member of the cluster, with a certificate of `ca`.
     fn serve_with(&self, ca: &TempDir, name: &str, model: &str, flags: &[&str]) -> Result<Server, String> {
+        self.serve_at(None, ca, name, model, flags)
+    }
+
+    fn serve_at(
+        &self,
+        pace: Option<&Path>,
+        ca: &TempDir,
+        name: &str,
+        model: &str,
+        flags: &[&str],
+    ) -> Result<Server, String> {
         let gmanager = format!("--gmanager={}", self.gmanager.said("quic"));
         let [a, b, c] = certificates(ca, name);
         let own = ["serve", model, &gmanager, &a, &b, &c, "--name", name];
         let common = ["--http=127.0.0.1:0", "--threads=1", "--block-tokens=8", "--expose-logits"];
-        Server::try_start(&[&own[..], &common[..], flags].concat()).map_err(|ended| ended.stderr)
+        let command = lagoon_at(None, pace, &[&own[..], &common[..], flags].concat());
+        Server::try_start_command(command).map_err(|ended| ended.stderr)
+    }
+
+    /// A member whose decode steps take `step`.
+    pub(crate) fn serve_paced(&self, step: Duration, name: &str, model: &str, flags: &[&str]) -> Server {
+        let profile = pace_profile(self.ca.path(), Path::new(model), step);
+        self.serve_at(Some(&profile), &self.ca, name, model, flags).unwrap()
     }
 
     pub(crate) fn serve(&self, name: &str, model: &str, flags: &[&str]) -> Server {
@@ -142,7 +163,7 @@ fn only_certificates_of_the_cluster_get_in() {
     assert_eq!(status.code, Some(1), "{status:?}");
     assert!(status.stderr.contains("certificate"), "{status:?}");
     let stranger = cluster.serve_with(&foreign, "other", &model, &["--backend=cpu", "--kv-tokens=64"]).unwrap();
-    std::thread::sleep(std::time::Duration::from_secs(2));
+    std::thread::sleep(Duration::from_secs(2));
     assert_eq!(stranger.client().get("/lagoon/status").json()["registered"], false);
     let log = stranger.stop().stderr;
     assert!(log.contains("cannot be reached") && log.contains("certificate"), "{log}");

@@ -2,10 +2,8 @@
 
 use crate::process_cluster::{Cluster, TWO, certificates, wait_for_pool};
 use crate::process_up::{golden_prompt, single};
-use lagoon_tests::faults::pace_flag;
 use lagoon_tests::process::{Client, Ended, Events, PATIENCE, Server, completion, run, signal, token_ids};
 use serde_json::{Value, json};
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Asks the cluster's gManager.
@@ -79,9 +77,9 @@ fn long_prompt() -> (String, Vec<u32>) {
 
 /// Instances that hold 1,024 tokens each, and take their time: a stream outlives what is ordered meanwhile.
 fn three(cluster: &Cluster, model: &str) -> [Server; 3] {
-    let pace = pace_flag(cluster.ca.path(), Path::new(model), Duration::from_millis(5));
-    let flags = ["--backend=cpu", "--kv-tokens=1024", "--calibrate=off", &pace];
-    let servers = ["one", "two", "three"].map(|name| cluster.serve(name, model, &flags));
+    let flags = ["--backend=cpu", "--kv-tokens=1024", "--calibrate=off"];
+    let step = Duration::from_millis(5);
+    let servers = ["one", "two", "three"].map(|name| cluster.serve_paced(step, name, model, &flags));
     wait_for_pool(&servers[0].client(), 128 + 2 * 126);
     servers
 }

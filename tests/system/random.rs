@@ -19,7 +19,7 @@ fn prompt(rng: &mut Rng, n: usize) -> Vec<u32> {
 }
 
 fn run(seed: u64) -> Totals {
-    let mut rng = Rng(seed.wrapping_mul(0x1234_5677));
+    let mut rng = Rng::new(seed.wrapping_mul(0x1234_5677));
     let model = ["llama3_old", "mistral_window", "yi"][rng.below(3) as usize];
     let pool = PoolSpec::golden(model, 4 + 4 * rng.below(2) as u32);
     let policies = [RemotePolicy::Ship, RemotePolicy::Fetch, RemotePolicy::Auto];
@@ -135,7 +135,7 @@ fn fault(world: &mut World, rng: &mut Rng) {
 }
 
 fn chaos(seed: u64) -> Totals {
-    let mut rng = Rng(seed.wrapping_mul(0x9876_5433));
+    let mut rng = Rng::new(seed.wrapping_mul(0x9876_5433));
     let model = ["llama3_old", "mistral_window"][rng.below(2) as usize];
     let pool = PoolSpec::golden(model, 4);
     let specs: Vec<Spec> = (0..3)

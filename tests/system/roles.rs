@@ -297,7 +297,7 @@ fn shuffled_pools_change_roles_and_say_the_same() {
         let with = |of: Spec| Spec { push: seed % 2 == 1, step_ms: seed % 3, ..of };
         let specs = [Spec::prefill(40), Spec::prefill(30), Spec::decode(40), Spec::decode(30)].map(with);
         let mut world = pool(&spec, Some(seed), &specs);
-        let mut rng = Rng(seed);
+        let mut rng = Rng::new(seed);
         let beginning = prompt(7, 24, 128);
         for n in 0..24 {
             let takes = |node: &usize| role_of(&world, *node).0.serves() && role_of(&world, *node).1.is_none();

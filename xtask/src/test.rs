@@ -1,4 +1,4 @@
-//! `cargo xtask test`: rustfmt, tidy, clippy, the `lagoon` binary and every test; at the end what failed, and one line of
+//! `cargo xtask test`: rustfmt, tidy, clippy, the binaries that tests start, and every test; at the end what failed, and one line of
 //! numbers.
 //!
 //! Every step runs even when an earlier one failed, so that one run shows everything. A skipped test that tests/skips.toml
@@ -20,6 +20,9 @@ use crate::tidy;
 
 /// The environment variable that names the file to which a test that cannot run appends `name<TAB>reason`.
 const SKIP_LOG: &str = "LAGOON_SKIP_LOG";
+
+/// The tests of processes start real binaries, which `cargo test` builds for the tests of their own packages only.
+const BINARIES: [&str; 7] = ["build", "--locked", "--release", "--package", "lagoon", "--package", "lagoon-paced"];
 
 /// The simulators find mistakes made on purpose, and show how. The whole workspace is named so that its dependencies
 /// stay as built.
@@ -99,8 +102,7 @@ pub(crate) fn report(root: &Path, lint: bool) -> Result<Report> {
         let clippy = ["clippy", "--locked", "--release", "--workspace", "--all-targets", "--", "-D", "warnings"];
         step("clippy", cargo(root, &clippy));
     }
-    // The tests of processes start the real binary, which `cargo test` builds for the tests of its own package only.
-    step("build", cargo(root, &["build", "--locked", "--release", "--package", "lagoon"]));
+    step("build", cargo(root, &BINARIES));
     let outcome = tests(root)?;
     // Mistakes on purpose are compiled in here and nowhere else.
     step("mutants", cargo(root, &MUTANTS));

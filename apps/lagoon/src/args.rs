@@ -2,6 +2,8 @@
 
 use crate::placement::DeviceArg;
 use anyhow::Context;
+use clap::parser::ValueSource;
+use clap::{Arg, ArgMatches, Args as _, Command, FromArgMatches};
 use lagoon_transport::Identity;
 use lagoon_types::DType;
 use std::path::PathBuf;
@@ -112,9 +114,6 @@ impl TlsArgs {
     }
 }
 
-/// Default of `--memory-percent`.
-pub(crate) const MEMORY_PERCENT: u32 = 90;
-
 /// What decides an instance's size and numerics.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct EngineArgs {
@@ -126,7 +125,7 @@ pub(crate) struct EngineArgs {
     pub(crate) device: Vec<DeviceArg>,
     /// Percent of a CUDA device's memory that weights, KV and buffers take without --kv-tokens; `lagoon up` divides it among the
     /// instances on a device.
-    #[arg(long, value_name = "PERCENT", default_value_t = MEMORY_PERCENT, value_parser = clap::value_parser!(u32).range(1..=100))]
+    #[arg(long, value_name = "PERCENT", default_value_t = 90, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub(crate) memory_percent: u32,
     /// Convert weights on loading: f32, f16 or bf16 [default: as stored].
     #[arg(long, value_parser = parse_dtype)]
@@ -181,10 +180,6 @@ pub(crate) struct EngineArgs {
     /// KV where a core is free.
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=100_000))]
     pub(crate) poll_us: u64,
-    /// Take at least as long as the device that this JSON file describes (`PaceProfile`): for benchmarks of a whole
-    /// pool on one machine.
-    #[arg(long, value_name = "FILE", hide = true)]
-    pub(crate) pace: Option<PathBuf>,
     /// Tokens of KV that move in a step beside a sequence that decodes [default: as measured]: for benchmarks.
     #[arg(long, value_name = "N", hide = true)]
     pub(crate) move_tokens_per_step: Option<u32>,
@@ -212,48 +207,46 @@ pub(crate) struct EngineArgs {
     pub(crate) cuda_precision: PrecisionArg,
 }
 
-impl EngineArgs {
-    /// The flags that a child process needs to be configured the same; its device and its share of that are told besides.
-    pub(crate) fn to_flags(&self) -> Vec<String> {
-        let mut flags = vec![
-            format!("--block-tokens={}", self.block_tokens),
-            format!("--step-tokens={}", self.step_tokens),
-            format!("--max-running={}", self.max_running),
-            format!("--max-queue={}", self.max_queue),
-            format!("--lend-percent={}", self.lend_percent),
-            format!("--wire-dtype={}", self.wire_dtype),
-            format!("--poll-us={}", self.poll_us),
-        ];
-        let remote = match self.remote_attention {
-            RemoteArg::Auto => "auto",
-            RemoteArg::Ship => "ship",
-            RemoteArg::Fetch => "fetch",
+/// [`EngineArgs`] of a command that starts instances as child processes.
+#[derive(Clone, Debug)]
+pub(crate) struct PassedArgs {
+    pub(crate) args: EngineArgs,
+    /// The flags that were given, as they were: a child with these is configured the same. Its device and its share of that are
+    /// told besides.
+    pub(crate) flags: Vec<String>,
+}
+
+/// Fields of [`EngineArgs`] that differ between children.
+const OF_ONE_CHILD: [&str; 3] = ["backend", "device", "memory_percent"];
+
+impl clap::Args for PassedArgs {
+    fn augment_args(command: Command) -> Command {
+        EngineArgs::augment_args(command)
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        EngineArgs::augment_args_for_update(command)
+    }
+}
+
+impl FromArgMatches for PassedArgs {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        let command = EngineArgs::augment_args(Command::new("serve"));
+        let given = |arg: &&Arg| {
+            let id = arg.get_id().as_str();
+            !OF_ONE_CHILD.contains(&id) && matches.value_source(id) == Some(ValueSource::CommandLine)
         };
-        flags.push(format!("--remote-attention={remote}"));
-        let calibrate = match self.calibrate {
-            CalibrateArg::Auto => "auto",
-            CalibrateArg::Always => "always",
-            CalibrateArg::Off => "off",
+        let flag = |arg: &Arg| {
+            let (long, values) = (arg.get_long()?.to_owned(), matches.get_raw(arg.get_id().as_str())?);
+            Some(values.map(move |value| format!("--{long}={}", value.to_string_lossy())))
         };
-        flags.push(format!("--calibrate={calibrate}"));
-        flags.extend((self.cuda_precision == PrecisionArg::Exact).then(|| "--cuda-precision=exact".to_owned()));
-        flags.extend((self.kv_transfer == KvTransferArg::Push).then(|| "--kv-transfer=push".to_owned()));
-        flags.extend((self.transfer_path == TransferPathArg::Quic).then(|| "--transfer-path=quic".to_owned()));
-        flags.extend(self.dtype.map(|d| format!("--dtype={d}")));
-        flags.extend(self.kv_dtype.map(|d| format!("--kv-dtype={d}")));
-        flags.extend(self.kv_tokens.map(|n| format!("--kv-tokens={n}")));
-        flags.extend(self.pace.iter().map(|p| format!("--pace={}", p.display())));
-        flags.extend(self.move_tokens_per_step.map(|n| format!("--move-tokens-per-step={n}")));
-        flags.extend((!self.prefix_cache).then(|| "--prefix-cache=off".to_owned()));
-        flags.extend((!self.move_overlap).then(|| "--move-overlap=off".to_owned()));
-        flags.extend(self.stage_kv_tokens.map(|n| format!("--stage-kv-tokens={n}")));
-        flags.extend((self.stage_memory == StageMemoryArg::Host).then(|| "--stage-memory=host".to_owned()));
-        flags.extend(self.host_kv_tokens.map(|n| format!("--host-kv-tokens={n}")));
-        flags
-            .extend((self.lend_device_tokens > 0).then(|| format!("--lend-device-tokens={}", self.lend_device_tokens)));
-        flags.extend(self.target_tbt_ms.map(|ms| format!("--target-tbt-ms={ms}")));
-        flags.extend(self.threads.map(|n| format!("--threads={n}")));
-        flags
+        let flags = command.get_arguments().filter(given).filter_map(flag).flatten().collect();
+        Ok(Self { args: EngineArgs::from_arg_matches(matches)?, flags })
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
     }
 }
 

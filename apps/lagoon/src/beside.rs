@@ -9,7 +9,7 @@
 //! holds for kv nodes holds for it (leases, moves, drains, failures), for its own instance as for others.
 
 use crate::args::EngineArgs;
-use crate::device::{self, Sizes};
+use crate::device::{Devices as _, Loading, OwnDevices, Sizes};
 use crate::engine::node_status;
 use crate::loop_thread::LoopThread;
 use crate::model::OpenModel;
@@ -81,14 +81,15 @@ impl Tier {
         );
         let sizes = Sizes { blocks_total: blocks, kv_dtype: of.kv.dtype, shared: false, stage_blocks: 0, lend };
         let (report, reports) = mpsc::unbounded_channel();
-        // A profile paces the instance's device, not the host; and what is paced lends nothing that is mapped.
-        let own = EngineArgs { pace: None, ..args.clone() };
         let chosen = if lend { chosen } else { Chosen::Cpu };
-        let running = device::start(chosen, &own, &model.shape(), sizes, move |r| {
+        let shape = model.shape();
+        // On this machine's own device, whatever the instance itself runs on.
+        let running = OwnDevices.start(Loading::new(chosen, args, &shape, sizes, move |r| {
             // As for the instance itself.
             let _ = report.send(r);
-        })
-        .with_context(|| format!("allocate the memory of {flag}\nhint: choose a smaller one, or leave it out"))?;
+        }));
+        let running = running
+            .with_context(|| format!("allocate the memory of {flag}\nhint: choose a smaller one, or leave it out"))?;
         let offered = running.lent.as_ref().map(|window| reach::offer(window, blocks)).transpose()?;
         let (lent, offer) = offered.unzip();
         let thread = LoopThread::spawn(stop.clone())?;

@@ -5,10 +5,7 @@
 //! generated token are compared.
 
 use crate::api_client::ApiClient;
-use crate::args::{
-    BackendArg, CalibrateArg, EngineArgs, KvTransferArg, MEMORY_PERCENT, PrecisionArg, RemoteArg, StageMemoryArg,
-    TransferPathArg,
-};
+use crate::args::{BackendArg, RemoteArg};
 use crate::bundled::{self, Question};
 use crate::local::{Common, EphemeralCa, LocalPool, Wanted, start_pool, start_single};
 use crate::placement::{self, Chosen};
@@ -16,6 +13,8 @@ use crate::serve::lend_reserve_blocks;
 use crate::up;
 use anyhow::{Context, ensure};
 use base64::{Engine as _, engine::general_purpose::STANDARD};
+use clap::ValueEnum as _;
+use clap::builder::PossibleValue;
 use lagoon_text::Tokenizer;
 use lagoon_types::limits;
 use serde::Serialize;
@@ -121,7 +120,6 @@ pub(crate) async fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
     let prompt = prompt(&Tokenizer::open(&dir)?, question, args.prompt_tokens)?;
     check_sizes(&args, prompt.len())?;
 
-    let engine = engine_args(&args);
     let body = json!({
         "model": bundled::NAME, "prompt": prompt, "max_tokens": ANSWER_TOKENS_MAX, "temperature": 0, "stream": true,
         "return_token_ids": true, "return_logits": true,
@@ -138,7 +136,7 @@ pub(crate) async fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
     let bar = up::instances_bar(count);
     let wanted = |index: usize| {
         let device = if index == 0 { chosen } else { creditors };
-        let flags = [engine.to_flags(), device.to_flags(), vec!["--expose-logits".to_owned()]].concat();
+        let flags = flags(&args, args.kv_tokens as usize, device);
         // One after another, whatever they run on.
         Wanted { role: "both", flags, device: 0 }
     };
@@ -147,7 +145,7 @@ pub(crate) async fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
         Common { ca: &ca, model: &dir.to_string_lossy(), served_name: bundled::NAME, api_key: None, auto_roles: None };
     let pool = start_pool(common, &wanted, |n| bar.set_position(n as u64)).await?;
     bar.finish_and_clear();
-    wait_for_pool(&pool, &engine).await?;
+    wait_for_pool(&pool, args.kv_tokens).await?;
     let device = pool.instances.first().map_or("", |i| i.device()).to_owned();
     show.line(&format!("Running on {device}.\n\n{}", question.question));
     let (pooled, placement) = ask_pool(&pool, &body, &show).await?;
@@ -155,14 +153,14 @@ pub(crate) async fn run(args: DemoArgs) -> anyhow::Result<ExitCode> {
     drop(pool);
 
     show.line("\nThe same request on one instance with room for all of it:");
-    let reference = ask_single(&dir, (&engine, chosen), prompt.len(), &body, &show).await?;
+    let reference = ask_single(&dir, &args, chosen, prompt.len(), &body, &show).await?;
     let outcome = Outcome {
         backend: chosen.name().to_owned(),
         device,
         instances: args.instances,
         prompt_tokens: prompt.len(),
         kv_tokens_per_instance: args.kv_tokens,
-        block_tokens: engine.block_tokens,
+        block_tokens: limits::BLOCK_TOKENS_DEFAULT,
         local_rblocks: placement.local,
         remote_rblocks: placement.remote.values().sum(),
         placement: placement.remote,
@@ -215,45 +213,26 @@ fn check_sizes(args: &DemoArgs, prompt_tokens: usize) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn engine_args(args: &DemoArgs) -> EngineArgs {
-    EngineArgs {
-        backend: args.backend,
-        device: Vec::new(),
-        memory_percent: MEMORY_PERCENT,
-        dtype: None,
-        kv_dtype: None,
-        kv_tokens: Some(args.kv_tokens),
-        host_kv_tokens: None,
-        lend_device_tokens: 0,
-        stage_kv_tokens: None,
-        stage_memory: StageMemoryArg::default(),
-        block_tokens: limits::BLOCK_TOKENS_DEFAULT,
-        step_tokens: u32::try_from(limits::STEP_ROWS_DEFAULT).unwrap_or(u32::MAX),
-        max_running: 8,
-        max_queue: 8,
-        lend_percent: 100,
-        prefix_cache: true,
-        target_tbt_ms: None,
-        threads: None,
-        poll_us: 0,
-        pace: None,
-        move_tokens_per_step: None,
-        move_overlap: true,
-        kv_transfer: KvTransferArg::Pull,
-        transfer_path: TransferPathArg::Auto,
-        remote_attention: args.remote_attention,
-        wire_dtype: lagoon_types::DType::F32,
+/// Flags of an instance with so many KV tokens.
+fn flags(args: &DemoArgs, kv_tokens: usize, device: Chosen) -> Vec<String> {
+    let remote = args.remote_attention.to_possible_value();
+    let own = [
+        format!("--kv-tokens={kv_tokens}"),
+        format!("--remote-attention={}", remote.as_ref().map_or("auto", PossibleValue::get_name)),
+        "--max-running=8".to_owned(),
+        "--max-queue=8".to_owned(),
+        "--expose-logits".to_owned(),
         // Nothing is planned here, and nobody should wait for it.
-        calibrate: CalibrateArg::Off,
-        cuda_precision: PrecisionArg::default(),
-    }
+        "--calibrate=off".to_owned(),
+    ];
+    own.into_iter().chain(device.to_flags()).collect()
 }
 
 /// An instance that has heard from the gManager how large the pool is takes the request.
-async fn wait_for_pool(pool: &LocalPool, engine: &EngineArgs) -> anyhow::Result<()> {
+async fn wait_for_pool(pool: &LocalPool, kv_tokens: u32) -> anyhow::Result<()> {
     let debtor = pool.instances.first().context("no instances")?;
     let client = ApiClient::new(&format!("http://{}", debtor.http()?), None)?;
-    let own = engine.kv_tokens.unwrap_or(0) / engine.block_tokens;
+    let own = kv_tokens / limits::BLOCK_TOKENS_DEFAULT;
     let lent = own.saturating_sub(lend_reserve_blocks(own));
     let whole = u64::from(own) + u64::from(lent) * (pool.instances.len() as u64).saturating_sub(1);
     for _ in 0..100 {
@@ -315,15 +294,14 @@ async fn wire_bytes(pool: &LocalPool) -> anyhow::Result<u64> {
 
 async fn ask_single(
     dir: &Path,
-    (engine, device): (&EngineArgs, Chosen),
+    args: &DemoArgs,
+    device: Chosen,
     prompt_tokens: usize,
     body: &Value,
     show: &Show,
 ) -> anyhow::Result<Answer> {
-    let room = prompt_tokens + ANSWER_TOKENS_MAX as usize + 2 * engine.block_tokens as usize;
-    let engine = EngineArgs { kv_tokens: u32::try_from(room).ok(), ..engine.clone() };
-    let flags = [engine.to_flags(), device.to_flags(), vec!["--expose-logits".to_owned()]].concat();
-    let single = start_single(&dir.to_string_lossy(), bundled::NAME, &flags).await?;
+    let room = prompt_tokens + ANSWER_TOKENS_MAX as usize + 2 * limits::BLOCK_TOKENS_DEFAULT as usize;
+    let single = start_single(&dir.to_string_lossy(), bundled::NAME, &flags(args, room, device)).await?;
     ask(&ApiClient::new(&format!("http://{}", single.http()?), None)?, body, show).await
 }
 

@@ -7,7 +7,7 @@ use crate::cuda_tuning;
 use crate::model::{OpenModel, bytes_bar};
 use crate::placement::Chosen;
 use anyhow::Context;
-use lagoon_backend::{Device, DeviceInfo, PaceProfile, Paced, cpu::CpuDevice};
+use lagoon_backend::{Device, DeviceInfo, cpu::CpuDevice};
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, kernels};
 use lagoon_model::{LlamaWeights, Rope};
@@ -15,8 +15,7 @@ use lagoon_protocol::Calibration;
 use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, KvMemory, KvWindow, Model, Report};
 use lagoon_shaders::{AdapterChoice, WgpuDevice};
 use lagoon_types::KvSpace;
-use metrics::counter;
-use std::path::Path;
+use std::fmt::{self, Debug, Formatter};
 use std::time::{Duration, Instant};
 
 /// Largest piece of remote KV that is fetched at once, in tokens.
@@ -24,7 +23,7 @@ pub(crate) const FETCH_TOKENS: u32 = 512;
 
 /// A running executor and what it runs on.
 #[derive(Debug)]
-pub(crate) struct Running {
+pub struct Running {
     pub(crate) thread: ExecutorThread,
     pub(crate) info: DeviceInfo,
     /// How its KV is addressed.
@@ -66,131 +65,173 @@ fn wished_space(args: &EngineArgs, model: &OpenModel, sizes: Sizes) -> KvSpace {
 /// served without rows.
 const SPARE_ROWS: u32 = 4;
 
-/// Opens the device, loads the weights and starts the device thread.
-pub(crate) fn start(
-    chosen: Chosen,
-    args: &EngineArgs,
-    model: &OpenModel,
-    sizes: Sizes,
-    report: impl FnMut(Report) + Send + 'static,
-) -> anyhow::Result<Running> {
-    match chosen {
-        Chosen::Cpu => {
-            let device = args.threads.map_or_else(CpuDevice::new, CpuDevice::with_threads);
-            pace(device, args, model, sizes, report)
-        }
-        Chosen::Cuda { ordinal, .. } => {
-            let precision = match args.cuda_precision {
-                PrecisionArg::Exact => Precision::Exact,
-                PrecisionArg::Fast => Precision::Fast,
-            };
-            let (geometry, dtype) = (model.config.geometry, sizes.kv_dtype);
-            let attention = cuda_tuning::prepare(ordinal, args.calibrate, precision, geometry, dtype);
-            let options = CudaOptions { ordinal, ..CudaOptions::default() };
-            let mut device = CudaDevice::open(kernels::FATBIN, options).context("open the CUDA device")?;
-            device.set_tuning(Tuning { precision, ..*device.tuning() });
-            attention.apply(&mut device, geometry, dtype);
-            let shape = model.config.kv_shape(sizes.kv_dtype);
-            let why_flat = (!sizes.lend).then(|| device.why_flat(shape, &wished_space(args, model, sizes))).flatten();
-            if let Some(why) = why_flat {
-                tracing::warn!("sequences are contiguous in memory only by chance: {why}");
+/// Chooses the device that an instance runs on.
+pub trait Devices: Debug + Sync {
+    /// Opens the device, loads the weights and starts the device thread.
+    ///
+    /// # Errors
+    /// Where the device cannot be opened, or its memory does not hold what it shall.
+    fn start(&self, loading: Loading<'_>) -> anyhow::Result<Running>;
+}
+
+/// The device of this machine that the flags name.
+#[derive(Clone, Copy, Debug)]
+pub struct OwnDevices;
+
+impl Devices for OwnDevices {
+    fn start(&self, loading: Loading<'_>) -> anyhow::Result<Running> {
+        match loading.chosen {
+            Chosen::Cpu => {
+                let device = loading.cpu()?;
+                loading.start_on(device)
             }
-            pace(device, args, model, sizes, report)
-        }
-        Chosen::Wgpu { adapter, .. } => {
-            let device = WgpuDevice::open(&AdapterChoice::Numbered(adapter)).context("open the wgpu adapter")?;
-            pace(device, args, model, sizes, report)
+            Chosen::Cuda { ordinal, .. } => {
+                let device = loading.cuda(ordinal)?;
+                loading.start_on(device)
+            }
+            Chosen::Wgpu { adapter, .. } => {
+                let device = WgpuDevice::open(&AdapterChoice::Numbered(adapter)).context("open the wgpu adapter")?;
+                loading.start_on(device)
+            }
         }
     }
 }
 
-/// Puts `--pace` around the device.
-fn pace<D: Device>(
-    device: D,
-    args: &EngineArgs,
-    model: &OpenModel,
+/// What an instance shall run and hold, before its device is opened.
+pub struct Loading<'a> {
+    chosen: Chosen,
+    args: &'a EngineArgs,
+    model: &'a OpenModel,
     sizes: Sizes,
-    mut report: impl FnMut(Report) + Send + 'static,
-) -> anyhow::Result<Running> {
-    let Some(path) = &args.pace else { return load(device, args, model, sizes, report) };
-    let device = Paced::new(device, pace_profile(path)?);
-    let lateness = device.lateness();
-    load(device, args, model, sizes, move |r| {
-        // How far the arithmetic falls behind the model: a benchmark looks at it.
-        let (late_us, modelled_us) = lateness.micros();
-        counter!("lagoon_paced_late_us_total").absolute(late_us);
-        counter!("lagoon_paced_modelled_us_total").absolute(modelled_us);
-        report(r);
-    })
+    report: Box<dyn FnMut(Report) + Send>,
+    /// Its calibration is kept for the next start, and may come from an earlier one.
+    cached: bool,
 }
 
-fn pace_profile(path: &Path) -> anyhow::Result<PaceProfile> {
-    let text = std::fs::read_to_string(path).with_context(|| format!("read --pace {}", path.display()))?;
-    let profile: PaceProfile = serde_json::from_str(&text).with_context(|| format!("parse {}", path.display()))?;
-    profile.check().map_err(|error| anyhow::anyhow!("{}: {error}", path.display()))?;
-    Ok(profile)
+impl Debug for Loading<'_> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Loading").field("chosen", &self.chosen).field("sizes", &self.sizes).finish_non_exhaustive()
+    }
 }
 
-fn load<D: Device>(
-    mut device: D,
-    args: &EngineArgs,
-    model: &OpenModel,
-    sizes: Sizes,
-    report: impl FnMut(Report) + Send + 'static,
-) -> anyhow::Result<Running> {
-    let info = device.info();
-    let weights = if let Some(checkpoint) = &model.checkpoint {
-        let bar = bytes_bar("loading weights");
-        let weights = LlamaWeights::load(&mut device, checkpoint, &model.config, args.dtype, &mut |done, all| {
-            bar.set_length(all);
-            bar.set_position(done);
-        })?;
-        bar.finish_and_clear();
-        Some(Model { weights, rope: Rope::new(&model.config) })
-    } else {
-        None
-    };
-    let space = match sizes.lend {
-        true => KvSpace::flat(sizes.blocks_total, args.block_tokens),
-        false => device.kv_space(model.config.kv_shape(sizes.kv_dtype), wished_space(args, model, sizes)),
-    };
-    let config = ExecutorConfig {
-        kv: space,
-        kv_dtype: sizes.kv_dtype,
-        step_rows: args.step_tokens as usize,
-        step_seqs: args.max_running.min(args.step_tokens as usize),
-        fetch_tokens: FETCH_TOKENS as usize,
-        share_blocks: sizes.shared.then_some(args.block_tokens),
-        stage_blocks: sizes.stage_blocks,
-        stage_on_device: args.stage_memory == StageMemoryArg::Device,
-        lend: sizes.lend,
-    };
-    let runs_requests = weights.is_some();
-    let mut executor = Executor::new(device, &model.config, weights, config).context(
-        "allocate the KV cache and buffers\nhint: choose a smaller --kv-tokens, --step-tokens or --stage-kv-tokens",
-    )?;
-    let subject = Subject {
-        geometry: model.config.geometry,
-        kv: model.config.kv_shape(sizes.kv_dtype),
-        slots: sizes.blocks_total * args.block_tokens,
-        positions: model.config.max_positions,
-        step_rows: u32::try_from(config.step_rows).unwrap_or(u32::MAX),
-        step_seqs: u32::try_from(config.step_seqs).unwrap_or(u32::MAX),
-        runs_requests,
-    };
-    let calibration = measured(&mut executor, subject, args, model, &info)?;
-    let memory = executor.memory().clone();
-    let (lent, reaches) = (executor.lent().cloned(), executor.device().reaches());
-    let stage_blocks = if executor.stages() { sizes.stage_blocks } else { 0 };
-    let thread = lagoon_runner::spawn(executor, report);
-    Ok(Running { thread, info, space, memory, stage_blocks, lent, reaches, calibration })
+impl<'a> Loading<'a> {
+    pub(crate) fn new(
+        chosen: Chosen,
+        args: &'a EngineArgs,
+        model: &'a OpenModel,
+        sizes: Sizes,
+        report: impl FnMut(Report) + Send + 'static,
+    ) -> Self {
+        Self { chosen, args, model, sizes, report: Box::new(report), cached: true }
+    }
+
+    /// The host CPU, with the threads that the flags ask for.
+    ///
+    /// # Errors
+    /// If the flags choose another backend.
+    pub fn cpu(&self) -> anyhow::Result<CpuDevice> {
+        let chosen = self.chosen;
+        anyhow::ensure!(chosen == Chosen::Cpu, "{} is not the CPU\nhint: --backend=cpu", chosen.name());
+        Ok(self.args.threads.map_or_else(CpuDevice::new, CpuDevice::with_threads))
+    }
+
+    /// Keeps what the device measures of itself out of the cache, where the machine's own device may have left its numbers.
+    #[must_use]
+    pub fn without_cache(self) -> Self {
+        Self { cached: false, ..self }
+    }
+
+    /// Calls `look` before each report of the device thread.
+    #[must_use]
+    pub fn watched(self, mut look: impl FnMut() + Send + 'static) -> Self {
+        let mut report = self.report;
+        let report = Box::new(move |r| {
+            look();
+            report(r);
+        });
+        Self { report, ..self }
+    }
+
+    fn cuda(&self, ordinal: u32) -> anyhow::Result<CudaDevice> {
+        let Self { args, model, sizes, .. } = self;
+        let precision = match args.cuda_precision {
+            PrecisionArg::Exact => Precision::Exact,
+            PrecisionArg::Fast => Precision::Fast,
+        };
+        let (geometry, dtype) = (model.config.geometry, sizes.kv_dtype);
+        let attention = cuda_tuning::prepare(ordinal, args.calibrate, precision, geometry, dtype);
+        let options = CudaOptions { ordinal, ..CudaOptions::default() };
+        let mut device = CudaDevice::open(kernels::FATBIN, options).context("open the CUDA device")?;
+        device.set_tuning(Tuning { precision, ..*device.tuning() });
+        attention.apply(&mut device, geometry, dtype);
+        let shape = model.config.kv_shape(sizes.kv_dtype);
+        let why_flat = (!sizes.lend).then(|| device.why_flat(shape, &wished_space(args, model, *sizes))).flatten();
+        if let Some(why) = why_flat {
+            tracing::warn!("sequences are contiguous in memory only by chance: {why}");
+        }
+        Ok(device)
+    }
+
+    /// Loads the weights onto `device` and starts the device thread.
+    ///
+    /// # Errors
+    /// If the device's memory does not hold weights, KV and buffers, or it cannot be measured.
+    pub fn start_on<D: Device>(self, mut device: D) -> anyhow::Result<Running> {
+        let Self { args, model, sizes, report, cached, .. } = self;
+        let info = device.info();
+        let weights = if let Some(checkpoint) = &model.checkpoint {
+            let bar = bytes_bar("loading weights");
+            let weights = LlamaWeights::load(&mut device, checkpoint, &model.config, args.dtype, &mut |done, all| {
+                bar.set_length(all);
+                bar.set_position(done);
+            })?;
+            bar.finish_and_clear();
+            Some(Model { weights, rope: Rope::new(&model.config) })
+        } else {
+            None
+        };
+        let space = match sizes.lend {
+            true => KvSpace::flat(sizes.blocks_total, args.block_tokens),
+            false => device.kv_space(model.config.kv_shape(sizes.kv_dtype), wished_space(args, model, sizes)),
+        };
+        let config = ExecutorConfig {
+            kv: space,
+            kv_dtype: sizes.kv_dtype,
+            step_rows: args.step_tokens as usize,
+            step_seqs: args.max_running.min(args.step_tokens as usize),
+            fetch_tokens: FETCH_TOKENS as usize,
+            share_blocks: sizes.shared.then_some(args.block_tokens),
+            stage_blocks: sizes.stage_blocks,
+            stage_on_device: args.stage_memory == StageMemoryArg::Device,
+            lend: sizes.lend,
+        };
+        let runs_requests = weights.is_some();
+        let mut executor = Executor::new(device, &model.config, weights, config).context(
+            "allocate the KV cache and buffers\nhint: choose a smaller --kv-tokens, --step-tokens or --stage-kv-tokens",
+        )?;
+        let subject = Subject {
+            geometry: model.config.geometry,
+            kv: model.config.kv_shape(sizes.kv_dtype),
+            slots: sizes.blocks_total * args.block_tokens,
+            positions: model.config.max_positions,
+            step_rows: u32::try_from(config.step_rows).unwrap_or(u32::MAX),
+            step_seqs: u32::try_from(config.step_seqs).unwrap_or(u32::MAX),
+            runs_requests,
+        };
+        let calibration = measured(&mut executor, subject, (args, cached), model, &info)?;
+        let memory = executor.memory().clone();
+        let (lent, reaches) = (executor.lent().cloned(), executor.device().reaches());
+        let stage_blocks = if executor.stages() { sizes.stage_blocks } else { 0 };
+        let thread = lagoon_runner::spawn(executor, report);
+        Ok(Running { thread, info, space, memory, stage_blocks, lent, reaches, calibration })
+    }
 }
 
 /// What is known of the executor's speed: from the cache, or measured now, as the flag says.
 fn measured<D: Device>(
     executor: &mut Executor<D>,
     subject: Subject,
-    args: &EngineArgs,
+    (args, cached): (&EngineArgs, bool),
     model: &OpenModel,
     info: &DeviceInfo,
 ) -> anyhow::Result<Option<Calibration>> {
@@ -203,19 +244,20 @@ fn measured<D: Device>(
         threads: args.threads,
         runs_requests: subject.runs_requests,
     };
-    // What a profile paces is not the device's own speed.
-    let cached = args.calibrate == CalibrateArg::Auto && args.pace.is_none();
     if args.calibrate == CalibrateArg::Off {
         return Ok(None);
     }
-    if cached && let Some(known) = cache::load(&key) {
+    if cached
+        && args.calibrate == CalibrateArg::Auto
+        && let Some(known) = cache::load(&key)
+    {
         return Ok(Some(known));
     }
     let started = Instant::now();
     let calibration = calibrate(executor, subject, CALIBRATION_BUDGET)
         .context("measure the device\nhint: --calibrate=off does not")?;
     tracing::info!(took = ?started.elapsed(), ?calibration, "measured");
-    if args.pace.is_none() {
+    if cached {
         cache::store(&key, &calibration);
     }
     Ok(Some(calibration))

@@ -14,7 +14,7 @@ const MOVED: Labels =
 
 /// What an instance exports.
 pub(crate) const INSTANCE: &[&[Metric]] =
-    &[HTTP, KV, REQUESTS, PREFIX, REMOTE, MOVES, PREFILL, TRANSFER, CUDA, HOST, LENT, PACED];
+    &[HTTP, KV, REQUESTS, PREFIX, REMOTE, MOVES, PREFILL, TRANSFER, CUDA, HOST, LENT];
 
 /// All tables, each under its title in the reference page.
 pub(crate) const ALL: &[(&str, &[Metric])] = &[
@@ -29,7 +29,6 @@ pub(crate) const ALL: &[(&str, &[Metric])] = &[
     ("CUDA", CUDA),
     ("Host memory tier", HOST),
     ("Mapped device memory", LENT),
-    ("Paced devices", PACED),
     ("Gateway", GATEWAY),
     ("gManager", GMANAGER),
 ];
@@ -382,22 +381,6 @@ const LENT: &[Metric] = &[
         "blocks",
         &[],
         "rBlocks of these sealed, so that their debtor may read them in place.",
-    ),
-];
-
-/// Paced devices (benchmarks only).
-const PACED: &[Metric] = &[
-    Metric::counter(
-        "lagoon_paced_late_us_total",
-        "microseconds",
-        &[],
-        "Time by which the arithmetic fell behind the modelled device.",
-    ),
-    Metric::counter(
-        "lagoon_paced_modelled_us_total",
-        "microseconds",
-        &[],
-        "Time that the modelled device would have taken.",
     ),
 ];
 

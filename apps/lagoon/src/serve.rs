@@ -3,7 +3,7 @@
 use crate::args::{EngineArgs, RemoteArg, StageMemoryArg, TlsArgs};
 use crate::beside::{Tier, TierStatus};
 use crate::capacity::{Beside, default_kv_tokens};
-use crate::device::{self, FETCH_TOKENS, Sizes};
+use crate::device::{Devices, FETCH_TOKENS, Loading, Running, Sizes};
 use crate::engine::NodeEngine;
 use crate::log;
 use crate::loop_thread::LoopThread;
@@ -222,11 +222,7 @@ fn shares_kv(args: &ServeArgs, chosen: Chosen) -> bool {
 }
 
 /// The endpoint and threads of KV transfer, if its KV is shared.
-fn start_transfers(
-    args: &ServeArgs,
-    config: &InstanceConfig,
-    running: &device::Running,
-) -> anyhow::Result<Option<Transfers>> {
+fn start_transfers(args: &ServeArgs, config: &InstanceConfig, running: &Running) -> anyhow::Result<Option<Transfers>> {
     if config.transfer.is_none() {
         return Ok(None);
     }
@@ -297,7 +293,7 @@ fn start_beside(
 }
 
 /// Runs until Ctrl-C (or the end of standard input, if asked).
-pub(crate) async fn run(args: ServeArgs) -> anyhow::Result<()> {
+pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Result<()> {
     check(&args)?;
     let Ending { drain, stop } = shutdown::graceful(args.exit_with_stdin, Duration::from_secs(args.drain_timeout_s));
     let dir = {
@@ -308,10 +304,10 @@ pub(crate) async fn run(args: ServeArgs) -> anyhow::Result<()> {
     let chosen = placement::choose(args.engine.backend, &args.engine.device)?;
     let sizes = sizes(&args, &model, chosen)?;
     let (report, reports) = mpsc::unbounded_channel();
-    let running = device::start(chosen, &args.engine, &model, sizes, move |r| {
+    let running = devices.start(Loading::new(chosen, &args.engine, &model, sizes, move |r| {
         // The loop ends before the device thread does; a report after that concerns nobody.
         let _ = report.send(r);
-    })?;
+    }))?;
     let listener = tokio::net::TcpListener::bind(args.http)
         .await
         .with_context(|| format!("listen on {}\nhint: choose another address with --http", args.http))?;

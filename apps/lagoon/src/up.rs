@@ -1,7 +1,7 @@
 //! `lagoon up`: a whole pool on this machine behind one OpenAI endpoint.
 
 use crate::api_client::ApiClient;
-use crate::args::EngineArgs;
+use crate::args::PassedArgs;
 use crate::gateway::Gateway;
 use crate::local::{ChildNode, Common, EphemeralCa, LocalPool, Wanted, start_pool};
 use crate::log;
@@ -59,7 +59,7 @@ pub(crate) struct UpArgs {
     #[arg(long, hide = true)]
     exit_with_stdin: bool,
     #[command(flatten)]
-    engine: EngineArgs,
+    engine: PassedArgs,
 }
 
 impl UpArgs {
@@ -76,13 +76,13 @@ impl UpArgs {
     /// The instances, which take `devices` in turn and divide what each has.
     fn wanted(&self, devices: &[Chosen]) -> Vec<Wanted> {
         let roles = self.roles();
-        let common =
-            [self.engine.to_flags(), self.expose_logits.then(|| "--expose-logits".to_owned()).into_iter().collect()];
+        let mut common = self.engine.flags.clone();
+        common.extend(self.expose_logits.then(|| "--expose-logits".to_owned()));
         let instance = |(index, role): (usize, &&'static str)| {
             let device = index % devices.len();
             let sharing = (roles.len() - device).div_ceil(devices.len());
-            let percent = (self.engine.memory_percent as usize / sharing).max(1);
-            let mut flags = common.concat();
+            let percent = (self.engine.args.memory_percent as usize / sharing).max(1);
+            let mut flags = common.clone();
             flags.extend(devices[device].to_flags());
             flags.push(format!("--memory-percent={percent}"));
             Wanted { role, flags, device }
@@ -103,7 +103,7 @@ pub(crate) fn instances_bar(count: usize) -> ProgressBar {
 /// Runs until Ctrl-C.
 pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     let stop = crate::shutdown::token(args.exit_with_stdin);
-    let wanted = args.wanted(&placement::spread(args.engine.backend, &args.engine.device)?);
+    let wanted = args.wanted(&placement::spread(args.engine.args.backend, &args.engine.args.device)?);
     let ca = EphemeralCa::new()?;
     let (dir, name) = match &args.model {
         Some(model) => {
@@ -137,7 +137,7 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
     let mut client = PoolClient::new(&[pool.gmanager], &ca.identity()?)?;
     let state = wait_registered(&mut client, count).await?;
     wait_acquainted(&pool, &state.instances, args.api_key.as_ref()).await?;
-    let watch = PoolWatch::start(client, state, args.engine.block_tokens, stop.clone());
+    let watch = PoolWatch::start(client, state, args.engine.args.block_tokens, stop.clone());
     let gateway = Gateway::new(
         Arc::new(watch.clone()),
         lagoon_http::metrics::install(&[metrics_table::GATEWAY])?,
@@ -222,6 +222,18 @@ mod tests {
     struct Cli {
         #[command(flatten)]
         up: UpArgs,
+    }
+
+    #[test]
+    fn instances_get_the_flags_that_were_given_and_no_others() {
+        let given = ["--kv-tokens=64", "--prefix-cache=off", "--kv-dtype=f16", "--calibrate=off"];
+        let own = ["up", "--backend=cpu", "--memory-percent=50"];
+        let up = Cli::parse_from(own.iter().chain(&given)).up;
+        let mut told = up.wanted(&[Chosen::Cpu])[0].flags.clone();
+        told.sort();
+        let mut expected = [&given[..], &["--backend=cpu", "--memory-percent=25"]].concat();
+        expected.sort_unstable();
+        assert_eq!(told, expected);
     }
 
     #[test]

@@ -72,12 +72,6 @@ impl<T> Agenda<T> {
         self.now_us = entry.at_us;
         Some(entry.what)
     }
-
-    /// When the next thing happens.
-    #[must_use]
-    pub fn next_at_us(&self) -> Option<u64> {
-        self.heap.peek().map(|e| e.at_us)
-    }
 }
 
 #[cfg(test)]
@@ -91,7 +85,6 @@ mod tests {
         agenda.at(10, 'a');
         agenda.at(20, 'd');
         agenda.at(10, 'b');
-        assert_eq!(agenda.next_at_us(), Some(10));
         let mut order = Vec::new();
         while let Some(what) = agenda.pop() {
             order.push((agenda.now_us(), what));

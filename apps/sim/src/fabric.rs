@@ -178,11 +178,6 @@ impl<F> Fabric<F> {
         self.links.keys().filter_map(other).collect()
     }
 
-    /// Sets how one link is while nothing is wrong.
-    pub fn set_profile(&mut self, a: Place, b: Place, profile: LinkProfile) {
-        self.link(a, b).profile = profile;
-    }
-
     /// The round trip that a process would measure.
     #[must_use]
     pub fn rtt_us(&self, a: Place, b: Place) -> u64 {

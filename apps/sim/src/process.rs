@@ -2,11 +2,12 @@
 
 use crate::clock::Clock;
 use crate::fabric::Place;
+use crate::shared::Registrations;
 use lagoon_cluster::GManager;
 use lagoon_instance::{Instance, InstanceConfig};
 use lagoon_runner::{Command, Report};
 use lagoon_types::InstanceId;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 
 /// One instance's process. `life` counts the processes at its place.
 #[derive(Debug)]
@@ -67,7 +68,7 @@ pub struct Coordinator {
     pub life: u64,
     pub clock: Clock,
     pub gmanager: GManager,
-    pub(crate) registered: BTreeMap<Place, InstanceId>,
+    pub(crate) registered: Registrations,
     pub paused_until_us: Option<u64>,
 }
 

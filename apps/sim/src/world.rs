@@ -10,10 +10,10 @@ use crate::fabric::{Fabric, GMANAGER, LinkProfile, Net, Place, Told};
 use crate::process::{Coordinator, Process, place_of};
 use crate::rng::Rng;
 use crate::runner::SimRunner;
+use crate::shared::{self, DeviceFault, Registrations};
 use crate::transfers::{Kv, Transfers};
 use bytes::Bytes;
-use lagoon_backend::DeviceError;
-use lagoon_cluster::{GManager, GManagerOutput};
+use lagoon_cluster::GManager;
 use lagoon_instance::{Effect, Event, InstanceConfig, PeerKey, TICK_MS};
 use lagoon_protocol::{AdminBody, AdminQuery, Control, ControlBody};
 use lagoon_runner::Report;
@@ -68,15 +68,6 @@ pub struct Emission {
     pub place: Place,
     pub seq: SeqId,
     pub event: TokenEvent,
-}
-
-/// A failure of a device that is to come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DeviceFault {
-    /// In an own step.
-    Step,
-    /// In a peer's query.
-    Guest,
 }
 
 /// The last lines of what happened, for people.
@@ -233,7 +224,7 @@ impl<R: SimRunner> World<R> {
     pub fn start_gmanager(&mut self, gmanager: GManager, clock: Clock, life: u64) {
         assert!(self.coordinator.is_none(), "a gManager runs");
         self.coordinator =
-            Some(Coordinator { life, clock, gmanager, registered: BTreeMap::new(), paused_until_us: None });
+            Some(Coordinator { life, clock, gmanager, registered: Registrations::default(), paused_until_us: None });
         self.fabric.start(GMANAGER);
         self.agenda.after(GMANAGER_TICK_US, Happening::Tick { place: GMANAGER, life });
     }
@@ -375,7 +366,7 @@ impl<R: SimRunner> World<R> {
                 Told::Up { at: GMANAGER, .. } | Told::Unreachable { at: GMANAGER, .. } => {}
                 Told::Down { at: GMANAGER, peer } => {
                     if let Some(coordinator) = &mut self.coordinator {
-                        coordinator.registered.remove(&peer);
+                        coordinator.registered.lose(peer);
                     }
                 }
                 Told::Up { at, peer: GMANAGER } => self.handle(at, Event::GManagerUp),
@@ -393,15 +384,10 @@ impl<R: SimRunner> World<R> {
     }
 
     fn on_frame(&mut self, at: Place, from: Place, bytes: Bytes) {
-        let peer = PeerKey(from as u64);
-        let event = match decode(bytes) {
-            Frame::Control(Control { body: Some(body) }) if from == GMANAGER => Event::GManager(body),
-            Frame::Control(Control { body: Some(body) }) => Event::Control { peer, body },
-            Frame::Control(Control { body: None }) => return,
-            Frame::Partials(frame) => Event::Partials { peer, frame },
-            Frame::Bulk(frame) => Event::Bulk { peer, frame },
-        };
-        self.handle(at, event);
+        let peer = (from != GMANAGER).then_some(PeerKey(from as u64));
+        if let Some(event) = shared::event(peer, decode(bytes)) {
+            self.handle(at, event);
+        }
     }
 
     fn on_gmanager_frame(&mut self, from: Place, bytes: Bytes) {
@@ -409,13 +395,8 @@ impl<R: SimRunner> World<R> {
         let now = self.now_us();
         let Some(coordinator) = &mut self.coordinator else { return };
         self.events += 1;
-        let sender = coordinator.registered.get(&from).copied();
-        let now_ms = coordinator.clock.now_ms(now);
-        let reply = coordinator.gmanager.on_control(sender, &body, now_ms);
-        if let Some(ControlBody::Registered(registered)) = &reply {
-            coordinator.registered.insert(from, InstanceId(registered.instance));
-        }
-        if let Some(reply) = reply {
+        let Coordinator { gmanager, clock, registered, .. } = coordinator;
+        if let Some(reply) = registered.hear(gmanager, from, &body, clock.now_ms(now)) {
             self.send(GMANAGER, from, reply.into());
         }
         self.drain_gmanager();
@@ -433,12 +414,11 @@ impl<R: SimRunner> World<R> {
 
     /// Sends what the gManager wants sent to instances that are connected.
     fn drain_gmanager(&mut self) {
-        while let Some(coordinator) = &mut self.coordinator {
-            let Some(GManagerOutput::Send { to, body }) = coordinator.gmanager.poll() else { return };
+        while let Some(Coordinator { gmanager, registered, .. }) = &mut self.coordinator {
+            let Some((place, body)) = registered.next_order(gmanager) else { return };
             if let ControlBody::Fenced(fenced) = &body {
                 self.fenced.insert(fenced.incarnation);
             }
-            let place = coordinator.registered.iter().find(|(_, id)| **id == to).map(|(place, _)| *place);
             if let Some(place) = place {
                 self.send(GMANAGER, place, body.into());
             }
@@ -474,19 +454,7 @@ impl<R: SimRunner> World<R> {
     }
 
     fn maybe_fail(&mut self, place: Place, report: Report) -> Report {
-        let error = DeviceError::Lost("pulled out".to_owned());
-        let failed = match (self.faulty.get(&place), &report) {
-            (Some(DeviceFault::Step), Report::Done { step, lane, .. }) => {
-                Report::Failed { step: *step, lane: *lane, error: error.into() }
-            }
-            (Some(DeviceFault::Guest), Report::GuestPartial { tag, .. } | Report::GuestKv { tag, .. }) => {
-                Report::GuestFailed { tag: *tag, error }
-            }
-            (Some(DeviceFault::Guest), Report::Staged { stage, .. }) => {
-                Report::Staged { stage: *stage, error: Some(error) }
-            }
-            _ => return report,
-        };
+        let Some(failed) = self.faulty.get(&place).and_then(|fault| fault.strike(&report)) else { return report };
         self.faulty.remove(&place);
         self.fired_us = Some(self.now_us());
         failed

@@ -118,12 +118,6 @@ impl LeaseHasher {
         self.written[layer]
     }
 
-    /// Tokens written in every layer.
-    #[must_use]
-    pub fn written_all(&self) -> u32 {
-        self.written.iter().copied().min().unwrap_or(0)
-    }
-
     /// Adds `bytes`, the KV of the next tokens of `layer` in the canonical layout. Appends the entries that are whole
     /// in every layer now, ascending, with their hashes.
     ///
@@ -193,7 +187,7 @@ mod tests {
                 }
             }
             assert_eq!(complete, [(0, expected(2, 0..12)), (1, expected(2, 12..24))], "split {split}");
-            assert_eq!((hasher.written(0), hasher.written_all()), (10, 10));
+            assert_eq!((hasher.written(0), hasher.written(1)), (10, 10));
         }
     }
 
@@ -203,7 +197,7 @@ mod tests {
         let mut complete = Vec::new();
         hasher.write(0, &[1, 2, 3, 4], &mut complete);
         assert!(complete.is_empty());
-        assert_eq!((hasher.written(0), hasher.written(1), hasher.written_all()), (4, 0, 0));
+        assert_eq!((hasher.written(0), hasher.written(1)), (4, 0));
         hasher.write(1, &[1, 2, 3], &mut complete);
         assert_eq!(complete.len(), 1);
         assert_eq!(complete[0].0, 0);

@@ -247,12 +247,6 @@ impl Writer {
         self.exports.len()
     }
 
-    /// Whether an export may still be read.
-    #[must_use]
-    pub fn is_alive(&self, export: u64) -> bool {
-        self.exports.get(&export).is_some_and(|export| export.ended.is_none())
-    }
-
     /// What a connected reader shares with us: checks of exports for it cover that.
     #[must_use]
     pub fn view(&self, reader: InstanceId) -> Option<&View> {

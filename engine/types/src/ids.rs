@@ -44,11 +44,6 @@ id!(
     "t"
 );
 id!(
-    /// Index of an rBlock in its sequence: tokens `[i * block_tokens, (i + 1) * block_tokens)`.
-    BlockIndex(u32),
-    "b"
-);
-id!(
     /// A physical rBlock of one instance: slots `[p * block_tokens, (p + 1) * block_tokens)` of its KV store.
     PhysBlock(u32),
     "p"

@@ -18,7 +18,7 @@ pub mod step;
 
 pub use alibi::Alibi;
 pub use dtype::DType;
-pub use ids::{BlockIndex, Epoch, InstanceId, LeaseId, PhysBlock, SeqId, StepId};
+pub use ids::{Epoch, InstanceId, LeaseId, PhysBlock, SeqId, StepId};
 pub use partial::Partial;
 pub use request::{FinishReason, GenerateRequest, RequestError, SamplingParams, TokenEvent, TokenLogprobs};
 pub use run::{KvRun, LeaseRun};

@@ -4,6 +4,7 @@ use super::{Log, World};
 use crate::golden::max_diff;
 use lagoon_cluster::Revoked;
 use lagoon_kv::Owner;
+use lagoon_sim::shared;
 use lagoon_types::{PhysBlock, RequestError};
 use std::collections::BTreeSet;
 
@@ -13,15 +14,7 @@ impl World {
         for (index, node) in self.nodes.iter().enumerate() {
             let Some(instance) = &node.instance else { continue };
             let (rm, status) = (instance.rmanager(), instance.status());
-            rm.pool().check();
-            let counts = rm.counts();
-            assert_eq!(counts.free + counts.own + counts.lent, counts.total + counts.shared, "node {index}");
-            let own: u32 = status.sequences.iter().map(|s| s.local_blocks + s.reserved_blocks).sum();
-            let own = own + status.prefill.blocks_settling as u32;
-            let lent: u32 = rm.lent().map(|(_, _, _, first, end)| end - first).sum();
-            let lent = lent + rm.held_back();
-            assert_eq!((counts.own, counts.lent), (own, lent), "node {index}: blocks without a user");
-            assert!(counts.lent - rm.handed_over() <= node.spec.lend_blocks_max, "node {index} lends more than it may");
+            shared::blocks(instance).unwrap_or_else(|why| panic!("node {index}: {why}"));
             assert!(status.running + status.waiting == status.sequences.len(), "node {index}: {status:?}");
             let me = status.instance;
             // Peers may have freed what it holds as one that is dead, and it does not know that yet.

@@ -37,6 +37,6 @@ pub fn assert_equals_single(what: &str, world: &World, pool: &PoolSpec) -> f32 {
 /// `n` tokens of a vocabulary of `vocab`, from a seed.
 #[must_use]
 pub fn prompt(seed: u64, n: usize, vocab: u32) -> Vec<u32> {
-    let mut rng = super::Rng(seed);
+    let mut rng = super::Rng::new(seed);
     (0..n).map(|_| rng.below(u64::from(vocab)) as u32).collect()
 }

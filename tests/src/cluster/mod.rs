@@ -11,14 +11,15 @@ mod net;
 pub mod node;
 mod transfer;
 
+pub use lagoon_sim::{DeviceFault as Fault, Rng};
 pub use net::GMANAGER;
 pub use node::{Backend, Coordinator, Node, PoolSpec, Spec};
 
-use lagoon_backend::DeviceError;
-use lagoon_cluster::{GManager, GManagerOutput};
+use lagoon_cluster::GManager;
 use lagoon_instance::{Effect, Event, PeerKey, TICK_MS};
 use lagoon_protocol::{AdminBody, AdminQuery, AdminReply, Control, ControlBody, MoveKvCache};
 use lagoon_runner::{Command, GuestWrite, Report};
+use lagoon_sim::shared;
 use lagoon_types::{
     FinishReason, GenerateRequest, LeaseId, PhysBlock, RequestError, SamplingParams, SeqId, TokenEvent,
 };
@@ -30,15 +31,6 @@ use std::collections::{BTreeMap, BTreeSet};
 const RUN_MS_MAX: u64 = 120_000;
 /// Events that a run may take before it counts as a livelock.
 const RUN_STEPS_MAX: u64 = 5_000_000;
-
-/// Where a device fails.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fault {
-    /// In the instance's own step.
-    Step,
-    /// In a peer's query.
-    Guest,
-}
 
 /// What became of a request.
 #[derive(Debug)]
@@ -58,24 +50,6 @@ impl Log {
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.end.is_some() || self.cancelled || self.lost
-    }
-}
-
-/// SplitMix64.
-#[derive(Clone, Debug)]
-pub struct Rng(pub u64);
-
-impl Rng {
-    pub fn draw(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let a = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let b = (a ^ (a >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        b ^ (b >> 31)
-    }
-
-    /// In `0..n`.
-    pub fn below(&mut self, n: u64) -> u64 {
-        self.draw() % n
     }
 }
 
@@ -129,7 +103,7 @@ impl World {
             coordinator: Some(Coordinator::default()),
             requests: Vec::new(),
             net: Network::default(),
-            shuffle: seed.map(Rng),
+            shuffle: seed.map(Rng::new),
             delay_ms: 3,
             steps: 0,
             gmanagers: 0,
@@ -212,7 +186,7 @@ impl World {
         self.net.forget(node);
         self.net.queues.remove(&(node, GMANAGER, 0));
         if let Some(coordinator) = &mut self.coordinator {
-            coordinator.registered.remove(&node);
+            coordinator.registered.lose(node);
         }
         for log in self.requests.iter_mut().filter(|l| l.node == node && l.end.is_none()) {
             log.lost = true;
@@ -479,19 +453,9 @@ impl World {
                 let frame = net::decode(class, bytes);
                 if to == GMANAGER {
                     self.deliver_gmanager(from, frame);
-                } else if from == GMANAGER {
-                    let Frame::Control(Control { body: Some(body) }) = frame else { panic!("a known message") };
-                    self.handle(to, Event::GManager(body));
-                } else if self.nodes[to].view.get(&from) == Some(&item.generation) {
-                    let peer = PeerKey(from as u64);
-                    self.handle(
-                        to,
-                        match frame {
-                            Frame::Control(control) => Event::Control { peer, body: control.body.unwrap() },
-                            Frame::Partials(frame) => Event::Partials { peer, frame },
-                            Frame::Bulk(frame) => Event::Bulk { peer, frame },
-                        },
-                    );
+                } else if from == GMANAGER || self.nodes[to].view.get(&from) == Some(&item.generation) {
+                    let peer = (from != GMANAGER).then_some(PeerKey(from as u64));
+                    self.handle(to, shared::event(peer, frame).expect("a known message"));
                 }
             }
             Payload::Up => {
@@ -511,12 +475,8 @@ impl World {
     fn deliver_gmanager(&mut self, from: usize, frame: Frame) {
         let Some(coordinator) = &mut self.coordinator else { return };
         let Frame::Control(Control { body: Some(body) }) = frame else { panic!("a known message") };
-        let sender = coordinator.registered.get(&from).copied();
-        let reply = coordinator.gmanager.on_control(sender, &body, self.now_ms);
-        if let Some(ControlBody::Registered(registered)) = &reply {
-            coordinator.registered.insert(from, lagoon_types::InstanceId(registered.instance));
-        }
-        if let Some(reply) = reply {
+        let Coordinator { gmanager, registered } = coordinator;
+        if let Some(reply) = registered.hear(gmanager, from, &body, self.now_ms) {
             let ready_ms = self.now_ms + self.delay();
             self.net.send(GMANAGER, from, reply.into(), ready_ms, 0);
         }
@@ -525,15 +485,14 @@ impl World {
 
     /// Sends what the gManager wants sent to instances that are connected.
     fn drain_gmanager(&mut self) {
-        while let Some(coordinator) = &mut self.coordinator {
-            let Some(GManagerOutput::Send { to, body }) = coordinator.gmanager.poll() else { return };
+        while let Some(Coordinator { gmanager, registered }) = &mut self.coordinator {
+            let Some((to, body)) = registered.next_order(gmanager) else { return };
             if let ControlBody::Fenced(fenced) = &body {
                 let id = Some(lagoon_types::InstanceId(fenced.instance));
                 let node = self.nodes.iter().position(|n| n.id() == id);
                 self.fenced.extend(node.map(|n| (n, self.nodes[n].live().status().fences)));
             }
-            let node = coordinator.registered.iter().find(|(_, id)| **id == to).map(|(node, _)| *node);
-            if let Some(node) = node {
+            if let Some(node) = to {
                 let ready_ms = self.now_ms + self.delay();
                 self.net.send(GMANAGER, node, body.into(), ready_ms, 0);
             }
@@ -573,24 +532,9 @@ impl World {
     }
 
     fn maybe_fail(&mut self, node: usize, report: Report) -> Report {
-        let error = DeviceError::Lost("pulled out".to_owned());
-        let failed = match (self.faulty, &report) {
-            (Some((n, Fault::Step)), Report::Done { step, lane, .. }) if n == node => {
-                Report::Failed { step: *step, lane: *lane, error: error.into() }
-            }
-            (Some((n, Fault::Guest)), Report::GuestPartial { tag, .. }) if n == node => {
-                Report::GuestFailed { tag: *tag, error }
-            }
-            (Some((n, Fault::Guest)), Report::Shared { share, .. }) if n == node => {
-                Report::Shared { share: *share, error: Some(error) }
-            }
-            (Some((n, Fault::Guest)), Report::Staged { stage, .. }) if n == node => {
-                Report::Staged { stage: *stage, error: Some(error) }
-            }
-            _ => return report,
-        };
-        self.faulty = None;
-        failed
+        let struck = self.faulty.filter(|(n, _)| *n == node).and_then(|(_, fault)| fault.strike(&report));
+        self.faulty = self.faulty.filter(|_| struck.is_none());
+        struck.unwrap_or(report)
     }
 
     /// To the next moment at which something happens.

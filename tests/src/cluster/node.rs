@@ -9,6 +9,7 @@ use lagoon_instance::{Instance, InstanceConfig, PeerKey, RemotePolicy, Scheduler
 use lagoon_model::{Checkpoint, LlamaWeights, ModelConfig, Rope, model_hash};
 use lagoon_protocol::{Calibration, LentMemory, MemoryTier, PoolShape, Role, TransferArena};
 use lagoon_runner::{Command, Executor, ExecutorConfig, KvMemory, KvWindow, Model, Report};
+use lagoon_sim::Registrations;
 use lagoon_types::{DType, InstanceId, KvSpace};
 use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
@@ -214,7 +215,7 @@ impl std::fmt::Debug for Node {
 #[derive(Debug, Default)]
 pub struct Coordinator {
     pub gmanager: GManager,
-    pub(super) registered: BTreeMap<usize, InstanceId>,
+    pub(super) registered: Registrations,
 }
 
 pub(super) fn address(node: usize) -> String {

@@ -4,6 +4,7 @@ use super::run::Failure;
 use super::{handed, tables};
 use crate::fabric::Place;
 use crate::process::Process;
+use crate::shared;
 use crate::symbolic::Symbolic;
 use crate::world::World;
 use lagoon_kv::Placement;
@@ -86,39 +87,13 @@ impl Checkers {
         self.pairs(world, None)
     }
 
-    /// Blocks add up, and each has a user; one that several have is used by as many.
+    /// Blocks add up, and what was read for others had not changed.
     fn blocks(&self, place: Place, process: &Process<Symbolic>) -> Result<(), Failure> {
-        let (rm, status) = (process.instance.rmanager(), process.instance.status());
-        rm.pool().check();
-        let counts = rm.counts();
-        if counts.free + counts.own + counts.lent != counts.total + counts.shared {
-            return failure("blocks", format!("node {place}: {counts:?} do not add up"));
-        }
-        if status.prefill.damaged_blocks > 0 {
-            let damaged = status.prefill.damaged_blocks;
+        let damaged = process.instance.status().prefill.damaged_blocks;
+        if damaged > 0 {
             return failure("export", format!("node {place} read {damaged} blocks that had changed meanwhile"));
         }
-        let settling = u32::try_from(status.prefill.blocks_settling).unwrap_or(u32::MAX);
-        let own = status.sequences.iter().map(|s| s.local_blocks + s.reserved_blocks).sum::<u32>() + settling;
-        let lent = rm.lent().map(|(_, _, _, first, end)| end - first).sum::<u32>() + rm.held_back();
-        if (counts.own, counts.lent) != (own, lent) {
-            return failure(
-                "blocks",
-                format!("node {place}: {counts:?}, but {own} are used here and {lent} are in leases"),
-            );
-        }
-        // A swap around a frozen cycle may use the reserve that is never lent otherwise, and nothing else may. What was
-        // computed for others is not counted.
-        let config = rm.config();
-        let most = config.lend_blocks_max + rm.lent_for_swaps().min(config.lend_reserve_blocks);
-        if counts.lent - rm.handed_over() > most {
-            return failure("blocks", format!("node {place} lends {} of at most {most}", counts.lent));
-        }
-        // One whose debts are frozen stays until the thaw, in no queue.
-        if status.running + status.waiting > status.sequences.len() {
-            return failure("blocks", format!("node {place}: {status:?}"));
-        }
-        Ok(())
+        shared::blocks(&process.instance).or_else(|why| failure("blocks", format!("node {place}: {why}")))
     }
 
     /// What debtors hold, and attend to, their creditors lend; of all pairs, or those of one place.

@@ -2,7 +2,7 @@
 
 use crate::fabric::{GMANAGER, Place};
 use crate::rng::Rng;
-use crate::world::DeviceFault;
+use crate::shared::DeviceFault;
 use lagoon_protocol::Role;
 use lagoon_types::{GenerateRequest, SamplingParams};
 use lagoon_wire::Class;

@@ -148,18 +148,17 @@ pub fn to_csv(requests: &[Request]) -> String {
     text
 }
 
-/// Mean and standard deviation.
-#[must_use]
-pub fn moments_of(lengths: &[u32]) -> (f64, f64) {
-    let n = lengths.len() as f64;
-    let mean = lengths.iter().map(|x| f64::from(*x)).sum::<f64>() / n;
-    let var = lengths.iter().map(|x| (f64::from(*x) - mean).powi(2)).sum::<f64>() / n;
-    (mean, var.sqrt())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Mean and standard deviation.
+    fn moments_of(lengths: &[u32]) -> (f64, f64) {
+        let n = lengths.len() as f64;
+        let mean = lengths.iter().map(|x| f64::from(*x)).sum::<f64>() / n;
+        let var = lengths.iter().map(|x| (f64::from(*x) - mean).powi(2)).sum::<f64>() / n;
+        (mean, var.sqrt())
+    }
 
     #[test]
     fn traces_meet_table_1() {

@@ -328,14 +328,6 @@ impl GManager {
         &self.pool
     }
 
-    /// Blocks of the largest request that `debtor` could ever hold: its own and what other live instances may lend.
-    #[must_use]
-    pub fn capacity_of(&self, debtor: InstanceId, now_ms: u64) -> u64 {
-        let live = self.members.iter().filter(|(_, m)| m.is_live(now_ms));
-        let share = |(id, m): (&InstanceId, &Member)| if *id == debtor { m.registration.blocks_total } else { m.cap() };
-        live.map(|row| u64::from(share(row))).sum()
-    }
-
     /// The global debt ledger, by creditor and debtor, as of the last heartbeats of members that are not fenced.
     #[must_use]
     pub fn ledger(&self) -> Vec<LedgerRow> {

@@ -115,13 +115,6 @@ impl VmmLayout {
         u32::try_from(stripes).expect("rBlocks are limited, so that stripes are fewer than bytes")
     }
 
-    /// Whole tokens in the first `stripes` stripes.
-    #[must_use]
-    pub fn tokens_in(&self, stripes: u32) -> u32 {
-        let tokens = u64::from(stripes) * self.shape.page_group_bytes / self.slot_bytes;
-        u32::try_from(tokens).unwrap_or(u32::MAX)
-    }
-
     /// rBlocks that hold `tokens` tokens.
     #[must_use]
     pub fn blocks_for(&self, tokens: u32) -> u32 {
@@ -164,6 +157,11 @@ mod tests {
         }
     }
 
+    /// Whole tokens in a page group.
+    fn page_tokens(layout: &VmmLayout) -> u32 {
+        (layout.shape.page_group_bytes / layout.slot_bytes).try_into().unwrap()
+    }
+
     /// vAttention's Table 8: tokens of a page group without slicing, by page-group size and tensor parallelism.
     #[test]
     fn page_groups_hold_what_table_8_says() {
@@ -177,7 +175,7 @@ mod tests {
         ] {
             for (kib, tokens) in [64, 128, 256, 2048].into_iter().zip(tokens) {
                 let l = layout(layers, kv_heads, 1, kib << 10);
-                assert_eq!((l.tokens_in(1), l.block_tokens()), (tokens, tokens), "{model}, {kib} KiB");
+                assert_eq!((page_tokens(&l), l.block_tokens()), (tokens, tokens), "{model}, {kib} KiB");
             }
         }
     }
@@ -189,10 +187,10 @@ mod tests {
         for (model, layers, kv_heads, tokens) in
             [("Yi-6B TP-1", 32, 4, 64), ("Yi-6B TP-2", 32, 2, 128), ("Llama-3-8B TP-1", 32, 8, 32), ("TP-2", 32, 4, 64)]
         {
-            assert_eq!(layout(layers, kv_heads, layers, MIB2).tokens_in(1), tokens, "{model}");
+            assert_eq!(page_tokens(&layout(layers, kv_heads, layers, MIB2)), tokens, "{model}");
         }
         let (tp1, tp2) = (layout(60, 8, 60, MIB2), layout(60, 4, 60, MIB2));
-        assert_eq!((tp1.tokens_in(1), tp2.tokens_in(1)), (17, 34));
+        assert_eq!((page_tokens(&tp1), page_tokens(&tp2)), (17, 34));
         // Whole tokens in whole page groups need 15 of them.
         assert_eq!((tp1.block_tokens(), tp1.block_stripes()), (256, 15));
         assert_eq!((tp2.block_tokens(), tp2.block_stripes()), (512, 15));

@@ -57,7 +57,6 @@ fn the_fenced_hears_so_and_comes_back_as_another() {
     assert_eq!(gm.on_register(&again, now).unwrap().instance, 3);
     let ack = gm.on_heartbeat(&Heartbeat { incarnation: 33, ..heartbeat(3, 1, 50) }, now);
     assert!(ack.known && !ack.fenced);
-    assert_eq!(gm.capacity_of(InstanceId(3), now), 300);
     assert_eq!(ack.pool_blocks_total, 300);
     let advice = gm.on_borrow_query(&BorrowQuery { debtor: 1, ..Default::default() }, now);
     assert_eq!(advice.candidates[0].instance, 3);

@@ -1,0 +1,205 @@
+//! The commands of `lagoon`: they parse their arguments, wire libraries together and print; everything else lives below.
+//!
+//! A binary calls [`main`] with the devices that `lagoon serve` runs on: `lagoon` with [`OwnDevices`], `lagoon-paced`
+//! (apps/paced) with a device that benchmarks model.
+#![forbid(unsafe_code)]
+
+mod admin;
+mod api_client;
+mod args;
+mod bench;
+mod bench_trace;
+mod beside;
+mod bodies;
+mod bundled;
+mod calibrate;
+mod calibration_cache;
+mod capacity;
+mod certs;
+mod chat;
+mod cuda_trial;
+mod cuda_tuning;
+mod demo;
+mod device;
+mod doctor;
+mod drain;
+mod election;
+mod engine;
+mod etcd;
+mod gateway;
+mod gmanager;
+mod gmanager_metrics;
+mod interfaces;
+mod kv;
+mod leader;
+mod local;
+mod log;
+mod loop_thread;
+mod metrics_table;
+mod model;
+mod node;
+mod node_metrics;
+mod node_status;
+mod partial_waits;
+mod path_probe;
+mod placement;
+mod pool_client;
+mod pool_watch;
+mod quiet;
+mod reach;
+mod reference;
+mod registry;
+mod replay;
+mod role;
+mod serve;
+mod shutdown;
+mod status;
+mod table;
+mod tier_kind;
+mod transfer_addr;
+#[cfg(target_os = "linux")]
+mod transfers;
+#[cfg(not(target_os = "linux"))]
+#[path = "transfers_none.rs"]
+mod transfers;
+mod up;
+mod upstreams;
+mod watch;
+#[cfg(target_os = "linux")]
+mod writers_here;
+
+pub use device::{Devices, Loading, OwnDevices, Running};
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+use std::time::Duration;
+
+/// Time that what still runs on other threads gets when a command has ended.
+const BACKGROUND_WAIT: Duration = Duration::from_millis(500);
+
+/// Serve long-context LLMs from a pool of instances that lend each other KV cache.
+#[derive(Debug, Parser)]
+#[command(name = "lagoon", version, propagate_version = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    /// Log filter (tracing syntax), on standard error.
+    #[arg(long, global = true, default_value = "warn", env = "LAGOON_LOG")]
+    log: String,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// A request larger than any instance, served by a pool on this machine: no arguments, no downloads.
+    Demo(demo::DemoArgs),
+    /// A whole pool on this machine behind one OpenAI endpoint.
+    Up(Box<up::UpArgs>),
+    /// One instance with its OpenAI endpoint, alone or in a pool.
+    Serve(Box<serve::ServeArgs>),
+    /// The pool's coordinator.
+    Gmanager(gmanager::GManagerArgs),
+    /// One OpenAI endpoint over several servers.
+    Gateway(gateway::GatewayArgs),
+    /// Chat in the terminal with any OpenAI endpoint.
+    Chat(chat::ChatArgs),
+    /// Load an OpenAI endpoint and print latencies and throughput.
+    Bench(bench::BenchArgs),
+    /// Instances, blocks and requests of a pool.
+    Status(status::StatusArgs),
+    /// Move everything away from an instance, to stop it without losing a request.
+    Drain(drain::DrainArgs),
+    /// Give an instance another role (prefill, decode, both) while it serves.
+    Role(role::RoleArgs),
+    /// Where requests' rBlocks are, and moving them by hand.
+    Kv(kv::KvArgs),
+    /// The cluster's certificates.
+    Certs(certs::CertsArgs),
+    /// What this machine offers: adapters, UDP buffers, ports, versions.
+    Doctor(doctor::DoctorArgs),
+    /// What `serve` measures of a CUDA device, in a process that may end.
+    #[command(hide = true)]
+    CudaTrial(cuda_trial::CudaTrialArgs),
+    /// Print a reference page of docs/reference in Markdown.
+    #[command(hide = true)]
+    Reference(reference::ReferenceArgs),
+}
+
+/// Runs the command line of this process; instances run on `devices`.
+pub fn main(devices: &'static dyn Devices) -> ExitCode {
+    let cli = Cli::parse();
+    quiet::restart_without_display_probe();
+    // Dropped last: what the command had to say is written by then.
+    let _logging = log::start(&cli.log);
+    dispatch(cli.command, devices).unwrap_or_else(|error| {
+        log::notice(&in_words(&error));
+        ExitCode::FAILURE
+    })
+}
+
+fn dispatch(command: Command, devices: &'static dyn Devices) -> anyhow::Result<ExitCode> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let done = |()| ExitCode::SUCCESS;
+    let result = runtime.block_on(async {
+        match command {
+            Command::Demo(args) => demo::run(args).await,
+            Command::Up(args) => up::run(*args).await.map(done),
+            Command::Serve(args) => serve::run(*args, devices).await.map(done),
+            Command::Gmanager(args) => gmanager::run(args).await.map(done),
+            Command::Gateway(args) => gateway::run(args).await.map(done),
+            Command::Chat(args) => chat::run(args).await.map(done),
+            Command::Bench(args) => bench::run(args).await.map(done),
+            Command::Status(args) => status::run(args).await.map(done),
+            Command::Drain(args) => drain::run(args).await.map(done),
+            Command::Role(args) => role::run(args).await.map(done),
+            Command::Kv(args) => kv::run(args).await.map(done),
+            Command::Certs(args) => certs::run(args).map(done),
+            Command::Doctor(args) => doctor::run(args).await.map(done),
+            Command::CudaTrial(args) => cuda_trial::run(&args).map(done),
+            Command::Reference(args) => {
+                reference::run(&args);
+                Ok(ExitCode::SUCCESS)
+            }
+        }
+    });
+    // Work on other threads (a long prompt that is tokenised) is not waited for.
+    runtime.shutdown_timeout(BACKGROUND_WAIT);
+    result
+}
+
+/// `error: what: why`, then hints on lines of their own: every cause may bring some.
+fn in_words(error: &anyhow::Error) -> String {
+    let (mut text, mut hints) = (String::new(), String::new());
+    for cause in error.chain().map(ToString::to_string) {
+        let (own, message): (Vec<&str>, Vec<&str>) =
+            cause.lines().map(str::trim).partition(|line| line.starts_with("hint:"));
+        let message = message.join("\n");
+        // Many errors end with their cause's words already.
+        if !text.ends_with(&message) {
+            text = if text.is_empty() { message } else { format!("{text}: {message}") };
+        }
+        for hint in own {
+            if !hints.contains(hint) {
+                hints.push_str(hint);
+                hints.push('\n');
+            }
+        }
+    }
+    format!("error: {text}\n{hints}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hints_come_after_all_causes_once() {
+        let cause = anyhow::anyhow!("address in use\nhint: look with ss");
+        let error = cause.context("listen on 1.2.3.4\nhint: --http names another");
+        assert_eq!(
+            in_words(&error),
+            "error: listen on 1.2.3.4: address in use\nhint: --http names another\nhint: look with ss\n"
+        );
+        let said = anyhow::anyhow!("gone").context("cannot read x: gone");
+        assert_eq!(in_words(&said), "error: cannot read x: gone\n");
+    }
+}

@@ -1,0 +1,115 @@
+//! What every pool in one thread has in common, over modelled devices (this crate) and over real ones (the system tests): who
+//! registered with the gManager on which connection, frames as events, failures of a device, blocks that add up.
+
+use crate::fabric::Place;
+use lagoon_backend::DeviceError;
+use lagoon_cluster::{GManager, GManagerOutput};
+use lagoon_instance::{Event, Instance, PeerKey};
+use lagoon_protocol::{Control, ControlBody};
+use lagoon_runner::Report;
+use lagoon_types::InstanceId;
+use lagoon_wire::Frame;
+use std::collections::BTreeMap;
+
+/// Which instance registered with a gManager on which connection.
+#[derive(Debug, Default)]
+pub struct Registrations(BTreeMap<Place, InstanceId>);
+
+impl Registrations {
+    /// Gives the gManager a message that came on the connection of `from`; returns its reply, which goes back there.
+    pub fn hear(
+        &mut self,
+        gmanager: &mut GManager,
+        from: Place,
+        body: &ControlBody,
+        now_ms: u64,
+    ) -> Option<ControlBody> {
+        let reply = gmanager.on_control(self.0.get(&from).copied(), body, now_ms);
+        if let Some(ControlBody::Registered(registered)) = &reply {
+            self.0.insert(from, InstanceId(registered.instance));
+        }
+        reply
+    }
+
+    /// The next message that the gManager sends by itself, and where to: nowhere if that instance is not connected.
+    pub fn next_order(&self, gmanager: &mut GManager) -> Option<(Option<Place>, ControlBody)> {
+        let GManagerOutput::Send { to, body } = gmanager.poll()?;
+        let place = self.0.iter().find(|(_, id)| **id == to).map(|(place, _)| *place);
+        Some((place, body))
+    }
+
+    /// The connection of `place` is gone.
+    pub fn lose(&mut self, place: Place) {
+        self.0.remove(&place);
+    }
+}
+
+/// A frame as its receiver's instance hears of it; `from` is `None` for the gManager. `None`: a message of a later version.
+#[must_use]
+pub fn event(from: Option<PeerKey>, frame: Frame) -> Option<Event> {
+    Some(match (frame, from) {
+        (Frame::Control(Control { body }), None) => Event::GManager(body?),
+        (Frame::Control(Control { body }), Some(peer)) => Event::Control { peer, body: body? },
+        (Frame::Partials(frame), peer) => Event::Partials { peer: peer?, frame },
+        (Frame::Bulk(frame), peer) => Event::Bulk { peer: peer?, frame },
+    })
+}
+
+/// A failure of a device that is to come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeviceFault {
+    /// In an own step.
+    Step,
+    /// In a peer's query.
+    Guest,
+}
+
+impl DeviceFault {
+    /// What the device reports instead, if this is the kind of report at which it fails.
+    #[must_use]
+    pub fn strike(self, report: &Report) -> Option<Report> {
+        let error = DeviceError::Lost("pulled out".to_owned());
+        Some(match (self, report) {
+            (Self::Step, Report::Done { step, lane, .. }) => {
+                Report::Failed { step: *step, lane: *lane, error: error.into() }
+            }
+            (Self::Guest, Report::GuestPartial { tag, .. } | Report::GuestKv { tag, .. }) => {
+                Report::GuestFailed { tag: *tag, error }
+            }
+            (Self::Guest, Report::Shared { share, .. }) => Report::Shared { share: *share, error: Some(error) },
+            (Self::Guest, Report::Staged { stage, .. }) => Report::Staged { stage: *stage, error: Some(error) },
+            _ => return None,
+        })
+    }
+}
+
+/// Blocks add up, and each has a user; one that several have is used by as many.
+///
+/// # Errors
+/// What does not add up.
+pub fn blocks(instance: &Instance) -> Result<(), String> {
+    let (rm, status) = (instance.rmanager(), instance.status());
+    rm.pool().check();
+    let counts = rm.counts();
+    if counts.free + counts.own + counts.lent != counts.total + counts.shared {
+        return Err(format!("{counts:?} do not add up"));
+    }
+    let settling = u32::try_from(status.prefill.blocks_settling).unwrap_or(u32::MAX);
+    let own = status.sequences.iter().map(|s| s.local_blocks + s.reserved_blocks).sum::<u32>() + settling;
+    let lent = rm.lent().map(|(_, _, _, first, end)| end - first).sum::<u32>() + rm.held_back();
+    if (counts.own, counts.lent) != (own, lent) {
+        return Err(format!("{counts:?}, but {own} are used here and {lent} are in leases"));
+    }
+    // A swap around a frozen cycle may use the reserve that is never lent otherwise, and nothing else may. What was computed
+    // for others is not counted.
+    let config = rm.config();
+    let most = config.lend_blocks_max + rm.lent_for_swaps().min(config.lend_reserve_blocks);
+    if counts.lent - rm.handed_over() > most {
+        return Err(format!("it lends {} of at most {most}", counts.lent));
+    }
+    // One whose debts are frozen stays until the thaw, in no queue.
+    if status.running + status.waiting > status.sequences.len() {
+        return Err(format!("{status:?}"));
+    }
+    Ok(())
+}
