@@ -156,10 +156,22 @@ impl Server {
     /// # Panics
     /// As there.
     pub fn try_start_command(mut command: Command) -> Result<Self, Ended> {
+        command.stderr(Stdio::piped());
+        Self::try_start_writing(command)
+    }
+
+    /// As [`Self::try_start_command`], with the standard error that the command has; of another than a pipe nothing is collected.
+    ///
+    /// # Errors
+    /// As there.
+    ///
+    /// # Panics
+    /// As there.
+    pub fn try_start_writing(mut command: Command) -> Result<Self, Ended> {
         command.args(["--json", "--exit-with-stdin"]);
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let stdin = child.stdin.take();
-        let stderr = collect(child.stderr.take().unwrap());
+        let stderr = child.stderr.take().map_or_else(|| collect(std::io::empty()), collect);
         let (sender, line) = mpsc::channel();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
         std::thread::spawn(move || {

@@ -29,6 +29,7 @@ mod process_operate;
 mod process_reach;
 mod process_replay;
 mod process_standby;
+mod process_stderr;
 mod process_up;
 mod process_windows;
 mod random;

@@ -155,38 +155,53 @@ fn a_killed_creditor_harms_one_request_at_most() {
     assert!(Path::new(&model).exists());
 }
 
-#[test]
-fn a_killed_debtor_gives_back_what_it_borrowed() {
-    let model = passkey();
-    let pool = up(&model, "2", "1024", &[]);
-    let client = pool.client();
-    let mut events = client.stream("/v1/completions", &completion(&[7; 1200], 600, &json!({"stream": true})));
-    assert!(events.next_data().is_some());
-    let (debtor, _) = debtor_and_creditor(&client, &events.instance().unwrap());
-    kill(pid(&pool, debtor));
-    let (rest, done) = events.rest();
-    let last = rest.last().unwrap();
-    assert!(!done && last["error"]["code"] == "instance_lost", "{last}");
-    client.wait_until("/lagoon/status", "noticed", |s| {
-        s["instances"].as_array().unwrap().iter().filter(|row| row["alive"] == true).count() == 1
-    });
-    goes_on(&client, &model);
+fn alive(status: &Value) -> usize {
+    status["instances"].as_array().unwrap().iter().filter(|row| row["alive"] == true).count()
 }
 
 #[test]
-fn a_pool_says_which_instance_died_and_ends_with_the_last() {
-    let mut pool = up(&passkey(), "2", "1024", &[]);
-    // The second one first: that the first still runs keeps nobody from saying so.
+fn a_killed_debtor_gives_back_what_it_borrowed_and_is_replaced() {
+    let model = passkey();
+    let pool = up(&model, "3", "1024", &[]);
+    let client = pool.client();
+    let mut events = client.stream("/v1/completions", &completion(&[7; 1200], 300, &json!({"stream": true})));
+    let first: Value = serde_json::from_str(&events.next_data().unwrap()).unwrap();
+    let (debtor, _) = debtor_and_creditor(&client, &events.instance().unwrap());
+    kill(pid(&pool, debtor));
+    let (rest, done) = events.rest();
+    let tokens: Vec<u32> = token_ids(&first).into_iter().chain(rest.iter().flat_map(token_ids)).collect();
+    let reference = single(&model, "2048");
+    let expected = reference.client().complete(&[7; 1200], 300, &json!({})).json();
+    assert!(done && tokens == token_ids(&expected), "{:?}", rest.last());
+    client.wait_until("/lagoon/status", "replaced", |s| alive(s) == 3);
+    goes_on(&client, &model);
+}
+
+/// The gManager and an instance at once.
+#[test]
+fn a_pool_starts_again_what_dies_and_says_so() {
+    let pool = up(&passkey(), "2", "1024", &[]);
+    let client = pool.client();
+    let names = |s: &Value| s["instances"].as_array().unwrap().iter().map(|row| row["http_addr"].to_string()).collect();
+    let before: BTreeSet<String> = names(&client.get("/lagoon/status").json());
+    kill(pool.ready["gmanager_pid"].as_u64().unwrap());
     kill(pid(&pool, 1));
-    pool.client().wait_until("/lagoon/status", "noticed", |s| {
-        s["instances"].as_array().unwrap().iter().filter(|row| row["alive"] == true).count() == 1
+    client.wait_until("/lagoon/status", "one that is new", |s| {
+        let now: BTreeSet<String> = names(s);
+        alive(s) == 2 && s["gmanager"]["silent_s"].is_null() && now.difference(&before).count() == 1
     });
-    kill(pid(&pool, 0));
-    let ended = pool.ended();
-    assert_eq!(ended.code, Some(1), "{ended:?}");
-    let said = |words: &str| ended.stderr.find(words);
-    assert!(said("instance-1 has died") < said("instance-0 has died"), "it was said when it happened: {ended:?}");
-    for words in ["instance-0 has died", "instance-1 has died", "no instance is left", "hint:"] {
-        assert!(ended.stderr.contains(words), "{words}: {ended:?}");
+    // Neither of them holds it alone.
+    let long = completion(&[7; 1200], 5, &json!({}));
+    let deadline = std::time::Instant::now() + lagoon_tests::process::PATIENCE;
+    while client.post("/v1/completions", &long).status != 200 {
+        assert!(std::time::Instant::now() < deadline, "the two do not lend each other");
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    }
+    let ended = pool.stop();
+    assert_eq!(ended.code, Some(0), "{ended:?}");
+    for name in ["the gManager", "instance-1"] {
+        let (died, again) = (format!("{name} has died"), format!("{name} runs again"));
+        assert!(ended.stderr.find(&died) < ended.stderr.find(&again), "{ended:?}");
+        assert!(ended.stderr.contains(&died), "{ended:?}");
     }
 }

@@ -83,7 +83,13 @@ impl Gateway {
 async fn health(State(gateway): State<Arc<Gateway>>) -> Result<impl IntoResponse, ApiError> {
     match gateway.upstreams.serving().len() {
         0 => Err(none_alive()),
-        instances => Ok(Json(json!({ "status": "ok", "instances": instances }))),
+        instances => Ok(Json(match gateway.upstreams.silent_for() {
+            None => json!({ "status": "ok", "instances": instances }),
+            Some(silent) => json!({
+                "status": "degraded", "instances": instances,
+                "reason": format!("no gManager has answered for {} s", silent.as_secs()),
+            }),
+        })),
     }
 }
 

@@ -211,3 +211,32 @@ async fn a_body_that_does_not_come_holds_nobody_up_and_none_is_awaited_without_a
     read.expect("the body is not awaited").unwrap();
     assert_eq!(&answer, b"HTTP/1.1 401");
 }
+
+/// What a gateway knows of a pool whose gManager is gone.
+struct Old(Vec<Backend>);
+
+impl Backends for Old {
+    fn serving(&self) -> Vec<Backend> {
+        self.0.clone()
+    }
+
+    fn is_dead(&self, _: SocketAddr) -> bool {
+        false
+    }
+
+    fn silent_for(&self) -> Option<Duration> {
+        Some(Duration::from_secs(12))
+    }
+}
+
+#[tokio::test]
+async fn health_says_that_no_gmanager_answers() {
+    let backends = vec![backend("i1", &dead(), 1)];
+    let url = gateway_with(Arc::new(Old(backends.clone())), ReplayLimits::default()).await;
+    let health: Value = reqwest::get(format!("{url}/health")).await.unwrap().json().await.unwrap();
+    assert_eq!((&health["status"], &health["instances"]), (&json!("degraded"), &json!(1)));
+    assert!(health["reason"].as_str().unwrap().contains("12 s"), "{health}");
+    let url = gateway(backends).await;
+    let health: Value = reqwest::get(format!("{url}/health")).await.unwrap().json().await.unwrap();
+    assert_eq!(health, json!({"status": "ok", "instances": 1}));
+}

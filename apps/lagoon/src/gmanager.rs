@@ -77,7 +77,7 @@ pub(crate) async fn run(args: GManagerArgs) -> anyhow::Result<()> {
         log::announce(serde_json::json!({ "ready": true, "quic": addr.to_string(), "metrics": metrics }));
     } else {
         log::announce(format_args!("gManager on {addr}"));
-        metrics.iter().for_each(|addr| println!("metrics on http://{addr}/metrics"));
+        metrics.iter().for_each(|addr| log::announce(format_args!("metrics on http://{addr}/metrics")));
     }
     let election = Election::start(&args.election, addr, stop.clone())?;
     let GManagerArgs { first_instance, auto_roles, .. } = args;

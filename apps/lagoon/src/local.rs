@@ -8,34 +8,51 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::process::{ExitStatus, Stdio};
+use std::process::Stdio;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, ChildStdout, Command};
+use tokio::task::JoinHandle;
 
 /// Time that a child gets to load its model and say that it is ready.
 const READY_DEADLINE: Duration = Duration::from_secs(600);
 /// How often a pool's processes are looked at.
 const WATCH_EVERY: Duration = Duration::from_millis(500);
+/// Pause before a process that died is started again; it doubles while starting it fails or it dies early.
+const RESTART_MIN: Duration = Duration::from_secs(1);
+/// The longest such pause.
+const RESTART_MAX: Duration = Duration::from_secs(60);
+/// One that ran so long did not die early.
+const RAN_WELL: Duration = Duration::from_secs(60);
+/// One that dies early so often in a row stays down.
+const RESTARTS_MAX: u32 = 6;
+
+/// How a child process is started, also again.
+#[derive(Clone, Debug)]
+struct Launch {
+    name: String,
+    flags: Vec<String>,
+    api_key: Option<String>,
+}
 
 /// A child process that has said what it listens on. It is killed when dropped, and stops by itself when this process
 /// is gone, because its standard input ends then.
 #[derive(Debug)]
 pub(crate) struct ChildNode {
-    name: String,
+    launch: Launch,
     child: Child,
-    /// It has ended, and that was said.
-    ended: Option<ExitStatus>,
+    started: Instant,
     /// Kept open: a child that cannot write to it would die.
     _stdout: BufReader<ChildStdout>,
     ready: Value,
 }
 
-impl ChildNode {
-    /// The API key travels in the environment: command lines are everybody's to read.
-    async fn start(what: &str, flags: Vec<String>, api_key: Option<&str>) -> anyhow::Result<Self> {
+impl Launch {
+    /// Starts it and waits until it is ready. The API key travels in the environment: command lines are everybody's to read.
+    async fn start(self) -> anyhow::Result<ChildNode> {
+        let Self { name, flags, api_key } = &self;
         let program = std::env::current_exe().context("find the lagoon binary")?;
         let mut command = Command::new(program);
         match api_key {
@@ -43,27 +60,29 @@ impl ChildNode {
             None => command.env_remove("LAGOON_API_KEY"),
         };
         let mut child = command
-            .args(&flags)
+            .args(flags)
             .args(["--json", "--exit-with-stdin"])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::inherit())
             .kill_on_drop(true)
             .spawn()
-            .with_context(|| format!("start {what}"))?;
+            .with_context(|| format!("start {name}"))?;
         let stdout = child.stdout.take().context("the child has no standard output")?;
         let mut stdout = BufReader::new(stdout);
         let mut line = String::new();
         let read = tokio::time::timeout(READY_DEADLINE, stdout.read_line(&mut line)).await;
         match read {
             Ok(Ok(n)) if n > 0 => {}
-            Ok(_) => bail!("{what} ended before it was ready (its error is above)"),
-            Err(_) => bail!("{what} was not ready within {} s", READY_DEADLINE.as_secs()),
+            Ok(_) => bail!("{name} ended before it was ready (its error is above)"),
+            Err(_) => bail!("{name} was not ready within {} s", READY_DEADLINE.as_secs()),
         }
-        let ready = serde_json::from_str(&line).with_context(|| format!("{what} said {line:?}"))?;
-        Ok(Self { name: what.to_owned(), child, ended: None, _stdout: stdout, ready })
+        let ready = serde_json::from_str(&line).with_context(|| format!("{name} said {line:?}"))?;
+        Ok(ChildNode { launch: self, child, started: Instant::now(), _stdout: stdout, ready })
     }
+}
 
+impl ChildNode {
     fn address(&self, field: &str) -> anyhow::Result<SocketAddr> {
         let text = self.ready[field].as_str().with_context(|| format!("the child did not say its {field} address"))?;
         text.parse().with_context(|| format!("parse {text}"))
@@ -77,22 +96,6 @@ impl ChildNode {
     /// What it runs on, for people.
     pub(crate) fn device(&self) -> &str {
         self.ready["device"].as_str().unwrap_or("unknown")
-    }
-
-    /// Whether it has ended; says so once.
-    fn has_ended(&mut self) -> bool {
-        if self.ended.is_none()
-            && let Ok(Some(status)) = self.child.try_wait()
-        {
-            let name = &self.name;
-            if status.success() {
-                tracing::warn!("{name} has stopped");
-            } else {
-                tracing::warn!("{name} has died ({status}); the others go on, its requests elsewhere");
-            }
-            self.ended = Some(status);
-        }
-        self.ended.is_some()
     }
 
     /// The child's process id, while it runs.
@@ -146,6 +149,85 @@ fn write_private(path: &Path, text: &str) -> std::io::Result<()> {
     std::io::Write::write_all(&mut options.open(path)?, text.as_bytes())
 }
 
+/// A process of a pool that is watched.
+#[derive(Debug)]
+struct Watched {
+    launch: Launch,
+    state: State,
+    /// Times in a row that it died early.
+    deaths: u32,
+}
+
+#[derive(Debug)]
+enum State {
+    Running(ChildNode),
+    /// After a pause.
+    Starting(JoinHandle<anyhow::Result<ChildNode>>),
+    /// It was asked to, or it died too often: whether it died.
+    Ended(bool),
+}
+
+impl Watched {
+    fn new(child: ChildNode) -> Self {
+        Self { launch: child.launch.clone(), state: State::Running(child), deaths: 0 }
+    }
+
+    /// Looks what has become of it, says so, and starts it again if it died.
+    async fn look(&mut self) {
+        match &mut self.state {
+            State::Running(node) => {
+                let Ok(Some(status)) = node.child.try_wait() else { return };
+                let ran = node.started.elapsed();
+                if status.success() {
+                    tracing::warn!("{} has stopped", self.launch.name);
+                    self.state = State::Ended(false);
+                } else {
+                    self.died(&format!("has died ({status})"), ran);
+                }
+            }
+            State::Starting(task) if task.is_finished() => match task.await {
+                Ok(Ok(node)) => {
+                    tracing::warn!("{} runs again", self.launch.name);
+                    self.state = State::Running(node);
+                }
+                Ok(Err(error)) => self.died(&format!("did not start: {error:#}"), Duration::ZERO),
+                Err(error) => self.died(&format!("did not start: {error}"), Duration::ZERO),
+            },
+            State::Starting(_) | State::Ended(_) => {}
+        }
+    }
+
+    fn died(&mut self, how: &str, ran: Duration) {
+        self.deaths = if ran < RAN_WELL { self.deaths + 1 } else { 1 };
+        let name = &self.launch.name;
+        if self.deaths > RESTARTS_MAX {
+            tracing::error!("{name} {how}; it stays down after {RESTARTS_MAX} attempts");
+            self.state = State::Ended(true);
+            return;
+        }
+        let pause = pause(self.deaths);
+        tracing::warn!("{name} {how}; the others go on, and it is started again in {} s", pause.as_secs());
+        let launch = self.launch.clone();
+        self.state = State::Starting(tokio::spawn(async move {
+            tokio::time::sleep(pause).await;
+            launch.start().await
+        }));
+    }
+}
+
+/// Before the start after so many deaths in a row (at least one).
+fn pause(deaths: u32) -> Duration {
+    RESTART_MIN.saturating_mul(1 << (deaths - 1).min(16)).min(RESTART_MAX)
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        if let State::Starting(task) = &self.state {
+            task.abort();
+        }
+    }
+}
+
 /// A running pool.
 #[derive(Debug)]
 pub(crate) struct LocalPool {
@@ -155,17 +237,28 @@ pub(crate) struct LocalPool {
 }
 
 impl LocalPool {
-    /// Says which of its processes end, until no instance is left.
+    /// The gManager's process id, while it runs.
+    pub(crate) fn gmanager_pid(&self) -> Option<u32> {
+        self.gmanager_node.pid()
+    }
+
+    /// Starts again what dies, and says so, until no instance is left to be started.
     ///
     /// # Errors
-    /// When the last one died.
-    pub(crate) async fn watch(&mut self) -> anyhow::Result<()> {
+    /// When instances died too often.
+    pub(crate) async fn watch(self) -> anyhow::Result<()> {
+        let mut gmanager = Watched::new(self.gmanager_node);
+        // It numbers instances by the clock then: it does not know those that the one before has numbered.
+        gmanager.launch.flags.retain(|flag| flag != FIRST_INSTANCE && !flag.starts_with("--listen="));
+        gmanager.launch.flags.push(format!("--listen={}", self.gmanager));
+        let mut instances: Vec<Watched> = self.instances.into_iter().map(Watched::new).collect();
         loop {
-            self.gmanager_node.has_ended();
-            // Each of them is asked: `all` would stop at the first that runs.
-            let running = self.instances.iter_mut().filter_map(|node| (!node.has_ended()).then_some(())).count();
-            if running == 0 {
-                let died = self.instances.iter().any(|node| node.ended.is_none_or(|status| !status.success()));
+            gmanager.look().await;
+            for instance in &mut instances {
+                instance.look().await;
+            }
+            if instances.iter().all(|instance| matches!(instance.state, State::Ended(_))) {
+                let died = instances.iter().any(|instance| matches!(instance.state, State::Ended(true)));
                 anyhow::ensure!(!died, "no instance is left\nhint: their errors are above");
                 return Ok(());
             }
@@ -173,6 +266,9 @@ impl LocalPool {
         }
     }
 }
+
+/// A pool's first gManager numbers its instances from 1.
+const FIRST_INSTANCE: &str = "--first-instance=1";
 
 /// An instance to be started.
 #[derive(Clone, Debug)]
@@ -203,10 +299,11 @@ pub(crate) async fn start_pool(
     wanted: &[Wanted],
     progress: impl Fn(usize),
 ) -> anyhow::Result<LocalPool> {
-    let mut command = vec!["gmanager".to_owned(), "--listen=127.0.0.1:0".to_owned(), "--first-instance=1".to_owned()];
+    let mut command = vec!["gmanager".to_owned(), "--listen=127.0.0.1:0".to_owned(), FIRST_INSTANCE.to_owned()];
     command.extend(common.auto_roles.map(|rest_s| format!("--auto-roles={rest_s}")));
     command.extend(common.ca.flags("gmanager")?);
-    let gmanager_node = ChildNode::start("the gManager", command, None).await?;
+    let launch = Launch { name: "the gManager".to_owned(), flags: command, api_key: None };
+    let gmanager_node = launch.start().await?;
     let gmanager = gmanager_node.address("quic")?;
     let ready = AtomicUsize::new(0);
     let devices: BTreeSet<usize> = wanted.iter().map(|w| w.device).collect();
@@ -246,7 +343,7 @@ async fn start_instance(
     ];
     command.extend(common.ca.flags(&name)?);
     command.extend_from_slice(&wanted.flags);
-    ChildNode::start(&name, command, common.api_key).await
+    Launch { name, flags: command, api_key: common.api_key.map(str::to_owned) }.start().await
 }
 
 /// Starts one instance outside any pool.
@@ -258,5 +355,16 @@ pub(crate) async fn start_single(model: &str, served_name: &str, flags: &[String
         format!("--served-model-name={served_name}"),
     ];
     command.extend_from_slice(flags);
-    ChildNode::start("the single instance", command, None).await
+    Launch { name: "the single instance".to_owned(), flags: command, api_key: None }.start().await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_double_up_to_the_longest() {
+        let pauses = [1, 2, 3, 6, 7, 40].map(|deaths| pause(deaths).as_secs());
+        assert_eq!(pauses, [1, 2, 4, 32, 60, 60]);
+    }
 }

@@ -1,5 +1,5 @@
 //! What an endpoint over a pool (`lagoon up`, `lagoon gateway --gmanager`) knows of it: asked of the gManager that leads, a
-//! few times a second; when none answers the last state stands.
+//! few times a second. While none answers the last state stands, and says since when.
 
 use crate::admin;
 use crate::pool_client::{PoolClient, PoolRow, PoolState};
@@ -9,7 +9,7 @@ use axum::Json;
 use axum::routing::{get, post};
 use std::net::SocketAddr;
 use std::sync::{Arc, PoisonError, RwLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::sync::Mutex;
 use tokio_util::sync::CancellationToken;
 
@@ -19,36 +19,72 @@ const WATCH_EVERY: Duration = Duration::from_millis(250);
 /// See the module's documentation.
 #[derive(Clone, Debug)]
 pub(crate) struct PoolWatch {
-    state: Arc<RwLock<PoolState>>,
+    known: Arc<RwLock<Known>>,
     /// Tokens in an rBlock of the pool.
     block_tokens: u64,
+}
+
+#[derive(Clone, Debug)]
+struct Known {
+    state: PoolState,
+    /// When no gManager answered first, after one had.
+    silent_since: Option<Instant>,
 }
 
 impl PoolWatch {
     /// Asks `client` until `stop`; `state` is what is known now.
     pub(crate) fn start(mut client: PoolClient, state: PoolState, block_tokens: u32, stop: CancellationToken) -> Self {
-        let watch = Self { state: Arc::new(RwLock::new(state)), block_tokens: block_tokens.into() };
-        let state = watch.state.clone();
+        let known = Known { state, silent_since: None };
+        let watch = Self { known: Arc::new(RwLock::new(known)), block_tokens: block_tokens.into() };
+        let asking = watch.clone();
         tokio::spawn(async move {
             while !stop.is_cancelled() {
-                match client.state().await {
-                    Ok(now) => *state.write().unwrap_or_else(PoisonError::into_inner) = now,
-                    Err(error) => tracing::warn!(%error, "the pool's state is unknown"),
-                }
+                asking.learn(client.state().await);
                 tokio::time::sleep(WATCH_EVERY).await;
             }
         });
         watch
     }
 
+    fn learn(&self, answer: anyhow::Result<PoolState>) {
+        let mut known = self.known.write().unwrap_or_else(PoisonError::into_inner);
+        match (answer, known.silent_since) {
+            (Ok(state), since) => {
+                if let Some(since) = since {
+                    tracing::warn!("a gManager answers again, after {} s", since.elapsed().as_secs());
+                }
+                *known = Known { state, silent_since: None };
+            }
+            (Err(error), None) => {
+                tracing::warn!(%error, "no gManager answers: what is known of the pool is old");
+                known.silent_since = Some(Instant::now());
+            }
+            (Err(_), Some(_)) => {}
+        }
+    }
+
+    fn known(&self) -> Known {
+        self.known.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     fn state(&self) -> PoolState {
-        self.state.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.known().state
+    }
+
+    /// As of [`admin::state_json`], with the time since which no gManager has answered.
+    fn status(&self) -> serde_json::Value {
+        let Known { state, silent_since } = self.known();
+        let mut status = admin::state_json(&state);
+        if let Some(since) = silent_since {
+            status["gmanager"]["silent_s"] = since.elapsed().as_secs().into();
+        }
+        status
     }
 
     /// `/lagoon/status`, and `/lagoon/admin` whose orders go through `operator`.
     pub(crate) fn router(&self, operator: PoolClient, api_key: Option<&String>) -> axum::Router {
         let watch = self.clone();
-        let status = get(move || async move { Json(admin::state_json(&watch.state())) });
+        let status = get(move || async move { Json(watch.status()) });
         let orders = post(admin::serve).with_state(Arc::new(Mutex::new(operator)));
         axum::Router::new()
             .route("/lagoon/status", guarded(status, api_key.cloned()))
@@ -57,6 +93,10 @@ impl PoolWatch {
 }
 
 impl Backends for PoolWatch {
+    fn silent_for(&self) -> Option<Duration> {
+        self.known().silent_since.map(|since| since.elapsed())
+    }
+
     fn serving(&self) -> Vec<Backend> {
         let backend = |row: &PoolRow| {
             Some(Backend {

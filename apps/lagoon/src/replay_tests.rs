@@ -238,6 +238,10 @@ impl Backends for FirstIsDead {
     fn is_dead(&self, http_addr: SocketAddr) -> bool {
         self.0[0].http_addr == http_addr
     }
+
+    fn silent_for(&self) -> Option<Duration> {
+        None
+    }
 }
 
 #[tokio::test]

@@ -172,6 +172,9 @@ fn prefix_line(prefix: &Value) -> Option<String> {
 /// Who leads, in which term, and who stands by as far as they were asked.
 fn gmanager_line(gmanager: &Value) -> Option<String> {
     let addr = gmanager["addr"].as_str()?;
+    if let Some(silent_s) = gmanager["silent_s"].as_u64() {
+        return Some(format!("no gManager has answered for {silent_s} s (the last was {addr}): the rows are as old"));
+    }
     let standbys: Vec<&str> = gmanager["standbys"].as_array()?.iter().filter_map(Value::as_str).collect();
     let others = if standbys.is_empty() { String::new() } else { format!("; standby: {}", standbys.join(", ")) };
     Some(format!("gManager {addr} leads, term {}{others}", gmanager["term"]))

@@ -131,7 +131,7 @@ pub(crate) async fn run(args: UpArgs) -> anyhow::Result<()> {
         api_key: args.api_key.as_deref(),
         auto_roles: args.auto_roles,
     };
-    let mut pool = start_pool(common, &wanted, |n| bar.set_position(n as u64)).await?;
+    let pool = start_pool(common, &wanted, |n| bar.set_position(n as u64)).await?;
     bar.finish_and_clear();
 
     let mut client = PoolClient::new(&[pool.gmanager], &ca.identity()?)?;
@@ -158,6 +158,7 @@ fn announce(args: &UpArgs, model: &str, http: SocketAddr, pool: &LocalPool, devi
         let ready = serde_json::json!({
             "ready": true, "http": http.to_string(), "model": model, "instances": pool.instances.len(),
             "device": devices.first(), "devices": devices, "gmanager": pool.gmanager.to_string(), "pids": pids,
+            "gmanager_pid": pool.gmanager_pid(),
         });
         log::announce(ready);
     } else {

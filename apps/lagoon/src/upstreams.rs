@@ -49,6 +49,9 @@ pub(crate) trait Backends: Send + Sync {
 
     /// Whether the one that serves here is known to be dead. One of which nothing is known is not.
     fn is_dead(&self, http_addr: SocketAddr) -> bool;
+
+    /// For how long nobody has said how the instances are, if that is so; the last that was known stands.
+    fn silent_for(&self) -> Option<Duration>;
 }
 
 /// A list of servers of which nothing more is known.
@@ -59,6 +62,10 @@ impl Backends for Vec<Backend> {
 
     fn is_dead(&self, _http_addr: SocketAddr) -> bool {
         false
+    }
+
+    fn silent_for(&self) -> Option<Duration> {
+        None
     }
 }
 
@@ -95,6 +102,11 @@ impl Upstreams {
     /// Those that take requests.
     pub(crate) fn serving(&self) -> Vec<Backend> {
         self.backends.serving()
+    }
+
+    /// See [`Backends::silent_for`].
+    pub(crate) fn silent_for(&self) -> Option<Duration> {
+        self.backends.silent_for()
     }
 
     /// Instances to try, best first, those of `last` behind all others, and a charge on the first one.
