@@ -51,6 +51,7 @@ mod reference;
 mod registry;
 mod replay;
 mod role;
+mod scratch;
 mod serve;
 mod shutdown;
 mod status;

@@ -1,5 +1,6 @@
 //! A pool on this machine: a gManager and instances as child processes on loopback, with certificates made for them.
 
+use crate::scratch::Scratch;
 use anyhow::{Context, bail};
 use futures::future::try_join_all;
 use lagoon_transport::{ClusterCa, Identity};
@@ -11,7 +12,6 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
-use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::task::JoinHandle;
@@ -108,13 +108,13 @@ impl ChildNode {
 #[derive(Debug)]
 pub(crate) struct EphemeralCa {
     ca: ClusterCa,
-    dir: TempDir,
+    dir: Scratch,
 }
 
 impl EphemeralCa {
     pub(crate) fn new() -> anyhow::Result<Self> {
         let ca = ClusterCa::generate("lagoon ephemeral")?;
-        let dir = tempfile::Builder::new().prefix("lagoon-").tempdir().context("make a temporary directory")?;
+        let dir = Scratch::new("pool")?;
         fs::write(dir.path().join("ca.pem"), ca.cert_pem()).context("write the CA")?;
         Ok(Self { ca, dir })
     }

@@ -1,10 +1,10 @@
 //! Memory of a device that debtors on this host map to attend to it where it lies: offered here, and got from creditors. A
 //! descriptor is handed out over a unix socket, once to each debtor that connects; the loop waits for none.
 
+use crate::scratch::Scratch;
 use lagoon_protocol::{LentMemory, TransferArena};
 use lagoon_runner::{KvWindow, MapId, PeerMemory};
 use std::thread;
-use tempfile::TempDir;
 use tokio::sync::mpsc;
 
 #[cfg(target_os = "linux")]
@@ -15,14 +15,14 @@ use lagoon_transport::direct::{ArenaServer, fetch_memory, host_identity};
 pub(crate) struct Offer {
     #[cfg(target_os = "linux")]
     _server: ArenaServer,
-    _socket: TempDir,
+    _socket: Scratch,
 }
 
 /// What a debtor is told of the store of so many rBlocks that a window is, and what hands it out.
 #[cfg(target_os = "linux")]
 pub(crate) fn offer(window: &KvWindow, blocks: u32) -> anyhow::Result<(LentMemory, Offer)> {
     use anyhow::Context as _;
-    let socket = tempfile::Builder::new().prefix("lagoon-lent-").tempdir().context("make a directory for a socket")?;
+    let socket = Scratch::new("lent")?;
     let server =
         ArenaServer::of_window(&socket.path().join("arena"), window.as_ref()).context("offer device memory")?;
     let lent = LentMemory { memory: server.arenas().first().cloned(), host: host_identity(), blocks };

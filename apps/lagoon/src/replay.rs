@@ -17,6 +17,7 @@ use futures::stream::{self, BoxStream};
 use futures::{Stream, StreamExt};
 use lagoon_http::journal::{self, Journal, Read, Resume};
 use lagoon_http::{ApiError, ClientAddr};
+use rand::Rng as _;
 use std::convert::Infallible;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
@@ -158,7 +159,8 @@ impl Attempts {
                     &format!("no other instance went on with the request for {} s: {why}", limits.deadline.as_secs()),
                 )));
             }
-            tokio::time::sleep(limits.pause).await;
+            // Requests that were lost together do not come back together.
+            tokio::time::sleep(limits.pause.mul_f64(rand::rng().random_range(0.5..1.5))).await;
         }
     }
 

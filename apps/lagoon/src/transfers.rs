@@ -4,6 +4,7 @@
 
 use crate::args::{EngineArgs, KvTransferArg, TransferPathArg};
 use crate::path_probe::{self, PEER_DEVICE, PathRow, SAME_DEVICE};
+use crate::scratch::Scratch;
 use crate::transfer_addr::Endpoint;
 use crate::writers_here::{self, KnownHere};
 use anyhow::Context;
@@ -25,7 +26,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tempfile::TempDir;
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc;
 
@@ -87,7 +87,7 @@ pub(crate) struct Transfers {
     _bound: Bound,
     runtime: Option<Runtime>,
     _arenas: ArenaServer,
-    _sockets: TempDir,
+    _sockets: Scratch,
     _here: KnownHere,
     paths: BTreeMap<ConnId, Slot>,
     meter: Meter,
@@ -194,8 +194,7 @@ impl Transfers {
         let addr = endpoint.advertise.map_or(node.local_addr(), |addr| SocketAddr::new(addr.ip(), port));
         let interface = endpoint.interface.as_deref().unwrap_or("as listened");
         tracing::info!(listen = %node.local_addr(), told = %addr, interface, endpoint.reason, "KV is read and served");
-        let sockets =
-            tempfile::Builder::new().prefix("lagoon-kv-").tempdir().context("make a directory for sockets")?;
+        let sockets = Scratch::new("kv")?;
         let arena_server = offer(&sockets.path().join("arenas"), memory).context("offer KV on this host")?;
         let writer = WriterConfig {
             incarnation: config.incarnation,

@@ -1,0 +1,93 @@
+//! Folders for as long as the process lives: keys, sockets, an unpacked model. Only this user may enter them.
+//!
+//! Each holds a locked file. The lock goes with the process, however it ends, so that the next process removes what a crash left
+//! behind.
+
+use anyhow::Context;
+use std::fs::{self, File};
+use std::path::Path;
+use tempfile::TempDir;
+
+/// Of all such folders.
+const PREFIX: &str = "lagoon-";
+/// The locked file.
+const LOCK: &str = ".lock";
+
+/// See the module's documentation. The folder goes when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Scratch {
+    dir: TempDir,
+    _lock: File,
+}
+
+impl Scratch {
+    /// Makes a folder; its name begins with `lagoon-KIND-`.
+    pub(crate) fn new(kind: &str) -> anyhow::Result<Self> {
+        Self::within(&std::env::temp_dir(), kind)
+    }
+
+    fn within(parent: &Path, kind: &str) -> anyhow::Result<Self> {
+        sweep(parent);
+        let dir = tempfile::Builder::new()
+            .prefix(&format!("{PREFIX}{kind}-"))
+            .tempdir_in(parent)
+            .with_context(|| format!("make a folder in {}", parent.display()))?;
+        // Locked before it has the name that a sweep looks for.
+        let new = dir.path().join("new");
+        let lock = File::create_new(&new).and_then(|file| file.lock().map(|()| file)).context("lock a file")?;
+        fs::rename(new, dir.path().join(LOCK)).context("lock a file")?;
+        Ok(Self { dir, _lock: lock })
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        self.dir.path()
+    }
+}
+
+/// Removes folders whose process has ended. What cannot be read or removed (another user's) stays.
+fn sweep(parent: &Path) {
+    for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
+        if !entry.file_name().to_string_lossy().starts_with(PREFIX) {
+            continue;
+        }
+        let abandoned = File::open(entry.path().join(LOCK)).is_ok_and(|lock| lock.try_lock().is_ok());
+        if abandoned && let Err(error) = fs::remove_dir_all(entry.path()) {
+            tracing::debug!(%error, folder = %entry.path().display(), "a folder that a crash left cannot be removed");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_crash_left_goes_and_what_lives_stays() {
+        let parent = tempfile::tempdir().unwrap();
+        let living = Scratch::within(parent.path(), "a").unwrap();
+        fs::write(living.path().join("key"), "secret").unwrap();
+        // A crash: the lock is gone, the folder is not.
+        let left = parent.path().join("lagoon-b-crashed");
+        fs::create_dir(&left).unwrap();
+        fs::write(left.join(LOCK), "").unwrap();
+        fs::write(left.join("key"), "secret").unwrap();
+        for other in ["lagoon-unlocked", "other"] {
+            fs::create_dir(parent.path().join(other)).unwrap();
+        }
+        let next = Scratch::within(parent.path(), "b").unwrap();
+        assert!(!left.exists() && living.path().join("key").exists() && next.path().exists());
+        assert!(parent.path().join("other").exists() && parent.path().join("lagoon-unlocked").exists());
+        let gone = living.path().to_owned();
+        drop(living);
+        assert!(!gone.exists());
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn only_this_user_may_enter() {
+        use std::os::unix::fs::PermissionsExt as _;
+        let parent = tempfile::tempdir().unwrap();
+        let scratch = Scratch::within(parent.path(), "a").unwrap();
+        assert_eq!(fs::metadata(scratch.path()).unwrap().permissions().mode() & 0o777, 0o700);
+    }
+}
