@@ -160,7 +160,8 @@ impl Attempts {
                 )));
             }
             // Requests that were lost together do not come back together.
-            tokio::time::sleep(limits.pause.mul_f64(rand::rng().random_range(0.5..1.5))).await;
+            let pause = limits.pause.mul_f64(rand::rng().random_range(0.5..1.5));
+            tokio::time::sleep(pause).await;
         }
     }
 
