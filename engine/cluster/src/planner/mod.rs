@@ -23,14 +23,13 @@
 //!   [`PlannerConfig::gain_min`]. The model values states, not the way to them, so that a move and its reverse cannot both
 //!   gain; a test lets pools in which nothing else changes settle.
 //!
-//! Cost: an instance is looked at once, a request only on debtors, and the searches of a round are bounded; the example
-//! `planning_round` measures it for up to 10,000 instances and a million requests.
+//! Cost: an instance is looked at once, a request only on debtors, and the searches of a round are bounded; the benchmark
+//! `gmanager` measures it for up to 10,000 instances.
 
 mod offload;
 mod reclaim;
 mod retrieve;
 mod round;
-pub mod synthetic;
 #[cfg(test)]
 mod tests;
 mod view;

@@ -2,3 +2,4 @@
 
 mod plans;
 mod scenes;
+mod synthetic;

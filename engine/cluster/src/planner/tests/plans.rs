@@ -1,8 +1,8 @@
 //! Properties of plans on random pools.
 
+use super::synthetic::Synthetic;
 use crate::perf::{ModelConfig, as_f64};
 use crate::planner::round::Round;
-use crate::planner::synthetic::Synthetic;
 use crate::planner::{Order, Planner, PlannerConfig, PoolView, RemoteBlocks, Why};
 use lagoon_types::InstanceId;
 use proptest::prelude::*;

@@ -1,25 +1,25 @@
-//! Made-up pools, for tests and benchmarks of planning: consistent in themselves, different for every seed.
+//! Made-up pools, for tests of planning: consistent in themselves, different for every seed.
 
-use super::view::{InstanceView, PoolView, RemoteBlocks, RequestView};
 use crate::perf::{LinkView, ModelShape};
+use crate::planner::{InstanceView, PoolView, RemoteBlocks, RequestView};
 use lagoon_protocol::{BatchPoint, Calibration, Load, MemoryTier, Role};
 use lagoon_types::{InstanceId, SeqId};
 
 /// What a made-up pool is like.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Synthetic {
-    pub instances: u32,
+pub(crate) struct Synthetic {
+    pub(crate) instances: u32,
     /// Requests of one instance at most.
-    pub requests: u32,
+    pub(crate) requests: u32,
     /// rBlocks of one instance at most.
-    pub blocks: u32,
+    pub(crate) blocks: u32,
     /// One in so many instances holds one long request, and little else; 0: none does.
-    pub long_every: u32,
+    pub(crate) long_every: u32,
     /// One in so many instances is a kv node in host memory; 0: none is.
-    pub kv_every: u32,
+    pub(crate) kv_every: u32,
     /// One in so many requests has blocks on another instance; 0: none has.
-    pub remote_every: u32,
-    pub seed: u64,
+    pub(crate) remote_every: u32,
+    pub(crate) seed: u64,
 }
 
 /// A small generator of its own, so that the library needs no random numbers (splitmix64).
@@ -48,7 +48,7 @@ impl Dice {
 impl Synthetic {
     /// The pool of this description.
     #[must_use]
-    pub fn view(&self) -> PoolView {
+    pub(crate) fn view(&self) -> PoolView {
         let mut dice = Dice(self.seed);
         let shape = ModelShape { layers: 32, block_tokens: 32, token_bytes: 131_072, row_bytes: 16_516 };
         let mut view = PoolView { now_ms: 1_000_000, shape, ..PoolView::default() };
