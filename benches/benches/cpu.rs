@@ -125,7 +125,7 @@ impl Model {
             x: d.tensor(rows, HIDDEN)?,
             normed: d.tensor(rows, HIDDEN)?,
             qkv: d.tensor(rows, GEOMETRY.qkv_dim())?,
-            attention: d.partials(rows, GEOMETRY)?,
+            attention: Partials::new(d, rows, GEOMETRY)?,
             gate_up: d.tensor(rows, 2 * INTERMEDIATE)?,
             gated: d.tensor(rows, INTERMEDIATE)?,
             last: d.tensor(1, HIDDEN)?,

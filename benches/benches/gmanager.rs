@@ -167,7 +167,7 @@ impl Pool {
             blocks_borrowed: if self.creditor(i).is_some() { 700 } else { 0 },
             requests_running: self.requests,
             requests_waiting: 8,
-            links: peers.map(|peer| Link { peer, rtt_us, bytes_per_s: 12_500_000_000 }).collect(),
+            links: peers.map(|peer| Link { peer, rtt_us, bytes_per_s: 12_500_000_000, ..Link::default() }).collect(),
             placements,
             placements_full: full,
             load: Some(Load {

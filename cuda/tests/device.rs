@@ -13,7 +13,7 @@ mod shim;
 
 use fake::{Fake, OUT_OF_MEMORY};
 use lagoon_backend::conformance::Data;
-use lagoon_backend::{AttnBatch, AttnRows, CpuDevice, Device, DeviceError};
+use lagoon_backend::{AttnBatch, AttnRows, CpuDevice, Device, DeviceError, Partials, Queued};
 use lagoon_cuda::kernels::attention::{DecodeClass, Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers, TuneFor};
 use lagoon_kv::vmm::{VmmConfig, VmmLayout, VmmShape};
@@ -178,7 +178,7 @@ fn urgent_work_shares_the_store() {
             device.urgent(true);
             device.kv_write(&mut kv, 1, 8, &value(3.0).repeat(8)).unwrap();
             let q = device.tensor(1, G.q_dim()).unwrap();
-            let mut out = device.partials(1, G).unwrap();
+            let mut out = Partials::new(device, 1, G).unwrap();
             let seqs = [AttnRows { row0: 0, rows: 1, pos0: 20, run0: 0, runs: 1 }];
             let runs = [KvRun { base: 0, len: 16, first_pos: 0 }];
             let batch = AttnBatch { geometry: G, scale: 1.0, window: None, alibi: None, seqs: &seqs, runs: &runs };
@@ -220,7 +220,7 @@ fn growth_beside_urgent_writes_keeps_them() {
 fn windowed_alibi<D: Device>(device: &mut D, kv: &D::Kv, queries: &[f32], runs: &[KvRun]) -> (Vec<f32>, Vec<f32>, u32) {
     let mut q = device.tensor(1, G.q_dim()).unwrap();
     device.write(&mut q, 0, queries).unwrap();
-    let mut out = device.partials(1, G).unwrap();
+    let mut out = Partials::new(device, 1, G).unwrap();
     let seqs = [AttnRows { row0: 0, rows: 1, pos0: 900, run0: 0, runs: u32::try_from(runs.len()).unwrap() }];
     let alibi = Some(Alibi { bias_max: 8.0 });
     let batch = AttnBatch { geometry: G, scale: 0.125, window: Some(700), alibi, seqs: &seqs, runs };

@@ -12,7 +12,7 @@ mod shim;
 
 use fake::{Fake, UNKNOWN};
 use lagoon_backend::conformance::Data;
-use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, Mode, Partials};
+use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, Mode, Partials, Queued};
 use lagoon_cuda::kernels::attention::{DecodeClass, Tuning};
 use lagoon_cuda::{CudaDevice, CudaKv, CudaOptions, CudaTensor, CudaWeight, LinearLayers};
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
@@ -87,7 +87,7 @@ impl Model {
             normed: device.tensor(batch, HIDDEN).unwrap(),
             projected: device.tensor(batch, G.qkv_dim()).unwrap(),
             rope: device.tensor(batch, 64).unwrap(),
-            attn: device.partials(batch, G).unwrap(),
+            attn: Partials::new(device, batch, G).unwrap(),
             product: device.tensor(batch, 2 * INNER).unwrap(),
             act: device.tensor(batch, INNER).unwrap(),
             logits: device.tensor(batch, VOCAB as usize).unwrap(),

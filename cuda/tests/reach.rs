@@ -13,7 +13,9 @@ mod shim;
 
 use fake::{Fake, OUT_OF_MEMORY};
 use lagoon_backend::conformance::Data;
-use lagoon_backend::{AttnBatch, AttnRows, CpuDevice, Device, DeviceError, PeerMemory, Window};
+use lagoon_backend::{
+    AttnBatch, AttnRows, CpuDevice, Device, DeviceError, Partials, PeerAccess, PeerMemory, Queued, Window,
+};
 use lagoon_cuda::{CudaDevice, CudaKv, CudaOptions, LinearLayers};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
 use std::fs::File;
@@ -58,7 +60,7 @@ fn attend(device: &mut CudaDevice, kv: &CudaKv, layer: usize) -> (Vec<f32>, Vec<
     let mut data = Data::new(7 + layer as u64);
     let mut q = device.tensor(ROWS, GEOMETRY.q_dim()).unwrap();
     device.write(&mut q, 0, &data.values(ROWS * GEOMETRY.q_dim())).unwrap();
-    let mut out = device.partials(ROWS, GEOMETRY).unwrap();
+    let mut out = Partials::new(device, ROWS, GEOMETRY).unwrap();
     let run = |base, len, first_pos| KvRun { base, len, first_pos };
     let runs = [run(5 * BLOCK, 2 * BLOCK, 0), run(BLOCK, BLOCK, 2 * BLOCK), run(2 * BLOCK, BLOCK - 3, 0)];
     let rows = |row0, rows, pos0, run0, runs| AttnRows { row0, rows, pos0, run0, runs };
@@ -84,7 +86,7 @@ fn lend() {
     let _fake = driver("a_creditors_memory_is_attended_to_from_another_process", 5).unwrap();
     let mut device = open();
     device.urgent(true);
-    let (mut kv, window) = device.kv_lent(SHAPE, BLOCKS, BLOCK).unwrap().unwrap();
+    let (mut kv, window) = device.kv_lent(SHAPE, BLOCKS, BLOCK).unwrap();
     for block in USED {
         write(&mut device, &mut kv, block, u64::from(block));
         device.kv_seal(&mut kv, block, epoch(block, 0)).unwrap();
@@ -139,16 +141,16 @@ fn a_creditors_memory_is_attended_to_from_another_process() {
     for (seed, killed) in [(2, false), (3, true)] {
         let Some(fake) = driver("a_creditors_memory_is_attended_to_from_another_process", seed) else { return };
         let mut device = open();
-        assert!(device.reaches());
-        let mut own = device.kv_lent(SHAPE, BLOCKS, BLOCK).unwrap().unwrap().0;
+        assert!(device.peer_access().is_some());
+        let mut own = device.kv_lent(SHAPE, BLOCKS, BLOCK).unwrap().0;
         USED.iter().for_each(|block| write(&mut device, &mut own, *block, u64::from(*block)));
         let uuid = device.attributes().uuid;
         let mut lender = Lender::start(uuid, VARIABLE);
         let memory = PeerMemory { descriptor: lender.2.descriptor.try_clone().unwrap(), ..lender.2 };
-        let mut there = device.kv_reach(SHAPE, BLOCKS, BLOCK, memory).unwrap();
+        let mut there = device.kv_map(SHAPE, BLOCKS, BLOCK, memory).unwrap();
         let words = |device: &mut CudaDevice, kv: &CudaKv| {
             let mut words = Vec::new();
-            device.kv_words(kv, &USED, &mut words).unwrap();
+            device.kv_seal_tags(kv, &USED, &mut words).unwrap();
             words
         };
         assert_eq!(words(&mut device, &there), USED.map(|block| epoch(block, 0)));
@@ -189,7 +191,7 @@ fn a_creditors_memory_is_attended_to_from_another_process() {
 fn a_write_opens_what_it_touches() {
     let Some(fake) = driver("a_write_opens_what_it_touches", 9) else { return };
     let mut device = open();
-    let (mut kv, window) = device.kv_lent(SHAPE, BLOCKS, BLOCK).unwrap().unwrap();
+    let (mut kv, window) = device.kv_lent(SHAPE, BLOCKS, BLOCK).unwrap();
     let all: Vec<u32> = (0..BLOCKS).collect();
     let token = SHAPE.layer_token_bytes();
     let seal = |device: &mut CudaDevice, kv: &mut CudaKv| {
@@ -201,7 +203,7 @@ fn a_write_opens_what_it_touches() {
         seal(&mut device, &mut kv);
         device.kv_write(&mut kv, 2, slot0, &vec![1; count as usize * token]).unwrap();
         let mut words = Vec::new();
-        device.kv_words(&kv, &all, &mut words).unwrap();
+        device.kv_seal_tags(&kv, &all, &mut words).unwrap();
         for (block, word) in (0..).zip(words) {
             assert_eq!(word, if opened.contains(&block) { 0 } else { epoch(block, 0) }, "{slot0}+{count}: {block}");
         }
@@ -209,7 +211,7 @@ fn a_write_opens_what_it_touches() {
     device.kv_seal(&mut kv, BLOCKS, 1).unwrap_err();
     let mut plain = device.kv(SHAPE, 64).unwrap();
     device.kv_seal(&mut plain, 0, 1).unwrap_err();
-    device.kv_words(&plain, &[0], &mut Vec::new()).unwrap_err();
+    device.kv_seal_tags(&plain, &[0], &mut Vec::new()).unwrap_err();
     drop((kv, plain, window, device));
     fake.finish();
 }
@@ -229,32 +231,32 @@ fn what_is_no_lent_memory_is_refused_and_leaves_nothing() {
     let after = fake.counts();
     assert_eq!((after.physical, after.mappings, after.bytes_used), (before.physical, 0, before.bytes_used));
 
-    let (kv, window) = device.kv_lent(SHAPE, BLOCKS, BLOCK).unwrap().unwrap();
+    let (kv, window) = device.kv_lent(SHAPE, BLOCKS, BLOCK).unwrap();
     let memory =
         |of: &dyn Window, bytes| PeerMemory { device: of.device(), bytes, descriptor: of.descriptor().unwrap() };
     let whole = window.bytes();
     // More than there is, less than is said, no whole pages, and another device's.
     for (blocks, bytes) in [(100 * BLOCKS, whole), (BLOCKS, 4096), (BLOCKS, whole + 8), (u32::MAX, whole), (0, whole)] {
-        let refused = device.kv_reach(SHAPE, blocks, BLOCK, memory(window.as_ref(), bytes));
+        let refused = device.kv_map(SHAPE, blocks, BLOCK, memory(window.as_ref(), bytes));
         assert!(matches!(refused, Err(DeviceError::Unsupported(_))), "{blocks} {bytes}: {refused:?}");
     }
     let mut other = memory(window.as_ref(), whole);
     other.device[15] ^= 1;
-    let refused = device.kv_reach(SHAPE, BLOCKS, BLOCK, other).unwrap_err();
+    let refused = device.kv_map(SHAPE, BLOCKS, BLOCK, other).unwrap_err();
     assert!(refused.to_string().contains("peer"), "{refused}");
     let file = File::open(std::env::current_exe().unwrap()).unwrap().into();
     let no_memory = PeerMemory { device: window.device(), bytes: whole, descriptor: file };
-    device.kv_reach(SHAPE, BLOCKS, BLOCK, no_memory).unwrap_err();
+    device.kv_map(SHAPE, BLOCKS, BLOCK, no_memory).unwrap_err();
     for function in ["cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"] {
         fake.fail(function, 1, OUT_OF_MEMORY);
-        device.kv_reach(SHAPE, BLOCKS, BLOCK, memory(window.as_ref(), whole)).unwrap_err();
+        device.kv_map(SHAPE, BLOCKS, BLOCK, memory(window.as_ref(), whole)).unwrap_err();
     }
     drop((kv, window, device));
     fake.sharing(false, false);
     let mut alone = open();
-    assert!(!alone.reaches() && alone.kv_lent(SHAPE, BLOCKS, BLOCK).unwrap().is_none());
+    assert!(alone.peer_access().is_none() && alone.kv_lent(SHAPE, BLOCKS, BLOCK).is_err());
     drop(alone);
     fake.finish();
     let mut host = CpuDevice::with_threads(1);
-    assert!(!host.reaches() && host.kv_lent(SHAPE, BLOCKS, BLOCK).unwrap().is_none());
+    assert!(host.peer_access().is_none());
 }

@@ -12,7 +12,7 @@ mod shim;
 
 use fake::{Fake, OUT_OF_MEMORY, UNKNOWN};
 use lagoon_backend::conformance::Data;
-use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError};
+use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, Partials, Queued, VirtualMemory};
 use lagoon_cuda::{CudaDevice, CudaKv, CudaOptions, LinearLayers};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape, KvSpace};
 use proptest::prelude::*;
@@ -67,7 +67,7 @@ fn assert_holds(device: &mut CudaDevice, kv: &CudaKv, slot: u32, tokens: u32, va
 fn attend(device: &mut CudaDevice, kv: &CudaKv, queries: &[f32], base: u32, len: u32) -> Vec<u32> {
     let mut q = device.tensor(1, G.q_dim()).unwrap();
     device.write(&mut q, 0, queries).unwrap();
-    let mut out = device.partials(1, G).unwrap();
+    let mut out = Partials::new(device, 1, G).unwrap();
     let seqs = [AttnRows { row0: 0, rows: 1, pos0: len, run0: 0, runs: 1 }];
     let runs = [KvRun { base, len, first_pos: 0 }];
     let batch = AttnBatch { geometry: G, scale: 0.125, window: None, alibi: None, seqs: &seqs, runs: &runs };
@@ -234,7 +234,7 @@ fn a_guest_writes_after_a_step_that_was_given_up() {
         for layer in 0..LAYERS {
             device.rope_append(&mut qkv, &rope, G, &slots, &mut kv, layer).unwrap();
         }
-        device.gave_up().unwrap();
+        device.abort_step().unwrap();
         if rows {
             device.kv_release(&mut kv, 0..TOKENS).unwrap();
         }

@@ -13,7 +13,9 @@ mod shim;
 
 use fake::{Fake, OUT_OF_MEMORY};
 use lagoon_backend::conformance::Data;
-use lagoon_backend::{CpuDevice, Device, DeviceError, DeviceUuid, KvPiece, Window, WindowMove, Xxh3};
+use lagoon_backend::{
+    CpuDevice, Device, DeviceError, DeviceUuid, KvPiece, Queued, SharedRegions, VirtualMemory, Window, WindowMove, Xxh3,
+};
 use lagoon_cuda::{CudaDevice, CudaKv, CudaOptions, LinearLayers};
 use lagoon_types::{DType, KvShape, KvSpace};
 use std::fs::File;
@@ -87,9 +89,9 @@ fn write_and_wait() {
     let mut device = open();
     let mut kv = device.kv(SHAPE, 60).unwrap();
     write(&mut device, &mut kv, 7, 1);
-    let (window, shared) = device.window(90 << 10).unwrap().unwrap();
+    let (window, shared) = device.region(90 << 10).unwrap();
     device.urgent(true);
-    device.kv_to_window(&kv, &pieces(7), window, THERE as usize).unwrap();
+    device.kv_to_region(&kv, &pieces(7), window, THERE as usize).unwrap();
     let descriptor = shared.descriptor().unwrap();
     println!("window {} {}", descriptor.as_raw_fd(), shared.bytes());
     let _ = std::io::stdin().read(&mut [0]);
@@ -106,7 +108,7 @@ fn kv_goes_from_process_to_process() {
         let made = fake.counts().made_for_rdma;
         let mut device = open();
         let mut kv = rows(&mut device);
-        let (window, own) = device.window(90 << 10).unwrap().unwrap();
+        let (window, own) = device.region(90 << 10).unwrap();
         assert_eq!(own.bytes(), 92 << 10, "whole pages");
         assert_eq!(fake.counts().made_for_rdma, made + 1, "the window, and no page group");
         let mut writer = Command::new(std::env::current_exe().unwrap())
@@ -143,7 +145,7 @@ fn kv_goes_from_process_to_process() {
         drop(peer);
         assert_eq!(own.mapped(), 0);
         device.kv_hold(&mut kv, slice::from_ref(&(600..600 + TOKENS))).unwrap();
-        device.kv_from_window(&mut kv, &pieces(600), window, HERE as usize).unwrap();
+        device.kv_from_region(&mut kv, &pieces(600), window, HERE as usize).unwrap();
         assert_holds(&mut device, &kv, 600, 1);
         writer.stdin.take();
         assert_eq!(writer.wait().unwrap().success(), !killed);
@@ -180,7 +182,7 @@ fn windows_of_other_devices_are_for_peers() {
     for (devices, peers, can) in [(1, false, false), (1, true, false), (2, false, false), (2, true, true)] {
         fake.devices(devices, 7, peers);
         let mut device = open();
-        let (_, own) = device.window(5000).unwrap().unwrap();
+        let (_, own) = device.region(5000).unwrap();
         let descriptor = own.descriptor().unwrap();
         let mut other = own.device();
         other[15] += 1;
@@ -207,12 +209,12 @@ fn memory_is_shared_as_the_device_can() {
         fake.sharing(shareable, rdma);
         let made = fake.counts().made_for_rdma;
         let mut device = open();
-        let window = device.window(5000).unwrap();
-        assert_eq!(window.is_some(), shareable);
-        assert_eq!(fake.counts().made_for_rdma - made, u64::from(shareable && rdma));
+        let window = device.shared_regions().map(|regions| regions.region(5000).unwrap());
+        assert_eq!((window.is_some(), device.region(5000).is_ok()), (shareable, shareable));
+        assert_eq!(fake.counts().made_for_rdma - made, 2 * u64::from(shareable && rdma));
         // Page groups of stores ask for neither.
         let kv = rows(&mut device);
-        assert_eq!(fake.counts().made_for_rdma - made, u64::from(shareable && rdma));
+        assert_eq!(fake.counts().made_for_rdma - made, 2 * u64::from(shareable && rdma));
         if let Some((_, own)) = window {
             fake.fail_from("cuMemExportToShareableHandle", 1, fake::UNKNOWN);
             let descriptors = [own.descriptor().unwrap(), own.descriptor().unwrap()];
@@ -232,14 +234,14 @@ fn what_is_no_window_is_refused_and_leaves_nothing() {
     for function in ["cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess", "cuMemHostAlloc", "cuMemAlloc"]
     {
         fake.fail(function, 1, OUT_OF_MEMORY);
-        assert!(matches!(device.window(5000), Err(DeviceError::OutOfMemory { .. })), "{function}");
+        assert!(matches!(device.region(5000), Err(DeviceError::OutOfMemory { .. })), "{function}");
     }
     fake.fail("cuMemExportToShareableHandle", 1, fake::UNKNOWN);
-    device.window(5000).unwrap_err();
+    device.region(5000).unwrap_err();
     let after = fake.counts();
     assert_eq!((after.physical, after.mappings, after.bytes_used), (before.physical, 0, before.bytes_used));
 
-    let (window, own) = device.window(5000).unwrap().unwrap();
+    let (window, own) = device.region(5000).unwrap();
     let import = |file: BorrowedFd<'_>, bytes| Arc::clone(&own).import(&own.device(), file, bytes);
     import(File::open(std::env::current_exe().unwrap()).unwrap().as_fd(), 4096).unwrap_err();
     let descriptor = own.descriptor().unwrap();
@@ -252,9 +254,9 @@ fn what_is_no_window_is_refused_and_leaves_nothing() {
     assert_eq!(own.mapped(), 0);
     let mut kv = rows(&mut device);
     write(&mut device, &mut kv, 0, 1);
-    let beyond = catch_unwind(AssertUnwindSafe(|| device.kv_to_window(&kv, &pieces(0), window, 16)));
+    let beyond = catch_unwind(AssertUnwindSafe(|| device.kv_to_region(&kv, &pieces(0), window, 16)));
     assert!(beyond.is_err(), "pieces beyond the window");
     drop((kv, device, own, descriptor));
     fake.finish();
-    assert!(CpuDevice::with_threads(1).window(4096).unwrap().is_none(), "the host backend has arenas of its own");
+    assert!(CpuDevice::with_threads(1).shared_regions().is_none(), "the host backend has arenas of its own");
 }

@@ -100,7 +100,7 @@ fn model(device: &mut WgpuDevice, shape: Shape, tokens: usize) -> Model {
         act: device.tensor(CHUNK, shape.inner).unwrap(),
         last: device.tensor(1, shape.hidden).unwrap(),
         logits: device.tensor(1, shape.vocab).unwrap(),
-        partials: device.partials(CHUNK, g).unwrap(),
+        partials: Partials::new(device, CHUNK, g).unwrap(),
         shape,
         times: None,
     }

@@ -7,7 +7,7 @@ use crate::memory::{WgpuKv, WgpuTensor, WgpuWeight, quads, word};
 use crate::params;
 use crate::plan::{self, Bounds, ITEMS, Plan};
 use lagoon_backend::{
-    Activation, AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, KvPiece, Mode, Partials, WeightSource,
+    Activation, AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, KvPiece, Mode, Partials, WeightSource, without,
 };
 use lagoon_types::{Alibi, AttentionGeometry, KvRun, KvShape};
 use std::ops::Range;
@@ -169,6 +169,9 @@ impl Device for WgpuDevice {
         }
     }
 
+    // WebGPU tells nobody how far its queue has got while others wait for it, and maps no memory of other processes.
+    without!(queued, sampling, virtual_memory, shared_arenas, shared_regions, peer_access);
+
     fn tensor(&mut self, rows: usize, cols: usize) -> Result<WgpuTensor, DeviceError> {
         WgpuTensor::new(&mut self.gpu, rows, cols)
     }
@@ -179,6 +182,10 @@ impl Device for WgpuDevice {
 
     fn kv(&mut self, shape: KvShape, slots: usize) -> Result<WgpuKv, DeviceError> {
         WgpuKv::new(&mut self.gpu, shape, slots)
+    }
+
+    fn kv_shape(&self, kv: &WgpuKv) -> KvShape {
+        kv.shape
     }
 
     fn write(&mut self, tensor: &mut WgpuTensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {

@@ -4,7 +4,7 @@
 use bytes::Bytes;
 use half::{bf16, f16};
 use lagoon_backend::conformance;
-use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, Mode, WeightSource};
+use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, Mode, Partials, WeightSource};
 use lagoon_shaders::{AdapterChoice, Options, WgpuDevice, list_adapters};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
 
@@ -95,7 +95,7 @@ fn attend(device: &mut WgpuDevice, dtype: DType) -> (Vec<f32>, Vec<f32>, Vec<u8>
         AttnRows { row0: 89, rows: 1, pos0: 900, run0: 0, runs: 2 },
     ];
     let batch = AttnBatch { geometry: GEOMETRY, scale: 0.25, window: None, alibi: None, seqs: &seqs, runs: &runs };
-    let mut out = device.partials(rows, GEOMETRY).unwrap();
+    let mut out = Partials::new(device, rows, GEOMETRY).unwrap();
     device.attention(&qkv, &batch, &kv, 1, &mut out).unwrap();
     let mut stored = Vec::new();
     device.kv_read(&kv, 1, 0, SLOTS, &mut stored).unwrap();

@@ -10,8 +10,8 @@ pub(crate) mod shim;
 
 use crate::process_up::{golden_prompt, single};
 use fake::{Fake, OUT_OF_MEMORY};
-use lagoon_backend::Device;
 use lagoon_backend::conformance::Data;
+use lagoon_backend::{Device, Sampling};
 use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers};
 use lagoon_instance::RemotePolicy;
 use lagoon_kv::Placement;
@@ -80,7 +80,7 @@ fn a_cuda_and_a_cpu_instance_serve_together() {
         let diff = assert_equals_single(&format!("{debtor:?} and {creditor:?}"), &world, &pool);
         println!("{debtor:?} and {creditor:?}: largest difference {diff:e}");
         world.check_empty();
-        for node in world.nodes.iter().filter(|node| node.spec.backend == Backend::Cuda) {
+        for node in world.nodes.iter_mut().filter(|node| node.spec.backend == Backend::Cuda) {
             let counters = node.kv_counters().unwrap();
             assert!(counters.in_step + counters.ahead + counters.eager > 0, "{counters:?}");
             println!("{counters:?}");
@@ -245,7 +245,7 @@ fn shared_prefixes_come_and_go() {
         world.run();
         fake.fail("", 0, 0);
         assert_equals_single(&format!("shared prefixes, {fail:?}"), &world, &pool);
-        for node in &world.nodes {
+        for node in &mut world.nodes {
             let counters = node.kv_counters().unwrap();
             assert_eq!(counters.shared % counters.groups_per_block, 0, "{counters:?}");
             shared += counters.shared;

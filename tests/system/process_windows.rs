@@ -3,7 +3,7 @@
 
 use crate::process_disaggregated::connected;
 use crate::process_up::golden_prompt;
-use lagoon_backend::{Device, Window};
+use lagoon_backend::{SharedRegions, Window};
 use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers};
 use lagoon_tests::faults::number;
 use lagoon_tests::golden::max_diff;
@@ -171,8 +171,8 @@ fn a_window_is_handed_out_for_its_token_only() {
         CudaOptions { linear: LinearLayers::Own, ..CudaOptions::default() },
     )
     .unwrap();
-    let theirs = device.window(5000).unwrap().unwrap().1;
-    let own: Arc<dyn Window> = device.window(5000).unwrap().unwrap().1;
+    let theirs = device.region(5000).unwrap().1;
+    let own: Arc<dyn Window> = device.region(5000).unwrap().1;
     theirs.write(7, b"written").unwrap();
     let server = ArenaServer::of_window(&dir.path().join("a.sock"), theirs.as_ref()).unwrap();
     let offer = server.arenas()[0].clone();

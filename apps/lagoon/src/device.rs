@@ -7,7 +7,7 @@ use crate::cuda_tuning;
 use crate::model::{OpenModel, bytes_bar};
 use crate::placement::Chosen;
 use anyhow::Context;
-use lagoon_backend::{Device, DeviceInfo, cpu::CpuDevice};
+use lagoon_backend::{Device, DeviceInfo, VirtualMemory, cpu::CpuDevice};
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, kernels};
 use lagoon_model::{LlamaWeights, Rope};
@@ -190,9 +190,12 @@ impl<'a> Loading<'a> {
         } else {
             None
         };
-        let space = match sizes.lend {
-            true => KvSpace::flat(sizes.blocks_total, args.block_tokens),
-            false => device.kv_space(model.config.kv_shape(sizes.kv_dtype), wished_space(args, model, sizes)),
+        // Stores that debtors map are flat, and so are those of devices without virtual memory.
+        let space = match device.virtual_memory() {
+            Some(memory) if !sizes.lend => {
+                memory.kv_space(model.config.kv_shape(sizes.kv_dtype), wished_space(args, model, sizes))
+            }
+            _ => KvSpace::flat(sizes.blocks_total, args.block_tokens),
         };
         let config = ExecutorConfig {
             kv: space,
@@ -220,7 +223,7 @@ impl<'a> Loading<'a> {
         };
         let calibration = measured(&mut executor, subject, (args, cached), model, &info)?;
         let memory = executor.memory().clone();
-        let (lent, reaches) = (executor.lent().cloned(), executor.device().reaches());
+        let (lent, reaches) = (executor.lent().cloned(), executor.maps_peers());
         let stage_blocks = if executor.stages() { sizes.stage_blocks } else { 0 };
         let thread = lagoon_runner::spawn(executor, report);
         Ok(Running { thread, info, space, memory, stage_blocks, lent, reaches, calibration })

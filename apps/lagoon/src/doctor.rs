@@ -115,7 +115,7 @@ fn cuda(gpus: &mut Vec<Gpu>) -> Vec<Check> {
 fn cuda_device(ordinal: u32, probed: &ProbedDevice, gpus: &mut Vec<Gpu>) -> Check {
     let kernels = format!("kernels: {}", kernels::FATBIN_SOURCE);
     match CudaDevice::open(kernels::FATBIN, CudaOptions { ordinal, ..CudaOptions::default() }) {
-        Ok(device) => {
+        Ok(mut device) => {
             let DeviceInfo { name, pci, memory_bytes, .. } = Device::info(&device);
             gpus.extend(pci.map(|pci| (name.clone(), pci)));
             let linear = device.linear_layers();
@@ -127,7 +127,7 @@ fn cuda_device(ordinal: u32, probed: &ProbedDevice, gpus: &mut Vec<Gpu>) -> Chec
             };
             let free = memory_bytes.unwrap_or(0) >> 20;
             let all = probed.memory_bytes >> 20;
-            let reach = if device.reaches() { "mapped by other processes" } else { "not shared" };
+            let reach = if device.peer_access().is_some() { "mapped by other processes" } else { "not shared" };
             let text = format!(
                 "{ordinal}: {name}; {free} of {all} MiB free, {reach}; {kernels}; linear layers: {linear}{tiles}"
             );

@@ -6,7 +6,9 @@
 
 use bytes::Bytes;
 use lagoon_backend::cpu::{CpuKv, CpuTensor, CpuWeight};
-use lagoon_backend::{Activation, AttnBatch, CpuDevice, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
+use lagoon_backend::{
+    Activation, AttnBatch, CpuDevice, Device, DeviceError, DeviceInfo, KvPiece, Mode, Partials, WeightSource, without,
+};
 use lagoon_model::{LlamaWeights, LoadedTensor, ModelConfig, ModelError};
 use lagoon_runner::Report;
 use lagoon_types::{AttentionGeometry, DType, KvShape};
@@ -161,6 +163,9 @@ impl Device for Timed {
         self.inner.info()
     }
 
+    // Those of the host, but for shared arenas: nobody reads this KV beside the device.
+    without!(queued, sampling, virtual_memory, shared_arenas, shared_regions, peer_access);
+
     fn tensor(&mut self, rows: usize, cols: usize) -> Result<CpuTensor, DeviceError> {
         self.inner.tensor(rows, cols)
     }
@@ -171,6 +176,10 @@ impl Device for Timed {
 
     fn kv(&mut self, shape: KvShape, slots: usize) -> Result<CpuKv, DeviceError> {
         self.inner.kv(shape, slots)
+    }
+
+    fn kv_shape(&self, kv: &CpuKv) -> KvShape {
+        self.inner.kv_shape(kv)
     }
 
     fn write(&mut self, tensor: &mut CpuTensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
@@ -201,6 +210,10 @@ impl Device for Timed {
         out: &mut Vec<u8>,
     ) -> Result<(), DeviceError> {
         self.inner.kv_read(kv, layer, slot0, tokens, out)
+    }
+
+    fn kv_read_pieces(&mut self, kv: &CpuKv, pieces: &[KvPiece], out: &mut Vec<u8>) -> Result<(), DeviceError> {
+        self.inner.kv_read_pieces(kv, pieces, out)
     }
 
     fn sync(&mut self) -> Result<(), DeviceError> {

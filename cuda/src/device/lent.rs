@@ -1,10 +1,10 @@
 //! Stores that are lent: KV in one arena, which other processes on this host map to attend to it where it lies.
 //!
-//! The arena has the layers one behind the other, each in the canonical layout, slots in order; then a word for each rBlock
-//! ([`lagoon_backend::Device::kv_lent`]). Shape and number of rBlocks say where everything is.
+//! The arena has the layers one behind the other, each in the canonical layout, slots in order; then a seal tag for each rBlock
+//! ([`lagoon_backend::PeerAccess::kv_lent`]). Shape and number of rBlocks say where everything is.
 //!
-//! Invariants: of one's own arena, the word of an rBlock that is written is 0 before the write begins, in the order of the
-//! stream that writes; a word other than 0 is written behind everything that the rBlock holds, and waited for. Another
+//! Invariants: of one's own arena, the tag of an rBlock that is written is 0 before the write begins, in the order of the
+//! stream that writes; a tag other than 0 is written behind everything that the rBlock holds, and waited for. Another
 //! process's arena is never written.
 
 use super::CudaDevice;
@@ -20,8 +20,8 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-/// Bytes of a word.
-const WORD_BYTES: usize = size_of::<u64>();
+/// Bytes of a seal tag.
+const TAG_BYTES: usize = size_of::<u64>();
 /// Layers begin at multiples of so many bytes.
 const ALIGNMENT: usize = 256;
 
@@ -32,16 +32,16 @@ pub(super) struct Lent {
     shape: KvShape,
     blocks: u32,
     block_tokens: u32,
-    /// Which rBlocks have a word other than 0; `None` of another process's memory.
+    /// Which rBlocks have a tag other than 0; `None` of another process's memory.
     sealed: Option<Vec<bool>>,
 }
 
-/// Bytes of a layer, and of all layers and words.
+/// Bytes of a layer, and of all layers and tags.
 fn sizes(shape: KvShape, blocks: u32, block_tokens: u32) -> Option<(usize, usize)> {
     let slots = blocks.checked_mul(block_tokens).filter(|slots| (1..u32::MAX).contains(slots))?;
     let layer = (slots as usize).checked_mul(shape.layer_token_bytes())?.checked_next_multiple_of(ALIGNMENT)?;
-    let words = blocks as usize * WORD_BYTES;
-    Some((layer, layer.checked_mul(shape.layers as usize)?.checked_add(words)?))
+    let tags = blocks as usize * TAG_BYTES;
+    Some((layer, layer.checked_mul(shape.layers as usize)?.checked_add(tags)?))
 }
 
 fn senseless(blocks: u32, block_tokens: u32) -> DeviceError {
@@ -68,18 +68,18 @@ impl Lent {
         KvView { k, v, token_stride: 2 * heads * dim, head_stride: dim }
     }
 
-    fn word_at(&self, block: u32) -> u64 {
-        let words = self.shape.layers as usize * self.layer_bytes();
-        self.arena.address() + (words + block as usize * WORD_BYTES) as u64
+    fn tag_at(&self, block: u32) -> u64 {
+        let tags = self.shape.layers as usize * self.layer_bytes();
+        self.arena.address() + (tags + block as usize * TAG_BYTES) as u64
     }
 
     /// The rBlocks of these slots are about to be written by `lane`.
     pub(super) fn open(&mut self, lane: &Lane, slots: Range<u32>) -> Result<(), CudaError> {
         for block in slots.start / self.block_tokens..slots.end.div_ceil(self.block_tokens) {
-            let at = self.word_at(block);
+            let at = self.tag_at(block);
             let sealed = self.sealed.as_mut().expect("another process's memory is not written");
             if std::mem::take(&mut sealed[block as usize]) {
-                fill_zero(&lane.stream, at, WORD_BYTES)?;
+                fill_zero(&lane.stream, at, TAG_BYTES)?;
             }
         }
         Ok(())
@@ -92,10 +92,7 @@ impl CudaDevice {
         shape: KvShape,
         blocks: u32,
         block_tokens: u32,
-    ) -> Result<Option<LentKv<CudaKv>>, DeviceError> {
-        if !self.context.attributes().shareable {
-            return Ok(None);
-        }
+    ) -> Result<LentKv<CudaKv>, DeviceError> {
         let (_, bytes) = sizes(shape, blocks, block_tokens).ok_or_else(|| senseless(blocks, block_tokens))?;
         let arena = Arc::new(Arena::new(&self.context, bytes)?);
         fill_zero(&self.lanes[0].stream, arena.address(), arena.bytes())?;
@@ -104,10 +101,10 @@ impl CudaDevice {
         let window = SharedWindow::new(&self.context, kernels, Arc::clone(&arena))?;
         let sealed = Some(vec![false; blocks as usize]);
         let kv = CudaKv::in_arena(shape, Lent { arena, shape, blocks, block_tokens, sealed });
-        Ok(Some((kv, Arc::new(window))))
+        Ok((kv, Arc::new(window)))
     }
 
-    pub(super) fn reach(
+    pub(super) fn map_peer(
         &self,
         shape: KvShape,
         (blocks, block_tokens): (u32, u32),
@@ -124,12 +121,12 @@ impl CudaDevice {
         Ok(CudaKv::in_arena(shape, Lent { arena, shape, blocks, block_tokens, sealed: None }))
     }
 
-    /// See [`lagoon_backend::Device::kv_seal`].
+    /// See [`lagoon_backend::PeerAccess::kv_seal`].
     pub(super) fn seal(&mut self, kv: &mut CudaKv, block: u32, with: u64) -> Result<(), DeviceError> {
         let lent = kv.lent_mut().filter(|lent| lent.is_own() && block < lent.blocks);
-        let lent = lent.ok_or_else(|| DeviceError::Unsupported("sealing what is not lent".to_owned()))?;
-        let at = lent.word_at(block);
-        // From now on a write opens it, whatever becomes of the word.
+        let lent = lent.ok_or_else(|| DeviceError::Unsupported("sealing a store that is not lent".to_owned()))?;
+        let at = lent.tag_at(block);
+        // From now on a write opens it, whatever becomes of the tag.
         lent.sealed.as_mut().expect("it is one's own")[block as usize] = true;
         self.kv_used()?;
         self.lane().settle()?;
@@ -138,20 +135,21 @@ impl CudaDevice {
         Ok(self.lane().synchronize()?)
     }
 
-    /// See [`lagoon_backend::Device::kv_words`].
+    /// See [`lagoon_backend::PeerAccess::kv_seal_tags`].
     ///
     /// # Panics
     /// If an rBlock lies beyond the store.
-    pub(super) fn words(&mut self, kv: &CudaKv, blocks: &[u32], out: &mut Vec<u64>) -> Result<(), DeviceError> {
-        let lent = kv.lent().ok_or_else(|| DeviceError::Unsupported("words of what is not lent".to_owned()))?;
+    pub(super) fn seal_tags(&mut self, kv: &CudaKv, blocks: &[u32], out: &mut Vec<u64>) -> Result<(), DeviceError> {
+        let lent =
+            kv.lent().ok_or_else(|| DeviceError::Unsupported("seal tags of a store that is not lent".to_owned()))?;
         let (Some(first), Some(last)) = (blocks.iter().min(), blocks.iter().max()) else { return Ok(()) };
         assert!(*last < lent.blocks, "rBlocks beyond the store");
-        let mut bytes = Vec::with_capacity((last - first + 1) as usize * WORD_BYTES);
+        let mut bytes = Vec::with_capacity((last - first + 1) as usize * TAG_BYTES);
         // What is between is read too: one copy is cheaper than many.
         let all = bytes.capacity();
-        self.lane().read(lent.word_at(*first), all, |piece| bytes.extend_from_slice(piece))?;
-        let (words, _) = bytes.as_chunks::<WORD_BYTES>();
-        out.extend(blocks.iter().map(|block| u64::from_le_bytes(words[(block - first) as usize])));
+        self.lane().read(lent.tag_at(*first), all, |piece| bytes.extend_from_slice(piece))?;
+        let (tags, _) = bytes.as_chunks::<TAG_BYTES>();
+        out.extend(blocks.iter().map(|block| u64::from_le_bytes(tags[(block - first) as usize])));
         Ok(())
     }
 }

@@ -288,7 +288,7 @@ impl CudaKv {
         Ok(kv)
     }
 
-    /// See [`lagoon_backend::Device::kv_hold`]. Returns whether some of the memory was there already.
+    /// See [`lagoon_backend::VirtualMemory::kv_hold`]. Returns whether some of the memory was there already.
     pub(super) fn hold(&mut self, slots: &[Range<u32>]) -> Result<bool, DeviceError> {
         let left = self.let_go();
         // A flat store has had the memory all along.
@@ -306,7 +306,7 @@ impl CudaKv {
         Ok(reused)
     }
 
-    /// See [`lagoon_backend::Device::kv_share`].
+    /// See [`lagoon_backend::VirtualMemory::kv_share`].
     pub(super) fn share(&mut self, from: Range<u32>, to: u32) -> Result<(), DeviceError> {
         self.let_go()?;
         let unsupported = |what: &str| Err(DeviceError::Unsupported(format!("KV at several addresses: {what}")));
@@ -321,7 +321,7 @@ impl CudaKv {
         Ok(())
     }
 
-    /// See [`lagoon_backend::Device::kv_release`]. What fails is done by what is held or released next.
+    /// See [`lagoon_backend::VirtualMemory::kv_release`]. What fails is done by what is held or released next.
     pub(super) fn release(&mut self, slots: Range<u32>) -> Result<(), DeviceError> {
         if let Some(held) = &mut self.rows {
             held.leaving.extend(held.blocks_of(&slots));
@@ -343,7 +343,7 @@ impl CudaKv {
         Ok(())
     }
 
-    /// See [`lagoon_backend::Device::kv_expect`].
+    /// See [`lagoon_backend::VirtualMemory::kv_expect`].
     pub(super) fn expect(&mut self, next: &[u32], row: Option<u32>) {
         let Some(held) = &mut self.rows else { return };
         let end = word(held.blocks.len());

@@ -1,12 +1,13 @@
 //! [`CudaDevice`]: the operations of [`Device`] as launches.
 //!
 //! Two lanes: the instance's own steps, and peers' queries on a stream of their own with the highest priority
-//! ([`Device::urgent`]). Each lane's work happens in the order of the calls. Between them only KV is shared: a lane
+//! ([`Queued::urgent`]). Each lane's work happens in the order of the calls. Between them only KV is shared: a lane
 //! waits for what the other has copied into the store ([`CudaDevice::kv_written`]); a step's own writes are read by
 //! guests only after the step has ended, which its caller has waited for.
 //!
-//! A step that its caller expects again ([`Device::begin_repeatable`]) is listed and replayed as a graph ([`graphs`]).
+//! A repeatable step ([`Queued::begin_repeatable`]) is listed, captured as a graph and replayed ([`graphs`]).
 
+mod capabilities;
 mod graphs;
 mod lane;
 #[cfg(target_os = "linux")]
@@ -15,37 +16,39 @@ mod linear;
 mod memory;
 mod plans;
 #[cfg(target_os = "linux")]
+mod regions;
+#[cfg(target_os = "linux")]
 mod shared_window;
 mod span;
 mod stores;
 mod trial;
 mod tuner;
-mod windows;
 
 pub use linear::LinearLayers;
 pub use memory::{CudaKv, CudaTensor, CudaWeight};
 pub use trial::Tried;
 pub use tuner::TuneFor;
 
-use crate::driver::{Buffer, Context, Event, Pinned, Priority, copy_to_host};
+use crate::driver::{Context, Event, Priority};
 use crate::kernels::attention::{Buffers, SHARED_BYTES_LEAST, SHARED_BYTES_MAX, SHARED_BYTES_RESERVED, Tuning};
 use crate::kernels::pointwise::{self as p, per_row};
-use crate::kernels::sample::{self, SampleParams};
 use bytemuck::Pod;
 use lagoon_backend::{
-    Activation, AttnBatch, Device, DeviceError, DeviceInfo, KvCounters, KvPiece, LaunchCounters, Mode, Partials,
-    SampleRow, SampledRow, WeightSource, WindowId,
+    Activation, AttnBatch, Device, DeviceError, DeviceInfo, KvPiece, LaunchCounters, Mode, Partials, Queued, Sampling,
+    VirtualMemory, WeightSource, without,
 };
-use lagoon_types::{AttentionGeometry, KvShape, KvSpace};
+#[cfg(target_os = "linux")]
+use lagoon_backend::{PeerAccess, SharedRegions};
+use lagoon_types::{AttentionGeometry, KvShape};
 use lane::{Kernels, Lane};
 use linear::Linear;
-use memory::{layout_for, word};
+use memory::word;
 use plans::Plans;
-use span::{STAGED_BYTES_MAX, Span, Staged};
+#[cfg(target_os = "linux")]
+use regions::Regions;
+use span::{Span, Staged};
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
-use windows::Windows;
 
 /// Tokens of KV that are staged at once are as many as fit so many bytes.
 const KV_PIECE_BYTES: usize = 1 << 20;
@@ -90,7 +93,8 @@ pub struct CudaDevice {
     /// Marks of a step that was listed then, whose events were not recorded.
     noted: [bool; 2],
     staged: [Staged; 2],
-    windows: Windows,
+    #[cfg(target_os = "linux")]
+    regions: Regions,
     /// The lane of the next calls.
     at: usize,
 }
@@ -123,7 +127,6 @@ impl CudaDevice {
         let marks = [Event::new(&context, false)?, Event::new(&context, false)?];
         let staged = [Staged::default(), Staged::default()];
         let (unseen, released) = ([false; 2], (Event::new(&context, false)?, false));
-        let windows = Windows::default();
         Ok(Self {
             context,
             options,
@@ -137,7 +140,8 @@ impl CudaDevice {
             marks,
             noted: [false; 2],
             staged,
-            windows,
+            #[cfg(target_os = "linux")]
+            regions: Regions::default(),
             at: 0,
         })
     }
@@ -244,71 +248,33 @@ impl Device for CudaDevice {
         }
     }
 
-    #[cfg(target_os = "linux")]
-    fn window(&mut self, bytes: usize) -> Result<Option<lagoon_backend::OwnWindow>, DeviceError> {
-        self.make_window(bytes)
+    fn queued(&mut self) -> Option<&mut (impl Queued<Tensor = CudaTensor> + ?Sized)> {
+        Some(self)
     }
 
-    fn kv_to_window(&mut self, kv: &CudaKv, pieces: &[KvPiece], to: WindowId, at: usize) -> Result<(), DeviceError> {
-        self.kv_through("kv_pack", kv, pieces, to, at)
+    fn sampling(&mut self) -> Option<&mut (impl Sampling<Tensor = CudaTensor> + ?Sized)> {
+        Some(self)
     }
 
-    fn kv_from_window(
-        &mut self,
-        kv: &mut CudaKv,
-        pieces: &[KvPiece],
-        from: WindowId,
-        at: usize,
-    ) -> Result<(), DeviceError> {
-        self.unpack_window(kv, pieces, from, at)
+    fn virtual_memory(&mut self) -> Option<&mut (impl VirtualMemory<Kv = CudaKv> + ?Sized)> {
+        Some(self)
     }
+
+    // Device memory: the host reads it through staging buffers and shared regions.
+    without!(shared_arenas);
 
     #[cfg(target_os = "linux")]
-    fn kv_lent(
-        &mut self,
-        shape: KvShape,
-        blocks: u32,
-        block_tokens: u32,
-    ) -> Result<Option<lagoon_backend::LentKv<CudaKv>>, DeviceError> {
-        self.make_lent(shape, blocks, block_tokens)
+    fn shared_regions(&mut self) -> Option<&mut (impl SharedRegions<Kv = CudaKv> + ?Sized)> {
+        self.context.attributes().shareable.then_some(self)
     }
 
     #[cfg(target_os = "linux")]
-    fn kv_reach(
-        &mut self,
-        shape: KvShape,
-        blocks: u32,
-        block_tokens: u32,
-        memory: lagoon_backend::PeerMemory,
-    ) -> Result<CudaKv, DeviceError> {
-        self.reach(shape, (blocks, block_tokens), &memory)
+    fn peer_access(&mut self) -> Option<&mut (impl PeerAccess<Kv = CudaKv> + ?Sized)> {
+        self.context.attributes().shareable.then_some(self)
     }
 
-    #[cfg(target_os = "linux")]
-    fn reaches(&self) -> bool {
-        self.context.attributes().shareable
-    }
-
-    #[cfg(target_os = "linux")]
-    fn kv_seal(&mut self, kv: &mut CudaKv, block: u32, word: u64) -> Result<(), DeviceError> {
-        self.seal(kv, block, word)
-    }
-
-    #[cfg(target_os = "linux")]
-    fn kv_words(&mut self, kv: &CudaKv, blocks: &[u32], out: &mut Vec<u64>) -> Result<(), DeviceError> {
-        self.words(kv, blocks, out)
-    }
-
-    fn urgent(&mut self, urgent: bool) {
-        self.at = usize::from(urgent);
-    }
-
-    fn begin_repeatable(&mut self) -> Result<(), DeviceError> {
-        if self.at == 0 && !self.options.no_graphs {
-            self.lane().begin_step()?;
-        }
-        Ok(())
-    }
+    #[cfg(not(target_os = "linux"))]
+    without!(shared_regions, peer_access);
 
     fn tensor(&mut self, rows: usize, cols: usize) -> Result<CudaTensor, DeviceError> {
         self.lane().settle()?;
@@ -325,53 +291,8 @@ impl Device for CudaDevice {
         CudaKv::new(&self.context, shape, slots, group)
     }
 
-    fn kv_space(&self, shape: KvShape, wish: KvSpace) -> KvSpace {
-        match self.why_flat(shape, &wish) {
-            None => wish,
-            Some(_) => KvSpace::flat(wish.blocks, wish.block_tokens),
-        }
-    }
-
-    fn kv_in(&mut self, shape: KvShape, space: &KvSpace) -> Result<CudaKv, DeviceError> {
-        let group = self.options.layers_per_group;
-        match layout_for(&self.context, shape, space.block_tokens, group).filter(|_| space.rows > 0) {
-            Some(layout) => CudaKv::with_rows(&self.context, shape, space, layout),
-            None => self.kv(shape, space.slots()),
-        }
-    }
-
-    fn kv_hold(&mut self, kv: &mut CudaKv, slots: &[Range<u32>]) -> Result<(), DeviceError> {
-        // A step that was given up may still write what it had when that was released.
-        if kv.hold(slots)? && self.at == 1 && std::mem::take(&mut self.released.1) {
-            self.lanes[1].stream.wait(&self.released.0)?;
-        }
-        Ok(())
-    }
-
-    fn gave_up(&mut self) -> Result<(), DeviceError> {
-        // What the step had listed must not happen to memory that is somebody else's by then.
-        self.lanes.iter_mut().try_for_each(Lane::settle)?;
-        self.released.0.record(&self.lanes[0].stream)?;
-        self.released.1 = true;
-        Ok(())
-    }
-
-    fn kv_release(&mut self, kv: &mut CudaKv, slots: Range<u32>) -> Result<(), DeviceError> {
-        self.gave_up()?;
-        kv.release(slots)
-    }
-
-    fn kv_share(&mut self, kv: &mut CudaKv, from: u32, to: u32, tokens: u32) -> Result<(), DeviceError> {
-        self.lanes.iter_mut().try_for_each(Lane::settle)?;
-        kv.share(from..from + tokens, to)
-    }
-
-    fn kv_expect(&mut self, kv: &mut CudaKv, next: &[u32], row: Option<u32>) {
-        kv.expect(next, row);
-    }
-
-    fn kv_counters(&self, kv: &CudaKv) -> Option<KvCounters> {
-        kv.counters()
+    fn kv_shape(&self, kv: &CudaKv) -> KvShape {
+        kv.shape
     }
 
     fn write(&mut self, tensor: &mut CudaTensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
@@ -399,116 +320,6 @@ impl Device for CudaDevice {
             span.take(at, bytes, out);
             at += bytes.len() / 4;
         })?)
-    }
-
-    fn mark(&mut self, lane: usize) -> Result<(), DeviceError> {
-        // An event would end the step's list, and with it the graph: it is recorded when somebody asks.
-        self.noted[lane] = self.lanes[self.at].listed_step().is_some();
-        if self.noted[lane] {
-            return Ok(());
-        }
-        Ok(self.marks[lane].record(&self.lanes[self.at].stream)?)
-    }
-
-    fn reached(&mut self, lane: usize) -> Result<Option<Duration>, DeviceError> {
-        if std::mem::take(&mut self.noted[lane]) {
-            // What is listed has not begun.
-            self.lanes[0].settle()?;
-            self.marks[lane].record(&self.lanes[0].stream)?;
-        }
-        // Asked again at once: kernels take microseconds.
-        Ok((!self.marks[lane].happened()?).then_some(Duration::ZERO))
-    }
-
-    fn read_ahead(
-        &mut self,
-        lane: usize,
-        tensor: &CudaTensor,
-        rows: Range<usize>,
-        cols: Range<usize>,
-    ) -> Result<(), DeviceError> {
-        assert!(rows.end <= tensor.rows && cols.end <= tensor.cols, "a range beyond the tensor");
-        let span = Span::of(tensor, &rows, &cols);
-        let staged = &mut self.staged[lane];
-        staged.bytes = 0;
-        if (1..=STAGED_BYTES_MAX).contains(&span.bytes()) {
-            if staged.pinned.as_ref().is_none_or(|p| p.as_slice().len() < span.bytes()) {
-                staged.pinned = Some(Pinned::new(&self.context, "staged reads", span.bytes().next_power_of_two())?);
-            }
-            if let Some(pinned) = &mut staged.pinned {
-                self.lanes[self.at].settle()?;
-                copy_to_host(&self.lanes[self.at].stream, pinned, 0, span.address(tensor), span.bytes())?;
-                staged.bytes = span.bytes();
-            }
-        }
-        self.mark(lane)
-    }
-
-    fn read_staged(
-        &mut self,
-        lane: usize,
-        tensor: &CudaTensor,
-        rows: Range<usize>,
-        cols: Range<usize>,
-        out: &mut Vec<f32>,
-    ) -> Result<(), DeviceError> {
-        let span = Span::of(tensor, &rows, &cols);
-        match &self.staged[lane] {
-            Staged { pinned: Some(pinned), bytes, .. } if *bytes > 0 && *bytes == span.bytes() => {
-                out.reserve(rows.len() * cols.len());
-                span.take(span.first, &pinned.as_slice()[..*bytes], out);
-                Ok(())
-            }
-            _ => self.read(tensor, rows, cols, out),
-        }
-    }
-
-    fn launches(&self) -> Option<LaunchCounters> {
-        (!self.options.no_graphs).then(|| self.graphs().0)
-    }
-
-    fn samples(&self) -> bool {
-        true
-    }
-
-    fn sample_ahead(&mut self, lane: usize, logits: &CudaTensor, rows: &[SampleRow]) -> Result<(), DeviceError> {
-        assert!(rows.len() <= logits.rows, "a row for each draw");
-        let staged = &mut self.staged[lane];
-        staged.bytes = size_of_val(rows) / size_of::<SampleRow>() * size_of::<SampledRow>();
-        if rows.is_empty() {
-            return self.mark(lane);
-        }
-        let room = (logits.rows * size_of::<SampledRow>()).next_power_of_two();
-        if staged.drawn.as_ref().is_none_or(|b| b.bytes() < room) {
-            // The listed step has not named it; whatever did has happened before this frees it.
-            staged.drawn = Some(Buffer::new(&self.context, "sampled tokens", room)?);
-        }
-        if staged.pinned.as_ref().is_none_or(|p| p.as_slice().len() < staged.bytes) {
-            staged.pinned = Some(Pinned::new(&self.context, "staged reads", room)?);
-        }
-        let (Some(drawn), Some(pinned)) = (&staged.drawn, &mut staged.pinned) else { unreachable!("made above") };
-        let own = &mut self.lanes[self.at];
-        let at = own.upload(bytemuck::cast_slice(rows))?;
-        let params = SampleParams {
-            logits: logits.buffer.address(),
-            rows: at,
-            out: drawn.address(),
-            vocab: word(logits.cols),
-            stride: word(logits.cols),
-        };
-        own.launch(&sample::sample(word(rows.len()), params))?;
-        own.settle()?;
-        copy_to_host(&own.stream, pinned, 0, drawn.address(), staged.bytes)?;
-        self.mark(lane)
-    }
-
-    fn sampled(&mut self, lane: usize, out: &mut Vec<SampledRow>) -> Result<(), DeviceError> {
-        self.marks[lane].synchronize()?;
-        if let Staged { pinned: Some(pinned), bytes, .. } = &self.staged[lane] {
-            let rows = pinned.as_slice()[..*bytes].chunks_exact(size_of::<SampledRow>());
-            out.extend(rows.map(bytemuck::pod_read_unaligned::<SampledRow>));
-        }
-        Ok(())
     }
 
     fn kv_write(&mut self, kv: &mut CudaKv, layer: usize, slot0: u32, bytes: &[u8]) -> Result<(), DeviceError> {
@@ -556,6 +367,10 @@ impl Device for CudaDevice {
         }
         out.resize(out.len() + (tokens - there) as usize * token, 0);
         Ok(())
+    }
+
+    fn kv_read_pieces(&mut self, kv: &CudaKv, pieces: &[KvPiece], out: &mut Vec<u8>) -> Result<(), DeviceError> {
+        pieces.iter().try_for_each(|p| self.kv_read(kv, p.layer as usize, p.slot0, p.tokens, out))
     }
 
     fn sync(&mut self) -> Result<(), DeviceError> {

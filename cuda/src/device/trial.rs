@@ -224,7 +224,7 @@ impl CudaDevice {
         for (i, case) in cases.iter().enumerate() {
             let mut q = self.tensor(case.rows as usize, g.q_dim())?;
             self.write(&mut q, 0, &case.queries(200 + 2 * i as u64, g))?;
-            let mut out = self.partials(case.rows as usize, g)?;
+            let mut out = Partials::new(self, case.rows as usize, g)?;
             let runs = u32::try_from(case.runs.len()).unwrap_or(u32::MAX);
             let seqs = [AttnRows { row0: 0, rows: case.rows, pos0: case.pos0, run0: 0, runs }];
             let Case { window, alibi, runs, .. } = case;

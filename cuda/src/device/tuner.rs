@@ -136,7 +136,7 @@ impl CudaDevice {
         let mut q = self.tensor(rows as usize, g.q_dim())?;
         let queries = (0..rows as usize * g.q_dim()).map(|i| random(2, i as u64));
         self.write(&mut q, 0, &queries.collect::<Vec<f32>>())?;
-        let out = self.partials(rows as usize, g)?;
+        let out = Partials::new(self, rows as usize, g)?;
         let seqs = (0..rows).map(|row| AttnRows { row0: row, rows: 1, pos0: keys - 1, run0: row, runs: 1 }).collect();
         let runs = (0..rows).map(|row| KvRun { base: row * keys, len: keys, first_pos: 0 }).collect();
         Ok(DecodeStep { keys, kv, q, out, seqs, runs })

@@ -5,7 +5,9 @@
 
 use super::shim::{ORDERS, Shim};
 use bytemuck::Pod;
-use lagoon_backend::{Activation, AttnBatch, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
+use lagoon_backend::{
+    Activation, AttnBatch, Device, DeviceError, DeviceInfo, KvPiece, Mode, Partials, WeightSource, without,
+};
 use lagoon_cuda::kernels::attention::{Buffers, DecodeClass, KvView, Plan, Precision, SHARED_BYTES_MAX, Store, Tuning};
 use lagoon_cuda::kernels::boxes::KvMaps;
 use lagoon_cuda::kernels::linear::{Launches, Product, is_streamed, workspace_bytes};
@@ -150,6 +152,8 @@ impl Device for ShimDevice {
         DeviceInfo { backend: "cuda", name: "host shim".to_owned(), software: true, memory_bytes: None, pci: None }
     }
 
+    without!(queued, sampling, virtual_memory, shared_arenas, shared_regions, peer_access);
+
     fn tensor(&mut self, rows: usize, cols: usize) -> Result<Tensor, DeviceError> {
         Ok(Tensor { data: vec![0.0; rows * cols], cols })
     }
@@ -167,6 +171,10 @@ impl Device for ShimDevice {
     fn kv(&mut self, shape: KvShape, slots: usize) -> Result<Kv, DeviceError> {
         let plane = || vec![0u32; (slots * shape.layer_token_bytes() / 2).div_ceil(4)];
         Ok(Kv { shape, layers: (0..shape.layers).map(|_| [plane(), plane()]).collect() })
+    }
+
+    fn kv_shape(&self, kv: &Kv) -> KvShape {
+        kv.shape
     }
 
     fn write(&mut self, tensor: &mut Tensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
@@ -205,6 +213,10 @@ impl Device for ShimDevice {
         self.kv_copy("kv_pack", view_of(kv, layer), kv.shape, slot0, at, tokens as usize);
         out.extend_from_slice(&bytemuck::cast_slice(&packed)[..tokens as usize * kv.shape.layer_token_bytes()]);
         Ok(())
+    }
+
+    fn kv_read_pieces(&mut self, kv: &Kv, pieces: &[KvPiece], out: &mut Vec<u8>) -> Result<(), DeviceError> {
+        pieces.iter().try_for_each(|p| self.kv_read(kv, p.layer as usize, p.slot0, p.tokens, out))
     }
 
     fn sync(&mut self) -> Result<(), DeviceError> {

@@ -1,9 +1,10 @@
-//! The backend contract ([`Device`]), the host CPU backend that is oracle and default ([`cpu`]), the conformance suite
-//! ([`conformance`]) by which every backend proves itself, and memory that processes share and check while they copy it
-//! ([`arena`], [`window`], [`xxh3`]).
+//! The backend contract ([`Device`] and its [`capabilities`]), the host CPU backend that is oracle and default ([`cpu`]), the
+//! conformance suite ([`conformance`]) by which every backend proves itself, and memory that processes share and check while
+//! they copy it ([`arena`], [`window`], [`xxh3`]).
 
 #[cfg(target_os = "linux")]
 pub mod arena;
+pub mod capabilities;
 pub mod conformance;
 pub mod cpu;
 pub mod device;
@@ -15,13 +16,16 @@ pub mod xxh3;
 
 #[cfg(target_os = "linux")]
 pub use arena::{ArenaError, ArenaView, SharedArena};
-pub use cpu::CpuDevice;
-pub use device::{
-    Activation, AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, KvCounters, KvPiece, LaunchCounters, Mode,
-    Partials, SampleRow, SampledRow, WeightSource, WindowId,
+pub use capabilities::{
+    KvCounters, LaunchCounters, PeerAccess, Queued, RegionId, SampleRow, SampledRow, Sampling, SharedArenas,
+    SharedRegions, VirtualMemory,
 };
 #[cfg(target_os = "linux")]
-pub use device::{LentKv, OwnWindow};
+pub use capabilities::{LentKv, OwnRegion, SharedKv};
+pub use cpu::CpuDevice;
+pub use device::{
+    Activation, AttnBatch, AttnRows, Device, DeviceError, DeviceInfo, KvPiece, Mode, Partials, WeightSource,
+};
 pub use paced::{Lateness, PaceProfile, Paced};
 pub use pci::{PciAddress, PciAddressError};
 #[cfg(target_os = "linux")]

@@ -11,11 +11,11 @@
 
 #![allow(clippy::cast_precision_loss, reason = "times are estimates")]
 
-use crate::device::{
-    Activation, AttnBatch, Device, DeviceError, DeviceInfo, KvCounters, LaunchCounters, Mode, Partials, SampleRow,
-    SampledRow, WeightSource,
+use crate::capabilities::{
+    LaunchCounters, Queued, RegionId, SampleRow, SampledRow, Sampling, SharedArenas, SharedRegions, VirtualMemory,
 };
-use lagoon_types::{AttentionGeometry, KvShape, KvSpace};
+use crate::device::{Activation, AttnBatch, Device, DeviceError, DeviceInfo, KvPiece, Mode, Partials, WeightSource};
+use lagoon_types::{AttentionGeometry, KvShape};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -66,6 +66,12 @@ impl PaceProfile {
         (bytes as f64 * self.weight_scale / self.bytes_per_s).max(operations / self.flops)
     }
 
+    /// Time of a copy of so many bytes of KV to or from the store.
+    #[must_use]
+    pub fn copy_s(&self, bytes: usize) -> f64 {
+        bytes as f64 * self.kv_scale / self.copy_bytes_per_s
+    }
+
     /// Time of the attention of `rows` rows, `q_dim` wide, over `keys` keys of `token_bytes` bytes in one layer.
     #[must_use]
     pub fn attention_s(&self, rows: usize, q_dim: usize, keys: usize, token_bytes: usize) -> f64 {
@@ -114,13 +120,6 @@ pub struct PacedWeight<W> {
     bytes: usize,
 }
 
-/// A KV store of the inner device and the bytes of a token in one layer.
-#[derive(Debug)]
-pub struct PacedKv<K> {
-    inner: K,
-    token_bytes: usize,
-}
-
 impl<D: Device> Paced<D> {
     /// # Panics
     /// If the profile is not valid: see [`PaceProfile::check`].
@@ -162,6 +161,12 @@ impl<D: Device> Paced<D> {
         add(&self.lateness.modelled_us, cost);
     }
 
+    /// Queues the modelled time of a copy of so many tokens of one layer.
+    fn queue_copy(&mut self, kv: &D::Kv, tokens: u32) {
+        let bytes = tokens as usize * self.inner.kv_shape(kv).layer_token_bytes();
+        self.queue(self.profile.copy_s(bytes));
+    }
+
     /// Waits until the queued time has passed.
     fn wait(&mut self) {
         if !std::mem::take(&mut self.queued) {
@@ -180,15 +185,162 @@ fn add(counter: &AtomicU64, time: Duration) {
     counter.fetch_add(u64::try_from(time.as_micros()).unwrap_or(u64::MAX), Ordering::Relaxed);
 }
 
+fn refused(capability: &str) -> DeviceError {
+    DeviceError::Unsupported(format!("the paced device has no {capability}"))
+}
+
+/// Always handed out: the modelled time is a queue, whether the inner device has one or not.
+impl<D: Device> Queued for Paced<D> {
+    type Tensor = D::Tensor;
+
+    fn urgent(&mut self, urgent: bool) {
+        self.urgent = urgent;
+        if let Some(inner) = self.inner.queued() {
+            inner.urgent(urgent);
+        }
+    }
+
+    fn begin_repeatable(&mut self) -> Result<(), DeviceError> {
+        self.inner.queued().map_or(Ok(()), Queued::begin_repeatable)
+    }
+
+    fn launches(&mut self) -> Option<LaunchCounters> {
+        self.inner.queued()?.launches()
+    }
+
+    fn abort_step(&mut self) -> Result<(), DeviceError> {
+        self.inner.queued().map_or(Ok(()), Queued::abort_step)
+    }
+
+    fn mark(&mut self, micro_batch: usize) -> Result<(), DeviceError> {
+        (self.marks[micro_batch], self.fresh[micro_batch]) = (self.busy_until, true);
+        Ok(())
+    }
+
+    fn reached(&mut self, micro_batch: usize) -> Result<Option<Duration>, DeviceError> {
+        let (now, fresh) = (Instant::now(), std::mem::take(&mut self.fresh[micro_batch]));
+        let left = self.marks[micro_batch].checked_duration_since(now).filter(|left| !left.is_zero());
+        if left.is_none() && fresh {
+            // The mark was reached before anybody asked: the arithmetic took longer than the model says.
+            add(&self.lateness.late_us, now - self.marks[micro_batch]);
+        }
+        Ok(left)
+    }
+
+    /// Sets the mark only: [`Queued::read_staged`] reads from the inner device, without a wait of the model.
+    fn read_ahead(
+        &mut self,
+        micro_batch: usize,
+        _tensor: &Self::Tensor,
+        _rows: Range<usize>,
+        _cols: Range<usize>,
+    ) -> Result<(), DeviceError> {
+        self.mark(micro_batch)
+    }
+
+    fn read_staged(
+        &mut self,
+        _micro_batch: usize,
+        tensor: &Self::Tensor,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        self.inner.read(tensor, rows, cols, out)
+    }
+}
+
+impl<D: Device> Sampling for Paced<D> {
+    type Tensor = D::Tensor;
+
+    fn sample_ahead(
+        &mut self,
+        micro_batch: usize,
+        logits: &Self::Tensor,
+        rows: &[SampleRow],
+    ) -> Result<(), DeviceError> {
+        self.queue(0.0);
+        self.inner.sampling().ok_or_else(|| refused("sampling"))?.sample_ahead(micro_batch, logits, rows)?;
+        self.mark(micro_batch)
+    }
+
+    fn sampled(&mut self, micro_batch: usize, out: &mut Vec<SampledRow>) -> Result<(), DeviceError> {
+        self.inner.sampling().ok_or_else(|| refused("sampling"))?.sampled(micro_batch, out)
+    }
+}
+
+/// Copies through a region take the modelled time of a copy.
+impl<D: Device> SharedRegions for Paced<D> {
+    type Kv = D::Kv;
+
+    #[cfg(target_os = "linux")]
+    fn region(&mut self, bytes: usize) -> Result<crate::OwnRegion, DeviceError> {
+        self.inner.shared_regions().ok_or_else(|| refused("shared regions"))?.region(bytes)
+    }
+
+    fn kv_to_region(
+        &mut self,
+        kv: &Self::Kv,
+        pieces: &[KvPiece],
+        region: RegionId,
+        at: usize,
+    ) -> Result<(), DeviceError> {
+        self.queue_copy(kv, pieces.iter().map(|piece| piece.tokens).sum());
+        let regions = self.inner.shared_regions().ok_or_else(|| refused("shared regions"))?;
+        regions.kv_to_region(kv, pieces, region, at)?;
+        self.wait();
+        Ok(())
+    }
+
+    fn kv_from_region(
+        &mut self,
+        kv: &mut Self::Kv,
+        pieces: &[KvPiece],
+        region: RegionId,
+        at: usize,
+    ) -> Result<(), DeviceError> {
+        self.queue_copy(kv, pieces.iter().map(|piece| piece.tokens).sum());
+        let regions = self.inner.shared_regions().ok_or_else(|| refused("shared regions"))?;
+        regions.kv_from_region(kv, pieces, region, at)?;
+        self.wait();
+        Ok(())
+    }
+}
+
 impl<D: Device> Device for Paced<D> {
     type Tensor = D::Tensor;
     type Weight = PacedWeight<D::Weight>;
-    type Kv = PacedKv<D::Kv>;
+    type Kv = D::Kv;
 
     fn info(&self) -> DeviceInfo {
         let info = self.inner.info();
         DeviceInfo { name: format!("{}, paced", info.name), ..info }
     }
+
+    fn queued(&mut self) -> Option<&mut (impl Queued<Tensor = Self::Tensor> + ?Sized)> {
+        Some(self)
+    }
+
+    fn sampling(&mut self) -> Option<&mut (impl Sampling<Tensor = Self::Tensor> + ?Sized)> {
+        self.inner.sampling().is_some().then_some(self)
+    }
+
+    /// Mapping takes no modelled time.
+    fn virtual_memory(&mut self) -> Option<&mut (impl VirtualMemory<Kv = Self::Kv> + ?Sized)> {
+        self.inner.virtual_memory()
+    }
+
+    /// Transports use arenas beside the device; nothing of it is modelled.
+    fn shared_arenas(&mut self) -> Option<&mut (impl SharedArenas<Kv = Self::Kv> + ?Sized)> {
+        self.inner.shared_arenas()
+    }
+
+    fn shared_regions(&mut self) -> Option<&mut (impl SharedRegions<Kv = Self::Kv> + ?Sized)> {
+        self.inner.shared_regions().is_some().then_some(self)
+    }
+
+    // A profile has no rate for attention over another device's memory.
+    crate::without!(peer_access);
 
     fn tensor(&mut self, rows: usize, cols: usize) -> Result<Self::Tensor, DeviceError> {
         self.inner.tensor(rows, cols)
@@ -201,19 +353,11 @@ impl<D: Device> Device for Paced<D> {
     }
 
     fn kv(&mut self, shape: KvShape, slots: usize) -> Result<Self::Kv, DeviceError> {
-        Ok(PacedKv { inner: self.inner.kv(shape, slots)?, token_bytes: shape.layer_token_bytes() })
+        self.inner.kv(shape, slots)
     }
 
-    #[cfg(target_os = "linux")]
-    fn kv_shared(
-        &mut self,
-        shape: KvShape,
-        slots: usize,
-        granule_slots: usize,
-    ) -> Result<Option<crate::device::SharedKv<Self::Kv>>, DeviceError> {
-        let shared = self.inner.kv_shared(shape, slots, granule_slots)?;
-        let token_bytes = shape.layer_token_bytes();
-        Ok(shared.map(|(inner, arenas)| (PacedKv { inner, token_bytes }, arenas)))
+    fn kv_shape(&self, kv: &Self::Kv) -> KvShape {
+        self.inner.kv_shape(kv)
     }
 
     fn write(&mut self, tensor: &mut Self::Tensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
@@ -233,8 +377,8 @@ impl<D: Device> Device for Paced<D> {
     }
 
     fn kv_write(&mut self, kv: &mut Self::Kv, layer: usize, slot0: u32, bytes: &[u8]) -> Result<(), DeviceError> {
-        self.queue(bytes.len() as f64 * self.profile.kv_scale / self.profile.copy_bytes_per_s);
-        self.inner.kv_write(&mut kv.inner, layer, slot0, bytes)
+        self.queue(self.profile.copy_s(bytes.len()));
+        self.inner.kv_write(kv, layer, slot0, bytes)
     }
 
     fn kv_read(
@@ -245,96 +389,17 @@ impl<D: Device> Device for Paced<D> {
         tokens: u32,
         out: &mut Vec<u8>,
     ) -> Result<(), DeviceError> {
-        let bytes = tokens as usize * kv.token_bytes;
-        self.queue(bytes as f64 * self.profile.kv_scale / self.profile.copy_bytes_per_s);
-        self.inner.kv_read(&kv.inner, layer, slot0, tokens, out)?;
+        self.queue_copy(kv, tokens);
+        self.inner.kv_read(kv, layer, slot0, tokens, out)?;
         self.wait();
         Ok(())
     }
 
-    fn kv_space(&self, shape: KvShape, wish: KvSpace) -> KvSpace {
-        self.inner.kv_space(shape, wish)
-    }
-
-    fn kv_in(&mut self, shape: KvShape, space: &KvSpace) -> Result<Self::Kv, DeviceError> {
-        Ok(PacedKv { inner: self.inner.kv_in(shape, space)?, token_bytes: shape.layer_token_bytes() })
-    }
-
-    fn kv_hold(&mut self, kv: &mut Self::Kv, slots: &[Range<u32>]) -> Result<(), DeviceError> {
-        self.inner.kv_hold(&mut kv.inner, slots)
-    }
-
-    fn gave_up(&mut self) -> Result<(), DeviceError> {
-        self.inner.gave_up()
-    }
-
-    fn kv_release(&mut self, kv: &mut Self::Kv, slots: Range<u32>) -> Result<(), DeviceError> {
-        self.inner.kv_release(&mut kv.inner, slots)
-    }
-
-    fn kv_share(&mut self, kv: &mut Self::Kv, from: u32, to: u32, tokens: u32) -> Result<(), DeviceError> {
-        self.inner.kv_share(&mut kv.inner, from, to, tokens)
-    }
-
-    fn kv_expect(&mut self, kv: &mut Self::Kv, next: &[u32], row: Option<u32>) {
-        self.inner.kv_expect(&mut kv.inner, next, row);
-    }
-
-    fn kv_counters(&self, kv: &Self::Kv) -> Option<KvCounters> {
-        self.inner.kv_counters(&kv.inner)
-    }
-
-    fn urgent(&mut self, urgent: bool) {
-        self.urgent = urgent;
-        self.inner.urgent(urgent);
-    }
-
-    fn begin_repeatable(&mut self) -> Result<(), DeviceError> {
-        self.inner.begin_repeatable()
-    }
-
-    fn launches(&self) -> Option<LaunchCounters> {
-        self.inner.launches()
-    }
-
-    fn mark(&mut self, lane: usize) -> Result<(), DeviceError> {
-        (self.marks[lane], self.fresh[lane]) = (self.busy_until, true);
+    fn kv_read_pieces(&mut self, kv: &Self::Kv, pieces: &[KvPiece], out: &mut Vec<u8>) -> Result<(), DeviceError> {
+        self.queue_copy(kv, pieces.iter().map(|piece| piece.tokens).sum());
+        self.inner.kv_read_pieces(kv, pieces, out)?;
+        self.wait();
         Ok(())
-    }
-
-    fn reached(&mut self, lane: usize) -> Result<Option<Duration>, DeviceError> {
-        let (now, fresh) = (Instant::now(), std::mem::take(&mut self.fresh[lane]));
-        let left = self.marks[lane].checked_duration_since(now).filter(|left| !left.is_zero());
-        if left.is_none() && fresh {
-            // What was asked for at once was over already: the arithmetic took longer than the model says.
-            add(&self.lateness.late_us, now - self.marks[lane]);
-        }
-        Ok(left)
-    }
-
-    fn read_staged(
-        &mut self,
-        _lane: usize,
-        tensor: &Self::Tensor,
-        rows: Range<usize>,
-        cols: Range<usize>,
-        out: &mut Vec<f32>,
-    ) -> Result<(), DeviceError> {
-        self.inner.read(tensor, rows, cols, out)
-    }
-
-    fn samples(&self) -> bool {
-        self.inner.samples()
-    }
-
-    fn sample_ahead(&mut self, lane: usize, logits: &Self::Tensor, rows: &[SampleRow]) -> Result<(), DeviceError> {
-        self.queue(0.0);
-        self.inner.sample_ahead(lane, logits, rows)?;
-        self.mark(lane)
-    }
-
-    fn sampled(&mut self, lane: usize, out: &mut Vec<SampledRow>) -> Result<(), DeviceError> {
-        self.inner.sampled(lane, out)
     }
 
     fn sync(&mut self) -> Result<(), DeviceError> {
@@ -407,7 +472,7 @@ impl<D: Device> Device for Paced<D> {
         layer: usize,
     ) -> Result<(), DeviceError> {
         self.queue(0.0);
-        self.inner.rope_append(qkv, rope, geometry, slots, &mut kv.inner, layer)
+        self.inner.rope_append(qkv, rope, geometry, slots, kv, layer)
     }
 
     fn attention(
@@ -418,15 +483,15 @@ impl<D: Device> Device for Paced<D> {
         layer: usize,
         out: &mut Partials<Self::Tensor>,
     ) -> Result<(), DeviceError> {
-        let q_dim = batch.geometry.q_dim();
+        let (q_dim, token_bytes) = (batch.geometry.q_dim(), self.inner.kv_shape(kv).layer_token_bytes());
         let seconds = batch.seqs.iter().map(|seq| {
             let runs = &batch.runs[seq.run0 as usize..][..seq.runs as usize];
             let keys = runs.iter().map(|run| run.len as usize).sum();
-            self.profile.attention_s(seq.rows as usize, q_dim, keys, kv.token_bytes)
+            self.profile.attention_s(seq.rows as usize, q_dim, keys, token_bytes)
         });
         let seconds = seconds.sum();
         self.queue(seconds);
-        self.inner.attention(q, batch, &kv.inner, layer, out)
+        self.inner.attention(q, batch, kv, layer, out)
     }
 
     fn merge(
@@ -508,6 +573,26 @@ mod tests {
         assert_eq!(device.marks[1] - before, Duration::from_millis(1));
         assert!(device.reached(1).unwrap().is_some_and(|left| left > Duration::from_secs(60_000)));
         assert_eq!(device.reached(0).unwrap(), None);
+    }
+
+    #[test]
+    fn capabilities_of_the_inner_device_are_handed_out_or_refused_by_name() {
+        let mut inner = CpuDevice::with_threads(1);
+        let has = (inner.queued().is_some(), inner.sampling().is_some(), inner.virtual_memory().is_some());
+        assert_eq!(has, (false, false, false));
+        let arenas = inner.shared_arenas().is_some();
+        let mut device = Paced::new(inner, profile());
+        assert!(device.queued().is_some(), "the modelled time is a queue");
+        assert!(device.sampling().is_none() && device.virtual_memory().is_none() && device.shared_regions().is_none());
+        assert_eq!((device.shared_arenas().is_some(), device.peer_access().is_some()), (arenas, false));
+        let refused = |error: Result<(), DeviceError>| matches!(error, Err(DeviceError::Unsupported(_)));
+        let logits = device.tensor(1, 8).unwrap();
+        assert!(refused(device.sample_ahead(0, &logits, &[])) && refused(device.sampled(0, &mut Vec::new())));
+        let shape = KvShape { layers: 1, kv_heads: 1, head_dim: 8, dtype: DType::F32 };
+        let mut kv = device.kv(shape, 4).unwrap();
+        let region = RegionId(1);
+        assert!(refused(device.kv_to_region(&kv, &[], region, 0)));
+        assert!(refused(device.kv_from_region(&mut kv, &[], region, 0)));
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! Windows: memory of a device that several processes on a host map, through which KV goes from one to another without passing
-//! the host's memory. A device packs into its own and unpacks from it ([`crate::Device::window`]); transports, which have threads
+//! the host's memory. A device packs into its own and unpacks from it ([`crate::SharedRegions`]); transports, which have threads
 //! of their own, use it by [`Window`], and another process's by [`PeerWindow`].
 //!
 //! Invariants: what a call has read or written was read or written when it returns, whichever stream of the device it went

@@ -66,7 +66,7 @@ fn partial(keys: &Keys, part: usize) -> Partial {
 }
 
 fn upload(device: &mut CpuDevice, partial: &Partial) -> Partials<<CpuDevice as Device>::Tensor> {
-    let mut on_device = device.partials(1, GEOMETRY).unwrap();
+    let mut on_device = Partials::new(device, 1, GEOMETRY).unwrap();
     device.write(&mut on_device.out, 0, &partial.out).unwrap();
     device.write(&mut on_device.lse, 0, &partial.lse).unwrap();
     on_device.count.clone_from(&partial.count);
@@ -146,12 +146,12 @@ proptest! {
             let seqs =
                 [AttnRows { row0: 0, rows, pos0: context - rows, run0: 0, runs: u32::try_from(runs.len()).unwrap() }];
             let batch = AttnBatch { geometry: GEOMETRY, scale: 0.35, window, alibi, seqs: &seqs, runs };
-            let mut out = device.partials(rows as usize, GEOMETRY).unwrap();
+            let mut out = Partials::new(device, rows as usize, GEOMETRY).unwrap();
             device.attention(&q, &batch, &kv, 0, &mut out).unwrap();
             out
         };
         let whole = attend(&mut device, 0, context);
-        let mut acc = device.partials(rows as usize, GEOMETRY).unwrap();
+        let mut acc = Partials::new(&mut device, rows as usize, GEOMETRY).unwrap();
         acc.count.resize(rows as usize, 0);
         for (from, to) in pieces {
             let piece = attend(&mut device, from, to);

@@ -2,7 +2,7 @@
 //! the plainest forward pass: all tokens at once, one run of KV, no scheduler or pool.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
-use lagoon_backend::{AttnBatch, AttnRows, CpuDevice, Device, Mode};
+use lagoon_backend::{AttnBatch, AttnRows, CpuDevice, Device, Mode, Partials};
 use lagoon_model::{Checkpoint, LlamaWeights, ModelConfig, Norm, Rope};
 use lagoon_types::{DType, KvRun};
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ fn logits(dir: &Path, tokens: &[u32], convert: Option<DType>) -> Vec<f32> {
     let mut qkv = d.tensor(n, geometry.qkv_dim()).unwrap();
     let mut up = d.tensor(n, config.family.activation().inputs() * config.intermediate).unwrap();
     let mut wide = d.tensor(n, config.intermediate).unwrap();
-    let mut partials = d.partials(n, geometry).unwrap();
+    let mut partials = Partials::new(d, n, geometry).unwrap();
     let rows = u32::try_from(n).unwrap();
     let runs = [KvRun { base: 0, len: rows, first_pos: 0 }];
     let seqs = [AttnRows { row0: 0, rows, pos0: 0, run0: 0, runs: 1 }];

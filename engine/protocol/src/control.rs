@@ -433,6 +433,9 @@ pub struct Link {
     /// Bulk rate, measured on transfers; 0 if none was measured yet.
     #[prost(uint64, tag = "3")]
     pub bytes_per_s: u64,
+    /// The sender has mapped the peer's lent memory (peer access): it attends to what it borrows there itself.
+    #[prost(bool, tag = "4")]
+    pub mapped: bool,
 }
 
 /// Tells the sender whether the gManager knows it; if not, it registers again.

@@ -6,12 +6,15 @@ use crate::guest::{AttentionShape, GuestBuffers};
 use crate::lane::{LaneBuffers, RemoteBuffers};
 use crate::memory::{KvArena, KvMemory, KvWindow, PeerMemory};
 use crate::pass::{Pass, Progress};
+use crate::queue;
 use crate::sampling::Sampler;
 use crate::stage::{Beside, Stages};
 use crate::work::{Command, GuestQuery, GuestRead, GuestTag, GuestWrite, MapId, Report, ShareId};
-use lagoon_backend::{Device, DeviceError, KvCounters, LaunchCounters};
+use lagoon_backend::{
+    Device, DeviceError, KvCounters, LaunchCounters, PeerAccess, Queued, SharedArenas, SharedRegions, VirtualMemory,
+};
 use lagoon_model::ModelConfig;
-use lagoon_types::{Epoch, KvShape, Lane};
+use lagoon_types::{Epoch, KvShape, KvSpace, Lane};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::slice;
@@ -20,32 +23,39 @@ use std::time::Duration;
 /// A KV store, and memory beside it if there is any.
 type Store<K> = (K, KvMemory, Option<Stages>);
 
-/// The KV store, in shared memory if that is asked for and can be, else with such memory beside it.
+/// A KV store of this process alone, in address rows if the configuration has any.
+fn private<D: Device>(device: &mut D, shape: KvShape, space: &KvSpace) -> Result<D::Kv, DeviceError> {
+    match device.virtual_memory() {
+        Some(memory) => memory.kv_in(shape, space),
+        None if space.rows == 0 => device.kv(shape, space.slots()),
+        None => Err(without("virtual memory, which address rows need")),
+    }
+}
+
+/// The KV store: in shared arenas if the configuration asks for them and the device has them, else private, with staging
+/// buffers beside it: a shared device region, or arenas of the host.
 #[cfg(target_os = "linux")]
 fn store<D: Device>(device: &mut D, shape: KvShape, config: &ExecutorConfig) -> Result<Store<D::Kv>, DeviceError> {
-    let shared = match config.share_blocks {
-        Some(block_tokens) if config.kv.rows == 0 => {
-            device.kv_shared(shape, config.kv.slots(), block_tokens as usize)?
-        }
-        _ => None,
-    };
-    if let Some((kv, arenas)) = shared {
+    if let Some(block_tokens) = config.share_blocks.filter(|_| config.kv.rows == 0)
+        && let Some(shared) = device.shared_arenas()
+    {
+        let (kv, arenas) = shared.kv_shared(shape, config.kv.slots(), block_tokens as usize)?;
         return Ok((kv, KvMemory::Host(arenas), None));
     }
-    let kv = device.kv_in(shape, &config.kv)?;
+    let kv = private(device, shape, &config.kv)?;
     let Some(block_tokens) = config.share_blocks.filter(|_| config.stage_blocks > 0) else {
         return Ok((kv, KvMemory::Host(Vec::new()), None));
     };
     let token_bytes = shape.layer_token_bytes();
     let granule_bytes = block_tokens as usize * token_bytes;
     let layer_bytes = (config.stage_blocks as usize).saturating_mul(granule_bytes);
-    // Windows are packed from multiples of 16 bytes on.
-    let window = match config.stage_on_device && token_bytes.is_multiple_of(16) {
-        true => device.window(layer_bytes.saturating_mul(shape.layers as usize))?,
-        false => None,
-    };
-    if let Some((id, window)) = window {
-        let stages = Stages::new(Beside::Window { id, layer_bytes }, token_bytes);
+    // KV is packed into a region from multiples of 16 bytes on.
+    if config.stage_on_device
+        && token_bytes.is_multiple_of(16)
+        && let Some(regions) = device.shared_regions()
+    {
+        let (id, window) = regions.region(layer_bytes.saturating_mul(shape.layers as usize))?;
+        let stages = Stages::new(Beside::Region { id, layer_bytes }, token_bytes);
         return Ok((kv, KvMemory::Device { window, layers: shape.layers, layer_bytes }, Some(stages)));
     }
     let arena = |_| {
@@ -57,25 +67,30 @@ fn store<D: Device>(device: &mut D, shape: KvShape, config: &ExecutorConfig) -> 
     Ok((kv, KvMemory::Host(arenas), Some(stages)))
 }
 
-/// A KV store that is lent, and its memory.
+#[cfg(not(target_os = "linux"))]
+fn store<D: Device>(device: &mut D, shape: KvShape, config: &ExecutorConfig) -> Result<Store<D::Kv>, DeviceError> {
+    Ok((private(device, shape, &config.kv)?, KvMemory::Host(Vec::new()), None))
+}
+
+/// A KV store that other processes map, and its memory.
 #[cfg(target_os = "linux")]
 fn lent<D: Device>(device: &mut D, shape: KvShape, config: &ExecutorConfig) -> Result<(D::Kv, KvWindow), DeviceError> {
-    let lent = device.kv_lent(shape, config.kv.blocks, config.kv.block_tokens)?;
-    lent.ok_or_else(no_lending)
+    let peers = device.peer_access().ok_or_else(no_peer_access)?;
+    peers.kv_lent(shape, config.kv.blocks, config.kv.block_tokens)
 }
 
 #[cfg(not(target_os = "linux"))]
 fn lent<D: Device>(_: &mut D, _: KvShape, _: &ExecutorConfig) -> Result<(D::Kv, KvWindow), DeviceError> {
-    Err(no_lending())
+    Err(no_peer_access())
 }
 
-fn no_lending() -> DeviceError {
-    DeviceError::Unsupported("its memory is not mapped by other processes".to_owned())
+fn without(capability: &str) -> DeviceError {
+    DeviceError::Unsupported(format!("it has no {capability}"))
 }
 
-#[cfg(not(target_os = "linux"))]
-fn store<D: Device>(device: &mut D, shape: KvShape, config: &ExecutorConfig) -> Result<Store<D::Kv>, DeviceError> {
-    Ok((device.kv_in(shape, &config.kv)?, KvMemory::Host(Vec::new()), None))
+/// Of a device that shares no memory with other processes' devices.
+pub(crate) fn no_peer_access() -> DeviceError {
+    without("peer access: other processes cannot map its memory, nor it theirs")
 }
 
 /// What one turn came to.
@@ -204,12 +219,17 @@ impl<D: Device> Executor<D> {
     /// # Errors
     /// [`DeviceError::OutOfMemory`].
     pub fn hold(&mut self, slots: Range<u32>) -> Result<(), DeviceError> {
-        self.device.kv_hold(&mut self.kv, slice::from_ref(&slots))
+        hold(&mut self.device, &mut self.kv, slice::from_ref(&slots))
     }
 
-    /// What mapping memory behind the KV store has come to, on a device that does.
-    pub fn kv_counters(&self) -> Option<KvCounters> {
-        self.device.kv_counters(&self.kv)
+    /// Page groups of the KV store; `None` on a device without virtual memory, and of a flat store.
+    pub fn kv_counters(&mut self) -> Option<KvCounters> {
+        self.device.virtual_memory()?.kv_counters(&self.kv)
+    }
+
+    /// Whether the device can map creditors' memory ([`Command::Map`]).
+    pub fn maps_peers(&mut self) -> bool {
+        self.device.peer_access().is_some()
     }
 
     /// The memory that others read and fill, if that was asked for and can be; else none.
@@ -260,8 +280,8 @@ impl<D: Device> Executor<D> {
                 for pass in &mut self.passes {
                     if pass.as_ref().is_some_and(|p| p.step() == step) {
                         *pass = None;
-                        let gave_up = self.device.gave_up();
-                        self.guest_fault = self.guest_fault.take().or(gave_up.err());
+                        let aborted = queue::abort_step(&mut self.device);
+                        self.guest_fault = self.guest_fault.take().or(aborted.err());
                     }
                 }
             }
@@ -301,9 +321,9 @@ impl<D: Device> Executor<D> {
     /// only where it does not queue.
     pub fn try_turn(&mut self, reports: &mut dyn FnMut(Report)) -> Turn {
         if let Some(work) = self.guests.pop_front() {
-            self.device.urgent(true);
+            queue::set_urgent(&mut self.device, true);
             self.serve(work, reports);
-            self.device.urgent(false);
+            queue::set_urgent(&mut self.device, false);
             return Turn::Worked;
         }
         self.staged_last = !self.staged_last;
@@ -334,9 +354,9 @@ impl<D: Device> Executor<D> {
     /// Copies a piece between the store and the memory beside it, while passes wait for the device and between their layers.
     fn stage(&mut self, reports: &mut dyn FnMut(Report)) -> bool {
         let Some(stages) = self.stages.as_mut().filter(|stages| stages.is_busy()) else { return false };
-        self.device.urgent(true);
+        queue::set_urgent(&mut self.device, true);
         let staged = stages.turn(&mut self.device, &mut self.kv, reports);
-        self.device.urgent(false);
+        queue::set_urgent(&mut self.device, false);
         staged
     }
 
@@ -349,7 +369,9 @@ impl<D: Device> Executor<D> {
             self.told.0 = memory;
             reports(Report::Memory(memory));
         }
-        if let Some(launches) = self.device.launches().filter(|counters| *counters != self.told.1) {
+        if let Some(launches) =
+            self.device.queued().and_then(Queued::launches).filter(|counters| *counters != self.told.1)
+        {
             self.told.1 = launches;
             reports(Report::Launches(launches));
         }
@@ -382,8 +404,8 @@ impl<D: Device> Executor<D> {
             Err(error) => {
                 let step = pass.step();
                 *slot = None;
-                let gave_up = self.device.gave_up();
-                self.guest_fault = self.guest_fault.take().or(gave_up.err());
+                let aborted = queue::abort_step(&mut self.device);
+                self.guest_fault = self.guest_fault.take().or(aborted.err());
                 reports(Report::Failed { step, lane, error });
             }
         }
@@ -413,7 +435,7 @@ impl<D: Device> Executor<D> {
                 for (slot, tokens) in write.pieces {
                     let end = at + tokens as usize * token_bytes;
                     let held = slot..slot + tokens;
-                    let stored = self.device.kv_hold(&mut self.kv, slice::from_ref(&held)).and_then(|()| {
+                    let stored = hold(&mut self.device, &mut self.kv, slice::from_ref(&held)).and_then(|()| {
                         self.device.kv_write(&mut self.kv, write.layer as usize, slot, &write.kv[at..end])
                     });
                     if let Err(error) = stored {
@@ -428,7 +450,10 @@ impl<D: Device> Executor<D> {
                 reports(Report::GuestWritten { bytes: write.kv.len(), tag: stored_tag });
             }
             GuestWork::Share { share, tokens, mut slots } => {
-                let mut map = |(from, to)| self.device.kv_share(&mut self.kv, from, to, tokens);
+                let mut map = |(from, to)| match self.device.virtual_memory() {
+                    Some(memory) => memory.kv_share(&mut self.kv, from, to, tokens),
+                    None => Err(without("virtual memory, which shared blocks in address rows need")),
+                };
                 let mapped = slots.pop().map_or(Ok(()), &mut map);
                 match mapped {
                     // One bounded piece of work at a time, before anything that came later: that may overwrite the rest.
@@ -438,10 +463,11 @@ impl<D: Device> Executor<D> {
             }
             GuestWork::Lent(work) => self.serve_lent(work, reports),
             GuestWork::Release(slots) => {
+                // Without virtual memory, slots keep their memory.
+                let Some(memory) = self.device.virtual_memory() else { return };
                 for slots in slots {
-                    // What the device could not let go of is lost to it for now; peers must not be told of memory that is not
-                    // there.
-                    if let Err(error) = self.device.kv_release(&mut self.kv, slots) {
+                    // Memory that the device could not release is lost to it for now: peers must not be promised it.
+                    if let Err(error) = memory.kv_release(&mut self.kv, slots) {
                         self.guest_fault.get_or_insert(error);
                     }
                 }
@@ -462,14 +488,15 @@ impl<D: Device> Executor<D> {
     fn serve_lent(&mut self, work: LentWork, reports: &mut dyn FnMut(Report)) {
         match work {
             LentWork::Seal { tag, block, epoch } => {
-                let sealed = self.device.kv_seal(&mut self.kv, block, epoch.0);
+                let peers = self.device.peer_access().ok_or_else(no_peer_access);
+                let sealed = peers.and_then(|peers| peers.kv_seal(&mut self.kv, block, epoch.0));
                 reports(match sealed {
                     Ok(()) => Report::GuestSealed { tag },
                     Err(error) => Report::GuestFailed { tag, error },
                 });
             }
             LentWork::Map { map, blocks, memory } => {
-                let mapped = reach(&mut self.device, self.kv_shape, (blocks, self.config.kv.block_tokens), memory);
+                let mapped = map_peer(&mut self.device, self.kv_shape, (blocks, self.config.kv.block_tokens), memory);
                 let error = mapped.map(|kv| drop(self.reached.insert(map, kv))).err();
                 reports(Report::Mapped { map, error });
             }
@@ -484,18 +511,23 @@ impl<D: Device> Executor<D> {
     }
 }
 
+/// Maps memory behind these slots; without virtual memory they have it.
+pub(crate) fn hold<D: Device>(device: &mut D, kv: &mut D::Kv, slots: &[Range<u32>]) -> Result<(), DeviceError> {
+    device.virtual_memory().map_or(Ok(()), |memory| memory.kv_hold(kv, slots))
+}
+
 #[cfg(target_os = "linux")]
-fn reach<D: Device>(
+fn map_peer<D: Device>(
     device: &mut D,
     shape: KvShape,
     (blocks, block_tokens): (u32, u32),
     memory: PeerMemory,
 ) -> Result<D::Kv, DeviceError> {
-    device.kv_reach(shape, blocks, block_tokens, memory)
+    device.peer_access().ok_or_else(no_peer_access)?.kv_map(shape, blocks, block_tokens, memory)
 }
 
 #[cfg(not(target_os = "linux"))]
-fn reach<D: Device>(_: &mut D, _: KvShape, _: (u32, u32), memory: PeerMemory) -> Result<D::Kv, DeviceError> {
+fn map_peer<D: Device>(_: &mut D, _: KvShape, _: (u32, u32), memory: PeerMemory) -> Result<D::Kv, DeviceError> {
     match memory {}
 }
 

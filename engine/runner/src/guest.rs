@@ -20,7 +20,7 @@ impl<D: Device> GuestBuffers<D> {
         Ok(Self {
             rows,
             q: device.tensor(rows, geometry.q_dim())?,
-            partial: device.partials(rows, geometry)?,
+            partial: Partials::new(device, rows, geometry)?,
             host: Vec::new(),
         })
     }

@@ -34,7 +34,7 @@ impl<D: Device> LaneBuffers<D> {
             normed: device.tensor(rows, config.hidden)?,
             qkv: device.tensor(rows, geometry.qkv_dim())?,
             rope: device.tensor(rows, geometry.head_dim as usize)?,
-            attn: device.partials(rows, geometry)?,
+            attn: Partials::new(device, rows, geometry)?,
             up: device.tensor(rows, config.family.activation().inputs() * config.intermediate)?,
             act: device.tensor(rows, config.intermediate)?,
             last: device.tensor(seqs, config.hidden)?,
@@ -62,6 +62,9 @@ impl<D: Device> RemoteBuffers<D> {
         fetch_tokens: usize,
     ) -> Result<Self, DeviceError> {
         let shape = lagoon_types::KvShape { layers: 1, ..config.kv_shape(kv_dtype) };
-        Ok(Self { scratch: device.kv(shape, rows + fetch_tokens)?, part: device.partials(rows, config.geometry)? })
+        Ok(Self {
+            scratch: device.kv(shape, rows + fetch_tokens)?,
+            part: Partials::new(device, rows, config.geometry)?,
+        })
     }
 }

@@ -14,6 +14,7 @@ mod guest;
 mod lane;
 mod memory;
 mod pass;
+mod queue;
 pub mod sampling;
 mod stage;
 mod thread;

@@ -8,14 +8,16 @@
 //! Nothing here waits for a device that queues its work: a pass that needs a result says so, and while it has company
 //! it queues one layer at a time, so that the other lane's next layer is at most one layer away.
 
+use crate::executor::no_peer_access;
 use crate::forward::{Forward, Shared};
+use crate::queue;
 use crate::sampling::{SampleError, Sampler};
 use crate::work::{
     Fetch, PassError, Reach, RemotePart, RemoteWork, Report, SampleOut, SampleSpec, SealedBlock, SeqRows, Ship,
     StepWork,
 };
 use bytes::Bytes;
-use lagoon_backend::{AttnRows, Device, DeviceError, Mode};
+use lagoon_backend::{AttnRows, Device, DeviceError, Mode, PeerAccess, Sampling, VirtualMemory};
 use lagoon_model::{ModelConfig, Norm};
 use lagoon_types::run::visible_len;
 use lagoon_types::{DType, KvRun, Lane, StepId};
@@ -130,7 +132,7 @@ impl Pass {
                 // What the other lane queues next must not wait for more than a layer of this one, and a watched layer is
                 // done when the device has got there.
                 let runs_ahead = shared.alone && !self.work.watched;
-                let ahead = if runs_ahead { None } else { shared.device.reached(self.lane())? };
+                let ahead = if runs_ahead { None } else { queue::reached(shared.device, self.lane())? };
                 if let Some(left) = ahead {
                     return Ok(Progress::Queued(left));
                 }
@@ -142,7 +144,7 @@ impl Pass {
                 self.project(shared)
             }
             Phase::HandOut => {
-                if let Some(left) = shared.device.reached(self.lane())? {
+                if let Some(left) = queue::reached(shared.device, self.lane())? {
                     return Ok(Progress::Queued(left));
                 }
                 self.hand_out(shared, reports)?;
@@ -155,7 +157,7 @@ impl Pass {
                 Ok(Progress::Advanced)
             }
             Phase::Await => self.collect(shared),
-            Phase::Sample => match shared.device.reached(self.lane())? {
+            Phase::Sample => match queue::reached(shared.device, self.lane())? {
                 Some(left) => Ok(Progress::Queued(left)),
                 None => {
                     self.check_reached(shared)?;
@@ -176,16 +178,19 @@ impl Pass {
     /// Embeds the tokens and computes the rotation table.
     fn start<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<(), PassError> {
         let held = local_slots(&self.work.slots);
-        shared.device.kv_hold(shared.kv, &held)?;
-        let next: Vec<u32> = held.iter().map(|slots| slots.end).collect();
-        shared.device.kv_expect(shared.kv, &next, self.work.next_row);
+        // Without virtual memory every slot has memory.
+        if let Some(memory) = shared.device.virtual_memory() {
+            memory.kv_hold(shared.kv, &held)?;
+            let next: Vec<u32> = held.iter().map(|slots| slots.end).collect();
+            memory.kv_expect(shared.kv, &next, self.work.next_row);
+        }
         let Forward { model, lanes, host, .. } = &mut *shared.forward;
         let lane = &mut lanes[self.work.lane.index()];
         let positions: Vec<u32> = self.work.seqs.iter().flat_map(|s| s.pos0..s.pos0 + s.rows).collect();
         assert_eq!(positions.len(), self.rows(), "sequences cover the rows");
         // Decoding without remote KV: the next step is like this one. In the remote lane every layer waits.
         if !self.is_remote() && self.work.seqs.iter().all(|s| s.rows == 1) {
-            shared.device.begin_repeatable()?;
+            queue::begin_repeatable(shared.device)?;
         }
         host.clear();
         model.rope.fill(&positions, host);
@@ -214,14 +219,14 @@ impl Pass {
         }
         if self.hands_out() {
             let (lane, cols) = (self.lane(), 0..shared.attention.geometry.qkv_dim());
-            shared.device.read_ahead(lane, &shared.forward.lanes[lane].qkv, 0..rows, cols)?;
+            queue::read_ahead(shared.device, lane, &shared.forward.lanes[lane].qkv, 0..rows, cols)?;
             self.phase = Phase::HandOut;
         } else if self.is_remote() {
             self.phase = Phase::Attend;
         } else {
             self.attend_local(shared)?;
             self.finish_layer(shared)?;
-            shared.device.mark(self.lane())?;
+            queue::mark(shared.device, self.lane())?;
         }
         Ok(Progress::Advanced)
     }
@@ -235,16 +240,19 @@ impl Pass {
     /// Proves that what was attended to in creditors' memory was right so far: nobody has written there since it was sealed.
     /// To be called before anything that follows from it leaves the step.
     fn check_reached<D: Device>(&self, shared: &mut Shared<'_, D>) -> Result<(), PassError> {
-        let mut words = Vec::new();
+        let mut tags = Vec::new();
         for reach in &self.work.remote.reaches {
             let blocks: Vec<u32> = reach.sealed.iter().map(|sealed| sealed.block).collect();
             let &Reach { creditor, map, .. } = reach;
-            words.clear();
+            tags.clear();
             match shared.reached.get(&map) {
-                Some(kv) => shared.device.kv_words(kv, &blocks, &mut words)?,
-                None => words.resize(blocks.len(), 0),
+                Some(kv) => {
+                    let peers = shared.device.peer_access().ok_or_else(no_peer_access)?;
+                    peers.kv_seal_tags(kv, &blocks, &mut tags)?;
+                }
+                None => tags.resize(blocks.len(), 0),
             }
-            let reused = reach.sealed.iter().zip(&words).find(|(sealed, word)| sealed.epoch.0 != **word);
+            let reused = reach.sealed.iter().zip(&tags).find(|(sealed, tag)| sealed.epoch.0 != **tag);
             if let Some((SealedBlock { lease, .. }, _)) = reused {
                 return Err(PassError::Reused { creditor, lease: *lease });
             }
@@ -263,7 +271,7 @@ impl Pass {
         let geometry = shared.attention.geometry;
         let (q_dim, qkv_dim) = (geometry.q_dim(), geometry.qkv_dim());
         host.clear();
-        shared.device.read_staged(self.lane(), &lane.qkv, 0..self.rows(), 0..qkv_dim, host)?;
+        queue::read_staged(shared.device, self.lane(), &lane.qkv, 0..self.rows(), 0..qkv_dim, host)?;
         // What follows from creditors' memory is about to leave this instance.
         self.check_reached(shared)?;
         let Forward { remote, host, .. } = &mut *shared.forward;
@@ -338,7 +346,7 @@ impl Pass {
             }
         }
         self.finish_layer(shared)?;
-        shared.device.mark(self.lane())?;
+        queue::mark(shared.device, self.lane())?;
         self.fetched.swap(0, 1);
         self.fetched[1].iter_mut().for_each(|f| *f = None);
         self.fetches_done = 0;
@@ -429,9 +437,13 @@ impl Pass {
         self.work.seqs.iter().filter_map(|s| s.sample.as_ref().map(|spec| (s, spec)))
     }
 
-    /// Whether the device draws this step's tokens: nobody asked for anything that needs logits on the host.
-    fn draws_there<D: Device>(&self, device: &D) -> bool {
-        device.samples() && self.wanted().all(|(_, spec)| spec.params.logprobs.is_none() && !spec.return_logits)
+    /// The device's sampling, if it has any and nobody asked for anything that needs logits on the host.
+    fn drawer<'a, D: Device>(
+        &self,
+        device: &'a mut D,
+    ) -> Option<&'a mut (impl Sampling<Tensor = D::Tensor> + ?Sized + use<'a, D>)> {
+        let is_plain = |spec: &SampleSpec| spec.params.logprobs.is_none() && !spec.return_logits;
+        if self.wanted().all(|(_, spec)| is_plain(spec)) { device.sampling() } else { None }
     }
 
     /// Queues the logits of the rows that want them, and the draws from them where the device makes them.
@@ -441,20 +453,20 @@ impl Pass {
         let last: Vec<u32> = self.wanted().map(|(s, _)| s.row0 + s.rows - 1).collect();
         let device = &mut *shared.device;
         if last.is_empty() {
-            device.mark(self.lane())?;
+            queue::mark(device, self.lane())?;
         } else {
             device.gather_rows(&lane.x, &last, &mut lane.last)?;
             norm(device, config, &lane.last, &model.weights.final_norm, last.len(), &mut lane.last_normed)?;
             let head = model.weights.lm_head.as_ref().unwrap_or(&model.weights.embed);
             device.matmul(&lane.last_normed, head, last.len(), Mode::Set, &mut lane.logits)?;
-            if self.draws_there(device) {
+            if let Some(sampler) = self.drawer(device) {
                 draws.0.clear();
                 for (_, spec) in self.wanted() {
                     draws.0.push(Sampler::row(&spec.params, spec.index).map_err(sampling)?);
                 }
-                device.sample_ahead(self.lane(), &lane.logits, &draws.0)?;
+                sampler.sample_ahead(self.lane(), &lane.logits, &draws.0)?;
             } else {
-                device.read_ahead(self.lane(), &lane.logits, 0..last.len(), 0..config.vocab)?;
+                queue::read_ahead(device, self.lane(), &lane.logits, 0..last.len(), 0..config.vocab)?;
             }
         }
         self.phase = Phase::Sample;
@@ -469,9 +481,9 @@ impl Pass {
             shared.device.sync()?;
             return Ok(Progress::Done(Vec::new()));
         }
-        if self.draws_there(shared.device) {
+        if let Some(sampler) = self.drawer(shared.device) {
             draws.1.clear();
-            shared.device.sampled(self.lane(), &mut draws.1)?;
+            sampler.sampled(self.lane(), &mut draws.1)?;
             let tokens = self.wanted().zip(&draws.1).map(|((seq, _), drawn)| {
                 let token = Sampler::drawn(*drawn).map_err(sampling)?;
                 Ok(SampleOut { seq: seq.seq, token, logprobs: None, logits: None })
@@ -479,7 +491,7 @@ impl Pass {
             return Ok(Progress::Done(tokens.collect::<Result<_, PassError>>()?));
         }
         host.clear();
-        shared.device.read_staged(self.lane(), &lanes[self.lane()].logits, 0..rows, 0..config.vocab, host)?;
+        queue::read_staged(shared.device, self.lane(), &lanes[self.lane()].logits, 0..rows, 0..config.vocab, host)?;
         let mut samples = Vec::with_capacity(rows);
         for ((seq, spec), logits) in self.wanted().zip(host.chunks_exact(config.vocab)) {
             let sampled = sampler.sample(logits, &spec.params, spec.index).map_err(sampling)?;

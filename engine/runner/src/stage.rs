@@ -1,9 +1,10 @@
 //! KV between a store that only the device can read and memory beside it that transports read and fill: the host's, or the
 //! device's own that other processes map.
 
+use crate::executor::hold;
 use crate::memory::KvArena;
 use crate::work::{Report, StageWork};
-use lagoon_backend::{Device, DeviceError, KvPiece, WindowId};
+use lagoon_backend::{Device, DeviceError, KvPiece, RegionId, SharedRegions};
 use std::collections::VecDeque;
 
 /// Bytes that one turn copies at most, but for a single token's: peers and passes wait for no more.
@@ -14,8 +15,8 @@ const TURN_BYTES: usize = 1 << 20;
 pub(crate) enum Beside {
     /// Of the host, one arena a layer.
     Arenas(Vec<KvArena>),
-    /// Of the device, layers of so many bytes one behind the other.
-    Window { id: WindowId, layer_bytes: usize },
+    /// A shared device region, layers of so many bytes one behind the other.
+    Region { id: RegionId, layer_bytes: usize },
 }
 
 /// The memory beside a store, and what is to be copied.
@@ -86,16 +87,17 @@ impl Stages {
         let begins = (under.layer, under.piece, under.done) == (under.work.layers.start, 0, 0);
         if under.work.inward && begins {
             let slots: Vec<_> = under.work.pieces.iter().map(|(slot, _, tokens)| *slot..slot + tokens).collect();
-            device.kv_hold(kv, &slots)?;
+            hold(device, kv, &slots)?;
         }
         match &self.beside {
-            Beside::Window { id, layer_bytes } => {
+            Beside::Region { id, layer_bytes } => {
                 let Some((layer, slot, beside, tokens)) = under.next(tokens_max) else { return Ok(false) };
                 let at = beside as usize * self.token_bytes;
                 let (piece, at) = ([KvPiece { layer, slot0: slot, tokens }], layer as usize * layer_bytes + at);
+                let regions = device.shared_regions().ok_or_else(no_regions)?;
                 match under.work.inward {
-                    true => device.kv_from_window(kv, &piece, *id, at)?,
-                    false => device.kv_to_window(kv, &piece, *id, at)?,
+                    true => regions.kv_from_region(kv, &piece, *id, at)?,
+                    false => regions.kv_to_region(kv, &piece, *id, at)?,
                 }
             }
             Beside::Arenas(arenas) => {
@@ -131,6 +133,10 @@ impl Stages {
         }
         Ok(true)
     }
+}
+
+fn no_regions() -> DeviceError {
+    DeviceError::Unsupported("it has no shared regions".to_owned())
 }
 
 #[cfg(target_os = "linux")]

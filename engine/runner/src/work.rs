@@ -234,7 +234,7 @@ pub enum Command {
         map: MapId,
     },
     /// Maps the memory of rBlocks at other addresses, too, `(first slot it is in, first slot it is to be at)` each, `tokens`
-    /// tokens of one: what they hold at this place in the order of commands ([`lagoon_backend::Device::kv_share`]).
+    /// tokens of one: what they hold at this place in the order of commands ([`lagoon_backend::VirtualMemory::kv_share`]).
     Share {
         share: ShareId,
         tokens: u32,

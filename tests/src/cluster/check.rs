@@ -1,6 +1,6 @@
 //! What must hold after every event, at rest, and of every answer.
 
-use super::{Log, World};
+use super::{Log, Node, World};
 use crate::golden::max_diff;
 use lagoon_cluster::Revoked;
 use lagoon_kv::Owner;
@@ -44,7 +44,8 @@ impl World {
     pub fn check_empty(&mut self) {
         self.run_for(2_500);
         self.check_rest();
-        for (index, node) in self.nodes.iter().enumerate() {
+        let counters: Vec<_> = self.nodes.iter_mut().map(Node::kv_counters).collect();
+        for (index, (node, counters)) in self.nodes.iter().zip(counters).enumerate() {
             let Some(instance) = &node.instance else { continue };
             let status = instance.status();
             let free = (status.blocks_free, status.blocks_lent, status.blocks_borrowed, status.guest_frames);
@@ -54,7 +55,7 @@ impl World {
             let pool = instance.rmanager().pool();
             assert!((0..status.blocks_total).all(|b| pool.owner(PhysBlock(b)) == Owner::Free));
             pool.check();
-            if let Some(counters) = node.kv_counters().filter(|_| node.spec.rows) {
+            if let Some(counters) = counters.filter(|_| node.spec.rows) {
                 // What keeps what it holds is free for the pool, and not for the device. Nobody shares it: what others have when
                 // it is given up keeps nothing.
                 let free = u64::from(status.blocks_total - pool.kept()) * counters.groups_per_block;

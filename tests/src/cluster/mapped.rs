@@ -4,7 +4,8 @@
 
 use lagoon_backend::cpu::CpuDevice;
 use lagoon_backend::{
-    Activation, AttnBatch, Device, DeviceError, DeviceInfo, KvCounters, Mode, Partials, WeightSource,
+    Activation, AttnBatch, Device, DeviceError, DeviceInfo, KvCounters, KvPiece, Mode, Partials, VirtualMemory,
+    WeightSource, without,
 };
 use lagoon_types::{AttentionGeometry, KvShape, KvSpace};
 use std::collections::BTreeSet;
@@ -66,26 +67,8 @@ impl MappedDevice {
     }
 }
 
-impl Device for MappedDevice {
-    type Tensor = Tensor;
-    type Weight = Weight;
+impl VirtualMemory for MappedDevice {
     type Kv = MappedKv;
-
-    fn info(&self) -> DeviceInfo {
-        self.0.info()
-    }
-
-    fn tensor(&mut self, rows: usize, cols: usize) -> Result<Tensor, DeviceError> {
-        self.0.tensor(rows, cols)
-    }
-
-    fn weight(&mut self, source: WeightSource) -> Result<Weight, DeviceError> {
-        self.0.weight(source)
-    }
-
-    fn kv(&mut self, shape: KvShape, slots: usize) -> Result<MappedKv, DeviceError> {
-        self.kv_in(shape, &KvSpace::flat(slots as u32, 1))
-    }
 
     fn kv_space(&self, _: KvShape, wish: KvSpace) -> KvSpace {
         wish
@@ -143,9 +126,45 @@ impl Device for MappedDevice {
         Ok(())
     }
 
+    /// It maps nothing ahead of a step.
+    fn kv_expect(&mut self, _: &mut MappedKv, _: &[u32], _: Option<u32>) {}
+
     fn kv_counters(&self, kv: &MappedKv) -> Option<KvCounters> {
         let free = u64::from(kv.space.blocks - kv.count());
         Some(KvCounters { groups_per_block: 1, free, in_step: kv.holds, shared: kv.shared, ..KvCounters::default() })
+    }
+}
+
+impl Device for MappedDevice {
+    type Tensor = Tensor;
+    type Weight = Weight;
+    type Kv = MappedKv;
+
+    fn info(&self) -> DeviceInfo {
+        self.0.info()
+    }
+
+    fn virtual_memory(&mut self) -> Option<&mut (impl VirtualMemory<Kv = MappedKv> + ?Sized)> {
+        Some(self)
+    }
+
+    // Stores in address rows have no arenas: transports go through staging buffers, as on a device that maps.
+    without!(queued, sampling, shared_arenas, shared_regions, peer_access);
+
+    fn tensor(&mut self, rows: usize, cols: usize) -> Result<Tensor, DeviceError> {
+        self.0.tensor(rows, cols)
+    }
+
+    fn weight(&mut self, source: WeightSource) -> Result<Weight, DeviceError> {
+        self.0.weight(source)
+    }
+
+    fn kv(&mut self, shape: KvShape, slots: usize) -> Result<MappedKv, DeviceError> {
+        self.kv_in(shape, &KvSpace::flat(slots as u32, 1))
+    }
+
+    fn kv_shape(&self, kv: &MappedKv) -> KvShape {
+        kv.shape
     }
 
     fn write(&mut self, tensor: &mut Tensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
@@ -177,6 +196,10 @@ impl Device for MappedDevice {
     ) -> Result<(), DeviceError> {
         kv.assert_held("a read", slot0..slot0 + tokens);
         self.0.kv_read(&kv.inner, layer, slot0, tokens, out)
+    }
+
+    fn kv_read_pieces(&mut self, kv: &MappedKv, pieces: &[KvPiece], out: &mut Vec<u8>) -> Result<(), DeviceError> {
+        pieces.iter().try_for_each(|p| self.kv_read(kv, p.layer as usize, p.slot0, p.tokens, out))
     }
 
     fn sync(&mut self) -> Result<(), DeviceError> {

@@ -20,7 +20,7 @@ pub trait Engine {
     /// See [`Executor::turn`].
     fn turn(&mut self, reports: &mut dyn FnMut(Report)) -> bool;
     /// See [`Executor::kv_counters`].
-    fn kv_counters(&self) -> Option<KvCounters>;
+    fn kv_counters(&mut self) -> Option<KvCounters>;
 }
 
 impl<D: Device> Engine for Executor<D> {
@@ -32,7 +32,7 @@ impl<D: Device> Engine for Executor<D> {
         Self::turn(self, reports)
     }
 
-    fn kv_counters(&self) -> Option<KvCounters> {
+    fn kv_counters(&mut self) -> Option<KvCounters> {
         Self::kv_counters(self)
     }
 }
@@ -320,8 +320,8 @@ impl Node {
 
     /// What mapping memory has come to.
     #[must_use]
-    pub fn kv_counters(&self) -> Option<KvCounters> {
-        self.engine.as_ref().and_then(|engine| engine.kv_counters())
+    pub fn kv_counters(&mut self) -> Option<KvCounters> {
+        self.engine.as_mut().and_then(|engine| engine.kv_counters())
     }
 
     /// Its number, once it is registered.

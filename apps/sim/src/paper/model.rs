@@ -93,6 +93,7 @@ fn point(spec: &PairSpec, blocks: u32) -> Option<CurvePoint> {
             tokens: (u64::from(creditor_batch) * spec.short_tokens) as f64,
         },
         link: spec.link,
+        mapped: false,
         blocks_there: 0,
         rows_there: 0,
         request_there: 0,

@@ -7,7 +7,7 @@ use crate::linear::copy_bandwidth;
 use crate::timing::{Time, time, with};
 use crate::tune::tuning;
 use crate::{Args, Out, inputs};
-use lagoon_backend::{AttnBatch, AttnRows, Device};
+use lagoon_backend::{AttnBatch, AttnRows, Device, Partials};
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, CudaTensor, kernels};
 use lagoon_types::{AttentionGeometry, DType, KvRun};
@@ -68,7 +68,7 @@ fn decode(what: Decode, tuning: Tuning) -> anyhow::Result<Time> {
     let layers = u32::try_from(copies)?.max(2).next_multiple_of(group);
     let kv = inputs::store(&mut device, layers, (batch * context) as usize, dtype)?;
     let q = queries(&mut device, batch, layers as usize)?;
-    let mut out = device.partials(batch as usize, G)?;
+    let mut out = Partials::new(&mut device, batch as usize, G)?;
     let (mut seqs, mut runs) = (Vec::new(), Vec::new());
     for row in 0..batch {
         let run0 = u32::try_from(runs.len())?;
@@ -86,7 +86,7 @@ pub(crate) fn prefill(tokens: u32, dtype: DType, block: Option<u32>, tuning: Tun
         inputs::copies(device.attributes().l2_bytes, kv_bytes(tokens, dtype) + tokens as usize * G.q_dim() * 4);
     let kv = inputs::store(&mut device, u32::try_from(copies)?, tokens as usize, dtype)?;
     let q = queries(&mut device, tokens, copies)?;
-    let mut out = device.partials(tokens as usize, G)?;
+    let mut out = Partials::new(&mut device, tokens as usize, G)?;
     let mut runs = Vec::new();
     let count = runs_of(0, tokens, block, &mut runs);
     let seqs = [AttnRows { row0: 0, rows: tokens, pos0: 0, run0: 0, runs: count }];

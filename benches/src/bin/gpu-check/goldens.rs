@@ -2,7 +2,7 @@
 
 use crate::{Args, Out, conformance};
 use anyhow::{Context as _, ensure};
-use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, Mode};
+use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, Mode, Partials};
 use lagoon_cuda::kernels::attention::Precision;
 use lagoon_model::{Checkpoint, LlamaWeights, ModelConfig, Norm, Rope};
 use lagoon_types::{DType, KvRun};
@@ -25,7 +25,7 @@ fn logits<D: Device>(d: &mut D, dir: &Path, tokens: &[u32], convert: Option<DTyp
     let mut qkv = d.tensor(n, geometry.qkv_dim())?;
     let mut up = d.tensor(n, config.family.activation().inputs() * config.intermediate)?;
     let mut wide = d.tensor(n, config.intermediate)?;
-    let mut partials = d.partials(n, geometry)?;
+    let mut partials = Partials::new(d, n, geometry)?;
     let rows = u32::try_from(n)?;
     let runs = [KvRun { base: 0, len: rows, first_pos: 0 }];
     let seqs = [AttnRows { row0: 0, rows, pos0: 0, run0: 0, runs: 1 }];

@@ -66,7 +66,7 @@ impl Work {
 fn attention<D: Device>(d: &mut D, batch: u32, rows: u32, context: u32) -> anyhow::Result<f64> {
     let kv = inputs::store(d, 1, (batch * context) as usize, DType::F16)?;
     let q = inputs::tensor(d, (batch * rows) as usize, G.q_dim(), 3)?;
-    let mut out = d.partials((batch * rows) as usize, G)?;
+    let mut out = Partials::new(d, (batch * rows) as usize, G)?;
     let seqs: Vec<AttnRows> =
         (0..batch).map(|i| AttnRows { row0: i * rows, rows, pos0: context - rows, run0: i, runs: 1 }).collect();
     let runs: Vec<KvRun> = (0..batch).map(|i| KvRun { base: i * context, len: context, first_pos: 0 }).collect();
@@ -113,7 +113,7 @@ fn partial<D: Device>(
     let rows = queries.len() / g.q_dim();
     let mut q = d.tensor(rows, g.q_dim())?;
     d.write(&mut q, 0, queries)?;
-    let mut out = d.partials(rows, g)?;
+    let mut out = Partials::new(d, rows, g)?;
     let seqs = [AttnRows { row0: 0, rows: u32::try_from(rows)?, pos0, run0: 0, runs: 1 }];
     let runs = [KvRun { base: 0, len: u32::try_from(tokens)?, first_pos: half.first_pos }];
     let batch = AttnBatch { geometry: g, scale: SCALE, window: None, alibi: None, seqs: &seqs, runs: &runs };
@@ -141,7 +141,7 @@ pub(crate) fn dist(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     let started = Instant::now();
     let (theirs, o, lse) = partial(&mut creditor, g, &first, &queries, pos0)?;
     let (mut ours, ..) = partial(&mut debtor, g, &second, &queries, pos0)?;
-    let mut received = debtor.partials(rows, g)?;
+    let mut received = Partials::new(&mut debtor, rows, g)?;
     debtor.write(&mut received.out, 0, &o)?;
     debtor.write(&mut received.lse, 0, &lse)?;
     received.count.clone_from(&theirs.count);

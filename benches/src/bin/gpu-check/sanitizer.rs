@@ -6,7 +6,7 @@ use crate::external::find;
 use crate::parent::{End, settle, watch};
 use crate::{Args, Out, inputs, read_json};
 use anyhow::{Context as _, ensure};
-use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, Mode};
+use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, Mode, Partials};
 use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers, kernels};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
@@ -154,7 +154,7 @@ fn attention(d: &mut CudaDevice, sequences: &[(u32, u32)]) -> anyhow::Result<Vec
     inputs::fill(d, &mut kv, shape, base as usize)?;
     let rows = row0 as usize;
     let q = inputs::tensor(d, rows, g.q_dim(), 6)?;
-    let mut out = d.partials(rows, g)?;
+    let mut out = Partials::new(d, rows, g)?;
     let batch = AttnBatch { geometry: g, scale: SCALE, window: None, alibi: None, seqs: &seqs, runs: &runs };
     d.attention(&q, &batch, &kv, 0, &mut out)?;
     let mut read = Vec::new();

@@ -14,7 +14,7 @@ use crate::tune::tuning;
 use crate::{Args, Out, inputs};
 use anyhow::{Context as _, ensure};
 use bytes::Bytes;
-use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, Mode, Partials, WeightSource};
+use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, Mode, Partials, Queued, WeightSource};
 use lagoon_cuda::kernels::attention::Precision;
 use lagoon_cuda::{CudaDevice, CudaKv, CudaTensor, CudaWeight};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
@@ -143,7 +143,7 @@ impl Steps {
             qkv: d.tensor(rows, g.qkv_dim())?,
             up: d.tensor(rows, 2 * shape.intermediate)?,
             act: d.tensor(rows, shape.intermediate)?,
-            attn: d.partials(rows, g)?,
+            attn: Partials::new(d, rows, g)?,
             last: d.tensor(sampled, shape.hidden)?,
             last_normed: d.tensor(sampled, shape.hidden)?,
             logits: d.tensor(sampled, shape.vocab)?,

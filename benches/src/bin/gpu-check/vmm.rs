@@ -4,7 +4,7 @@
 
 use crate::{Args, Out};
 use anyhow::{Context as _, ensure};
-use lagoon_backend::Device;
+use lagoon_backend::{Device, VirtualMemory};
 use lagoon_cuda::driver::{Context, Physical, Reservation, Sharing};
 use lagoon_cuda::kernels::attention::Precision;
 use lagoon_cuda::{CudaDevice, CudaKv, VirtualKv};

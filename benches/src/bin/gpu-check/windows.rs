@@ -3,7 +3,7 @@
 
 use crate::Args;
 use anyhow::{Context as _, ensure};
-use lagoon_backend::{Device, WindowMove, Xxh3};
+use lagoon_backend::{SharedRegions, WindowMove, Xxh3};
 use lagoon_cuda::{CudaDevice, CudaOptions, kernels};
 use serde_json::{Value, json};
 use std::os::fd::AsFd;
@@ -29,10 +29,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<Value> {
     let bytes: u64 = if args.smoke { 1 << 20 } else { 256 << 20 };
     let open = || CudaDevice::open(kernels::FATBIN, CudaOptions::default());
     let (mut theirs, mut ours) = (open()?, open()?);
-    let made = |window: Option<_>| window.context("this device's memory cannot be shared by descriptor");
     let size = usize::try_from(bytes)?;
-    let (_, source) = made(theirs.window(size)?)?;
-    let (_, target) = made(ours.window(size)?)?;
+    let (_, source) = theirs.region(size)?;
+    let (_, target) = ours.region(size)?;
     let content: Vec<u8> = (0..bytes / 8).flat_map(|n| n.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes()).collect();
     source.write(0, &content)?;
     let started = Instant::now();

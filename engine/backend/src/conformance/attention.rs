@@ -3,7 +3,7 @@
 use super::Tolerance;
 use super::data::{DTYPES, Data, read, tensor};
 use super::oracle::{self, Attention};
-use crate::{AttnBatch, AttnRows, Device};
+use crate::{AttnBatch, AttnRows, Device, Partials};
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun, KvShape};
 
 /// A random situation: sequences whose past lies in runs of random lengths in permuted places of one store.
@@ -97,7 +97,7 @@ impl Case {
         let (rows, cols) = (batch.rows(), g.qkv_dim());
         let queries: Vec<f32> = data.values(rows * cols).into_iter().map(|v| v * self.steepness).collect();
         let q = tensor(device, cols, &queries);
-        let mut out = device.partials(rows + 3, g).expect("partials");
+        let mut out = Partials::new(device, rows + 3, g).expect("partials");
         device.attention(&q, &batch, &kv, 1, &mut out).expect("attention");
         let want = Attention::of(&batch, &queries, cols, &stored);
         let (dtype, window, alibi) = (self.dtype, self.window, self.alibi);
@@ -227,7 +227,7 @@ pub fn attention_leaves_other_rows<D: Device>(device: &mut D, _: Tolerance) {
     device.kv_write(&mut kv, 0, 0, &bytes).expect("kv_write");
     let (q, _) = data.tensor(device, 9, g.q_dim());
     for rows in [1, 4] {
-        let mut out = device.partials(9, g).expect("partials");
+        let mut out = Partials::new(device, 9, g).expect("partials");
         let marks = vec![5.0; 9 * g.q_dim()];
         device.write(&mut out.out, 0, &marks).expect("write");
         let seqs = [AttnRows { row0: 0, rows, pos0: 30, run0: 0, runs: 1 }];

@@ -16,7 +16,7 @@ struct Values {
 impl Values {
     fn upload<D: Device>(&self, device: &mut D, g: AttentionGeometry) -> Partials<D::Tensor> {
         // More rows than counted, as a runner's buffers have.
-        let mut partials = device.partials(self.count.len() + 2, g).expect("partials");
+        let mut partials = Partials::new(device, self.count.len() + 2, g).expect("partials");
         device.write(&mut partials.out, 0, &self.out).expect("write");
         device.write(&mut partials.lse, 0, &self.lse).expect("write");
         partials.count.clone_from(&self.count);
@@ -134,9 +134,9 @@ fn split_attention<D: Device>(device: &mut D, alibi: Option<Alibi>, tolerance: T
         let cuts = [0, 3, 150, 151, 196, context];
         let run = |from: u32, to: u32| KvRun { base: from, len: to - from, first_pos: from };
         let seqs = [AttnRows { row0: 0, rows, pos0: context - rows, run0: 0, runs: 1 }];
-        let mut acc = device.partials(rows as usize, g).expect("partials");
+        let mut acc = Partials::new(device, rows as usize, g).expect("partials");
         acc.count.resize(rows as usize, 0);
-        let mut part = device.partials(rows as usize, g).expect("partials");
+        let mut part = Partials::new(device, rows as usize, g).expect("partials");
         // Out of order, as replies of creditors come.
         for i in [3, 0, 4, 2, 1] {
             let runs = [run(cuts[i], cuts[i + 1])];

@@ -4,7 +4,7 @@
 use super::data::{DTYPES, Data, read, tensor};
 use super::oracle::{self, Attention};
 use super::{Tolerance, assert_close};
-use crate::{AttnBatch, AttnRows, Device};
+use crate::{AttnBatch, AttnRows, Device, Partials};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
 
 /// `[rows][head_dim]`: cosines then sines, for positions from `pos0`.
@@ -101,7 +101,7 @@ pub fn rope_append_then_attention<D: Device>(device: &mut D, tolerance: Toleranc
     for dtype in DTYPES {
         let shape = KvShape { layers: 1, kv_heads: 2, head_dim: 40, dtype };
         let mut kv = device.kv(shape, 64).expect("kv");
-        let mut out = device.partials(40, geometry).expect("partials");
+        let mut out = Partials::new(device, 40, geometry).expect("partials");
         let mut pos = 0u32;
         for rows in [30u32, 1, 9, 1] {
             let (mut qkv, _) = data.tensor(device, rows as usize, geometry.qkv_dim());

@@ -4,11 +4,25 @@ use super::{CpuDevice, CpuKv, CpuTensor, CpuWeight};
 use super::{
     add_bias, attention, embed, gather_rows, gelu, layer_norm, matmul, merge, rms_norm, rope_append, silu_mul,
 };
+use crate::{Activation, AttnBatch, Device, DeviceError, DeviceInfo, KvPiece, Mode, Partials, WeightSource};
 #[cfg(target_os = "linux")]
-use crate::device::SharedKv;
-use crate::{Activation, AttnBatch, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
+use crate::{SharedArenas, SharedKv};
 use lagoon_types::{AttentionGeometry, KvShape};
 use std::ops::Range;
+
+#[cfg(target_os = "linux")]
+impl SharedArenas for CpuDevice {
+    type Kv = CpuKv;
+
+    fn kv_shared(
+        &mut self,
+        shape: KvShape,
+        slots: usize,
+        granule_slots: usize,
+    ) -> Result<SharedKv<CpuKv>, DeviceError> {
+        CpuKv::shared(shape, slots, granule_slots)
+    }
+}
 
 impl Device for CpuDevice {
     type Tensor = CpuTensor;
@@ -25,6 +39,17 @@ impl Device for CpuDevice {
         }
     }
 
+    #[cfg(target_os = "linux")]
+    fn shared_arenas(&mut self) -> Option<&mut (impl SharedArenas<Kv = CpuKv> + ?Sized)> {
+        Some(self)
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    crate::without!(shared_arenas);
+
+    // An operation is done when it returns; memory is the process's own, which no device maps.
+    crate::without!(queued, sampling, virtual_memory, shared_regions, peer_access);
+
     fn tensor(&mut self, rows: usize, cols: usize) -> Result<CpuTensor, DeviceError> {
         CpuTensor::new(rows, cols)
     }
@@ -37,14 +62,8 @@ impl Device for CpuDevice {
         CpuKv::new(shape, slots)
     }
 
-    #[cfg(target_os = "linux")]
-    fn kv_shared(
-        &mut self,
-        shape: KvShape,
-        slots: usize,
-        granule_slots: usize,
-    ) -> Result<Option<SharedKv<CpuKv>>, DeviceError> {
-        CpuKv::shared(shape, slots, granule_slots).map(Some)
+    fn kv_shape(&self, kv: &CpuKv) -> KvShape {
+        kv.shape
     }
 
     fn write(&mut self, tensor: &mut CpuTensor, row0: usize, data: &[f32]) -> Result<(), DeviceError> {
@@ -83,6 +102,10 @@ impl Device for CpuDevice {
         out: &mut Vec<u8>,
     ) -> Result<(), DeviceError> {
         kv.load(layer, slot0, tokens as usize, out)
+    }
+
+    fn kv_read_pieces(&mut self, kv: &CpuKv, pieces: &[KvPiece], out: &mut Vec<u8>) -> Result<(), DeviceError> {
+        pieces.iter().try_for_each(|p| self.kv_read(kv, p.layer as usize, p.slot0, p.tokens, out))
     }
 
     fn sync(&mut self) -> Result<(), DeviceError> {

@@ -105,6 +105,8 @@ impl GManager {
                 view.links.extend(m.links.iter().take(limits::HEARTBEAT_LINKS_MAX).map(link_view));
                 view.links.sort_unstable_by_key(|l| l.0);
                 view.links.dedup_by_key(|l| l.0);
+                let mapped = m.links.iter().take(limits::HEARTBEAT_LINKS_MAX).filter(|l| l.mapped);
+                view.mapped = mapped.map(|l| InstanceId(l.peer)).collect();
             }
         }
         if links_changed {

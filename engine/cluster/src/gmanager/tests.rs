@@ -213,7 +213,7 @@ fn near_creditors_come_before_large_ones() {
 fn bandwidth_counts_as_distance() {
     let mut gm = pool(&[0, 10, 90]);
     // A block has 64 KiB: 3.3 s at 20 KB/s, 65 us at 1 GB/s.
-    let link = |peer, bytes_per_s| Link { peer, rtt_us: 100, bytes_per_s };
+    let link = |peer, bytes_per_s| Link { peer, rtt_us: 100, bytes_per_s, ..Default::default() };
     gm.on_heartbeat(&Heartbeat { links: vec![link(2, 1_000_000_000), link(3, 20_000)], ..heartbeat(1, 2, 0) }, 0);
     assert_eq!(ask(&mut gm, 1, 0, &[]), [2, 3]);
     // It is measured again, and the far one is gone.

@@ -23,7 +23,7 @@ pub struct DebtorState<'a> {
     pub batch_max: u32,
     /// Sequences of these with KV elsewhere.
     pub remote_rows: u32,
-    /// Tokens attended to here for own sequences.
+    /// Tokens attended to by the own device for own sequences.
     pub local_tokens: f64,
     /// Tokens attended to here for others.
     pub guest_tokens: f64,
@@ -63,6 +63,9 @@ pub struct Pair<'a> {
     pub creditor: CreditorState<'a>,
     /// With both figures known.
     pub link: LinkView,
+    /// The debtor has mapped the creditor's memory (peer access): its own device attends to its blocks there, counted in
+    /// [`DebtorState::local_tokens`]. The creditor computes nothing for them, and no query crosses the link.
+    pub mapped: bool,
     /// The debtor's blocks at this creditor, of all its requests, and how many requests have some there.
     pub blocks_there: i64,
     pub rows_there: u32,
@@ -124,7 +127,7 @@ impl Pair<'_> {
     }
 
     fn predict_with(&self, k: i64, batch: u32, admitted: u64) -> Prediction {
-        let guests = self.tokens(self.blocks_there + k);
+        let guests = if self.mapped { 0.0 } else { self.tokens(self.blocks_there + k) };
         let (local_us, remote_us) = (self.local_us(k, batch, admitted), self.remote_us(k, batch));
         let step_us = local_us.max(remote_us);
         let pace = if batch == 0 { 0.0 } else { self.pace(step_us) };
@@ -171,7 +174,8 @@ impl Pair<'_> {
         let d = &self.debtor;
         let rows = if self.config.lanes { self.remote_rows(k).min(batch) } else { 0 };
         let share = if d.batch == 0 { 1.0 } else { (f64::from(batch) / f64::from(d.batch)).min(1.0) };
-        let own = (d.local_tokens - self.tokens(k)).max(0.0) * share;
+        let leaving = if self.mapped { 0.0 } else { self.tokens(k) };
+        let own = (d.local_tokens - leaving).max(0.0) * share;
         let joined = as_f64(admitted) * f64::from(self.shape.block_tokens);
         let other = d.rates.other_us(batch - rows) + d.rates.other_us(rows);
         other + (own + joined + d.guest_tokens) * d.rates.attention_us
@@ -184,7 +188,7 @@ impl Pair<'_> {
         if lane == 0 {
             return 0.0;
         }
-        let here = if self.blocks_there + k > 0 {
+        let here = if self.blocks_there + k > 0 && !self.mapped {
             let rows = rows(self.rows_there, self.request_there, k).min(batch);
             let wire = self.link.rtt_us + self.link.transfer_us(f64::from(rows) * as_f64(self.shape.row_bytes));
             let there = self.tokens(self.blocks_there + k) * self.creditor.rates.attention_us;
@@ -206,7 +210,7 @@ impl Pair<'_> {
     /// the debtor's present pace.
     #[must_use]
     pub fn stretch_limit(&self, stretch: f64, own_tokens: f64) -> i64 {
-        if self.creditor.batch == 0 {
+        if self.creditor.batch == 0 || self.mapped {
             return i64::MAX;
         }
         let c = &self.creditor;
@@ -405,7 +409,7 @@ mod tests {
             queue in prop::collection::vec(0u32..60, 0..12),
             (rtt_us, bytes_per_s) in (1.0..5_000.0f64, 1e6..1e10f64),
             elsewhere_us in prop_oneof![Just(0.0), 0.0..20_000.0f64],
-            (lanes, pace, away) in any::<(bool, bool, bool)>(),
+            (lanes, pace, away, mapped) in any::<(bool, bool, bool, bool)>(),
         ) {
             let remote_rows = remote_rows.max(u32::from(request_there + request_elsewhere > 0));
             let pair = Pair {
@@ -425,6 +429,7 @@ mod tests {
                 },
                 creditor: CreditorState { rates: Rates::new(&cc, true).unwrap(), batch: creditor_batch, tokens: creditor_tokens },
                 link: LinkView { rtt_us, bytes_per_s },
+                mapped,
                 blocks_there: others_there + request_there,
                 rows_there: u32::from(request_there > 0) + u32::from(others_there > 0),
                 request_there,
@@ -467,6 +472,7 @@ mod tests {
             },
             creditor: CreditorState { rates: Rates::new(creditor, true).unwrap(), batch: 4, tokens: 1_000.0 },
             link: LinkView { rtt_us: 5.0, bytes_per_s: 1e9 },
+            mapped: false,
             blocks_there: 0,
             rows_there: 0,
             request_there: 0,

@@ -59,8 +59,12 @@ fn remote_parts(round: &Round<'_>, debtor: usize) -> Vec<(SeqId, InstanceId, i64
     parts
 }
 
-/// Whether the copy has paid for itself before a request of usual length ends.
+/// Whether the copy has paid for itself before a request of usual length ends. The debtor attends to mapped KV as it does to its
+/// own: no copy of that pays.
 fn copy_pays(round: &Round<'_>, debtor: usize, creditor: usize, blocks: i64) -> bool {
+    if round.maps(debtor, creditor) {
+        return false;
+    }
     let shape = &round.view.shape;
     let tokens = blocks.unsigned_abs() * u64::from(shape.block_tokens);
     let rates = [creditor, debtor].map(|at| round.nodes[at].rates.attention_us);

@@ -24,7 +24,9 @@ pub(super) struct Node<'a> {
     pub(super) growth: i64,
     /// Blocks that all waiting requests need that are told of.
     pub(super) queue: i64,
+    /// Tokens that it attends to for its own sequences: those here, and those in mapped memory of creditors.
     pub(super) local_tokens: f64,
+    /// Tokens that it attends to for others: without those that debtors have mapped.
     pub(super) guest_tokens: f64,
     /// Blocks that it has lent, and borrowed, orders of this round included.
     pub(super) lent: i64,
@@ -112,9 +114,16 @@ pub(super) struct Round<'a> {
 impl<'a> Round<'a> {
     pub(super) fn new(view: &'a PoolView, config: &'a PlannerConfig) -> Self {
         let mut assumed = 0;
-        let nodes: Vec<Node<'a>> =
+        let mut nodes: Vec<Node<'a>> =
             view.instances.iter().map(|(id, v)| node(*id, v, view, config, &mut assumed)).collect();
         let plan = Plan { assumed, ..Plan::default() };
+        for (creditor, blocks) in view.instances.values().flat_map(InstanceView::mapped_blocks) {
+            // Mapped KV costs its creditor no compute.
+            if let Ok(at) = nodes.binary_search_by_key(&creditor, |n| n.id) {
+                let tokens = f64::from(blocks) * f64::from(view.shape.block_tokens);
+                nodes[at].guest_tokens = (nodes[at].guest_tokens - tokens).max(0.0);
+            }
+        }
         let mut round = Self {
             view,
             config,
@@ -133,6 +142,11 @@ impl<'a> Round<'a> {
 
     pub(super) fn index(&self, id: InstanceId) -> Option<usize> {
         self.nodes.binary_search_by_key(&id, |n| n.id).ok()
+    }
+
+    /// Whether the debtor has mapped the creditor's memory: it attends to what it borrows there itself.
+    pub(super) fn maps(&self, debtor: usize, creditor: usize) -> bool {
+        self.nodes[debtor].view.mapped.contains(&self.nodes[creditor].id)
     }
 
     /// Whether a request has an order of this round.
@@ -236,7 +250,9 @@ impl<'a> Round<'a> {
         let elsewhere_us = elsewhere.map(|(at, owed)| self.remote_us(debtor, at, owed)).fold(0.0, f64::max);
         let (d, c) = (&self.nodes[debtor], &self.nodes[creditor]);
         let (blocks_there, rows_there) = owes.creditors.get(&creditor_id).copied().unwrap_or_default();
-        let theirs = as_f64(blocks_there.unsigned_abs()) * f64::from(self.view.shape.block_tokens);
+        let mapped = self.maps(debtor, creditor);
+        let theirs = if mapped { 0 } else { blocks_there.unsigned_abs() };
+        let theirs = as_f64(theirs) * f64::from(self.view.shape.block_tokens);
         let others = (c.guest_tokens - theirs).max(0.0);
         let parts = self.remote_of(debtor, seq);
         Pair {
@@ -256,6 +272,7 @@ impl<'a> Round<'a> {
             },
             creditor: CreditorState { rates: c.rates, batch: c.view.load.batch, tokens: c.local_tokens + others },
             link: self.link(debtor, creditor),
+            mapped,
             blocks_there,
             rows_there,
             request_there: parts.iter().filter(|p| p.0 == creditor_id).map(|p| p.1).sum(),
@@ -264,7 +281,7 @@ impl<'a> Round<'a> {
     }
 
     fn remote_us(&self, debtor: usize, creditor: usize, (blocks, rows): (i64, u32)) -> f64 {
-        if blocks <= 0 {
+        if blocks <= 0 || self.maps(debtor, creditor) {
             return 0.0;
         }
         let (shape, link) = (&self.view.shape, self.link(debtor, creditor));
@@ -339,14 +356,16 @@ impl<'a> Round<'a> {
         let mut parts = self.remote_of(debtor, seq);
         let row_before = parts.iter().any(|p| p.1 > 0);
         for (at, sign, unit) in [(source, -1, -1.0), (target, 1, 1.0)] {
+            let mapped = at != debtor && self.maps(debtor, at);
+            let attends = &mut self.nodes[if mapped { debtor } else { at }];
+            let attended = if at == debtor || mapped { &mut attends.local_tokens } else { &mut attends.guest_tokens };
+            *attended = (*attended + unit * tokens).max(0.0);
             let node = &mut self.nodes[at];
             let id = node.id;
             node.free -= sign * blocks;
             // What leaves is not free for others before it has left.
             node.lendable -= (sign * blocks).max(0);
             node.freed += (-sign * blocks).max(0);
-            let attended = if at == debtor { &mut node.local_tokens } else { &mut node.guest_tokens };
-            *attended = (*attended + unit * tokens).max(0.0);
             if at == debtor {
                 continue;
             }
@@ -384,7 +403,9 @@ fn node<'a>(
         Rates::new(&config.assumed, true).expect("the assumed calibration is checked when the planner is made")
     });
     let load = &view.load;
-    let local = load.context_tokens.saturating_sub(load.remote_tokens);
+    let mapped: u64 = view.mapped_blocks().map(|(_, blocks)| u64::from(blocks)).sum();
+    let mapped = mapped * u64::from(pool.shape.block_tokens);
+    let local = load.context_tokens.saturating_sub(load.remote_tokens.saturating_sub(mapped));
     let free = i64::from(view.blocks_free) - i64::from(view.blocks_incoming);
     let queue = load.queue_blocks.iter().map(|b| i64::from(*b)).sum();
     let mut node = Node {

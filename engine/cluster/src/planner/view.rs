@@ -7,7 +7,7 @@
 use crate::perf::{LinkView, ModelShape};
 use lagoon_protocol::{Calibration, Load, MemoryTier, Role};
 use lagoon_types::{InstanceId, SeqId};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The pool as of the last heartbeats. The gManager holds one and updates it in place.
 #[derive(Clone, Debug, Default)]
@@ -46,6 +46,8 @@ pub struct InstanceView {
     pub requests: BTreeMap<SeqId, RequestView>,
     /// Links that it measured, ascending by peer. The other end's measurement is used where there is none here.
     pub links: Vec<(InstanceId, LinkView)>,
+    /// Creditors whose memory it has mapped (peer access): it attends to what it borrows there itself.
+    pub mapped: BTreeSet<InstanceId>,
     /// Its blocks are leaving; it neither borrows nor lends.
     pub draining: bool,
     /// It takes part in a DGFM cycle: nothing of it moves.
@@ -71,6 +73,7 @@ impl Default for InstanceView {
             borrowed: 0,
             requests: BTreeMap::new(),
             links: Vec::new(),
+            mapped: BTreeSet::new(),
             draining: false,
             frozen: false,
             paused: false,
@@ -98,6 +101,16 @@ pub struct RemoteBlocks {
     pub blocks: u32,
     /// Of these, those that could move now.
     pub sealed: u32,
+}
+
+impl InstanceView {
+    /// Its rBlocks on creditors whose memory it has mapped, by creditor, request by request.
+    pub(super) fn mapped_blocks(&self) -> impl Iterator<Item = (InstanceId, u32)> {
+        // Most instances have mapped nothing: their requests are not looked at.
+        let requests = (!self.mapped.is_empty()).then_some(&self.requests);
+        let parts = requests.into_iter().flat_map(|requests| requests.values()).flat_map(|r| &r.remote);
+        parts.filter(|part| self.mapped.contains(&part.creditor)).map(|part| (part.creditor, part.blocks))
+    }
 }
 
 impl RequestView {

@@ -46,8 +46,22 @@ pub(crate) struct MicroBatches {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Batch {
     rows: u32,
-    /// Tokens of KV here.
+    /// Tokens of KV here and in mapped memory of creditors: the own device attends to both.
     tokens: f64,
+}
+
+/// Adds leases, in rBlocks by creditor, to `there`, for the creditors that attend to them. Returns the rBlocks of the others:
+/// mapped KV costs its creditor no compute and no round trip.
+fn attended_elsewhere(
+    leases: impl Iterator<Item = (InstanceId, u32)>,
+    maps: impl Fn(InstanceId) -> bool,
+    there: &mut BTreeMap<InstanceId, u32>,
+) -> u32 {
+    let mut mapped = 0;
+    for (creditor, blocks) in leases {
+        *if maps(creditor) { &mut mapped } else { there.entry(creditor).or_default() } += blocks;
+    }
+    mapped
 }
 
 /// The useful share of the device's time, in one batch and in two: a token is worth its attention and its share of the
@@ -127,9 +141,9 @@ impl Instance {
             batch.rows += 1;
             batch.tokens += f64::from(seq.blocks.local_blocks()) * block_tokens;
             if away {
-                for ((creditor, _), held) in &seq.leases {
-                    *there.entry(*creditor).or_default() += held.blocks;
-                }
+                let leases = seq.leases.iter().map(|((creditor, _), held)| (*creditor, held.blocks));
+                let mapped = attended_elsewhere(leases, |creditor| self.step.mapped.maps(creditor), &mut there);
+                batch.tokens += f64::from(mapped) * block_tokens;
             }
         }
         if remote.rows == 0 {
@@ -218,6 +232,14 @@ mod tests {
         let (local, remote) = (Batch { rows: 3, tokens: 4_400.0 }, Batch { rows: 1, tokens: 26_000.0 });
         let (one, two) = predict(&rates, local, remote, 2_000.0);
         assert!(one > two * 1.2, "{one} {two}");
+    }
+
+    #[test]
+    fn mapped_leases_are_the_own_devices_work() {
+        let leases = [(InstanceId(2), 5), (InstanceId(3), 7), (InstanceId(2), 1)];
+        let mut there = BTreeMap::new();
+        assert_eq!(attended_elsewhere(leases.into_iter(), |creditor| creditor == InstanceId(2), &mut there), 6);
+        assert_eq!(there, BTreeMap::from([(InstanceId(3), 7)]));
     }
 
     #[test]

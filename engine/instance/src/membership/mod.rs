@@ -279,10 +279,15 @@ impl Instance {
 
     fn heartbeat(&mut self) {
         self.membership.heartbeat_at_ms = self.cx.now_ms + HEARTBEAT_MS;
-        let links = self.cx.peers.iter().filter(|k| k.rtt_us > 0);
-        let links = links.map(|k| Link { peer: k.instance.0, rtt_us: k.rtt_us, bytes_per_s: k.bytes_per_s });
+        let links = self.cx.peers.iter().map(|k| {
+            let mapped = self.step.mapped.maps(k.instance);
+            Link { peer: k.instance.0, rtt_us: k.rtt_us, bytes_per_s: k.bytes_per_s, mapped }
+        });
+        let mut links: Vec<Link> = links.filter(|link| link.rtt_us > 0 || link.mapped).collect();
+        links.sort_by_key(|link| !link.mapped);
+        links.truncate(HEARTBEAT_LINKS_MAX);
         let (running, waiting) = (as_u32(self.batch.running_len()), as_u32(self.waiting()));
-        let mut heartbeat = self.cx.memory.rm.heartbeat(running, waiting, links.take(HEARTBEAT_LINKS_MAX).collect());
+        let mut heartbeat = self.cx.memory.rm.heartbeat(running, waiting, links);
         heartbeat.draining = self.membership.is_draining();
         heartbeat.frozen = self.creditor.frozen_cycle();
         heartbeat.load = self.cx.config.role.runs().then(|| self.load());

@@ -60,6 +60,11 @@ impl Mapped {
         ReachStatus { mapped, ..self.status.clone() }
     }
 
+    /// Whether this creditor's memory is mapped here: its device computes nothing for sealed KV of this instance.
+    pub(crate) fn maps(&self, creditor: InstanceId) -> bool {
+        self.mappings.get(&creditor).is_some_and(|mapping| mapping.stands)
+    }
+
     /// A step begins.
     pub(crate) fn count(&mut self, work: &RemoteWork) {
         let fetched: BTreeSet<_> = work.fetches.iter().map(|fetch| (fetch.creditor, fetch.seq_index)).collect();

@@ -1,7 +1,9 @@
 //! Small checkpoints, and a device that remembers what it was given.
 #![allow(dead_code, reason = "not every test that includes this module uses all of it")]
 
-use lagoon_backend::{Activation, AttnBatch, Device, DeviceError, DeviceInfo, Mode, Partials, WeightSource};
+use lagoon_backend::{
+    Activation, AttnBatch, Device, DeviceError, DeviceInfo, KvPiece, Mode, Partials, WeightSource, without,
+};
 use lagoon_model::{Checkpoint, ModelConfig, ModelError};
 use lagoon_types::{AttentionGeometry, DType, KvShape};
 use safetensors::Dtype;
@@ -99,13 +101,17 @@ impl Device for RecordingDevice {
         Ok(source)
     }
 
+    without!(queued, sampling, virtual_memory, shared_arenas, shared_regions, peer_access);
+
     fn info(&self) -> DeviceInfo { unreachable!() }
     fn tensor(&mut self, _: usize, _: usize) -> Result<(), DeviceError> { unreachable!() }
     fn kv(&mut self, _: KvShape, _: usize) -> Result<(), DeviceError> { unreachable!() }
+    fn kv_shape(&self, (): &()) -> KvShape { unreachable!() }
     fn write(&mut self, (): &mut (), _: usize, _: &[f32]) -> Result<(), DeviceError> { unreachable!() }
     fn read(&mut self, (): &(), _: Range<usize>, _: Range<usize>, _: &mut Vec<f32>) -> Result<(), DeviceError> { unreachable!() }
     fn kv_write(&mut self, (): &mut (), _: usize, _: u32, _: &[u8]) -> Result<(), DeviceError> { unreachable!() }
     fn kv_read(&mut self, (): &(), _: usize, _: u32, _: u32, _: &mut Vec<u8>) -> Result<(), DeviceError> { unreachable!() }
+    fn kv_read_pieces(&mut self, (): &(), _: &[KvPiece], _: &mut Vec<u8>) -> Result<(), DeviceError> { unreachable!() }
     fn sync(&mut self) -> Result<(), DeviceError> { unreachable!() }
     fn embed(&mut self, _: &WeightSource, _: &[u32], (): &mut ()) -> Result<(), DeviceError> { unreachable!() }
     fn rms_norm(&mut self, (): &(), _: &WeightSource, _: f32, _: usize, (): &mut ()) -> Result<(), DeviceError> { unreachable!() }

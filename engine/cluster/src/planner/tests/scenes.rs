@@ -302,6 +302,51 @@ fn a_creditors_own_step_is_stretched_so_far_and_no_further() {
     assert_eq!(moved(1.0), 0);
 }
 
+/// Creditor KV that the debtor has mapped and reads directly costs the creditor no compute, and no query a round trip.
+#[test]
+fn mapped_kv_is_attended_to_by_its_debtor() {
+    let config = |creditor_stretch_max| PlannerConfig {
+        creditor_stretch_max,
+        model: ModelConfig::paper(),
+        ..PlannerConfig::default()
+    };
+    let mut view = pool(vec![instance(&[950], &[20; 30]), instance(&[10; 20], &[])]);
+    let moved = |view: &PoolView| -> u32 {
+        Planner::new(config(1.01))
+            .plan(view)
+            .orders
+            .iter()
+            .filter(|o| o.debtor == InstanceId(1))
+            .map(|o| o.blocks)
+            .sum()
+    };
+    let map = |view: &mut PoolView| {
+        view.instances.get_mut(&InstanceId(1)).unwrap().mapped.insert(InstanceId(2));
+    };
+    assert!(moved(&view) <= 140, "as far as it stretches the creditor's step");
+    map(&mut view);
+    assert!(moved(&view) >= 500, "{}", moved(&view));
+
+    // What is lent already: the debtor's device has all of it to attend to, the creditor's nothing.
+    let mut view = pool(vec![instance(&[500, 20], &[]), instance(&[10; 20], &[])]);
+    lend(&mut view, (1, 0), 2, 300);
+    view.instances.values_mut().for_each(|i| i.links.iter_mut().for_each(|l| l.1.rtt_us = 5_000.0));
+    let tokens = |view: &PoolView, at: usize| {
+        let config = config(2.0);
+        let round = Round::new(view, &config);
+        (round.nodes[at].local_tokens, round.nodes[at].guest_tokens)
+    };
+    let of = |blocks: u32| f64::from(blocks * TOKENS);
+    assert_eq!((tokens(&view, 0), tokens(&view, 1)), ((of(220), 0.0), (of(200), of(300))));
+    let home = |view: &PoolView| {
+        Planner::new(config(2.0)).plan(view).orders.iter().any(|o| o.why == Why::Retrieve && o.source == InstanceId(2))
+    };
+    assert!(home(&view), "five milliseconds a layer and token");
+    map(&mut view);
+    assert_eq!((tokens(&view, 0), tokens(&view, 1)), ((of(520), 0.0), (of(200), 0.0)));
+    assert!(!home(&view), "nothing crosses the link");
+}
+
 #[test]
 fn no_more_is_ordered_than_the_link_carries_in_time() {
     let mut view = pool(vec![instance(&[950], &[20; 30]), instance(&[10; 20], &[])]);

@@ -1,0 +1,243 @@
+//! What [`CudaDevice`] hands out beside the operations: its queues, sampling, virtual memory, shared regions, peer access.
+
+use super::memory::{CudaKv, CudaTensor, layout_for, word};
+use super::span::{STAGED_BYTES_MAX, Span, Staged};
+use super::{CudaDevice, Lane};
+use crate::driver::{Buffer, Pinned, copy_to_host};
+use crate::kernels::sample::{self, SampleParams};
+use lagoon_backend::{
+    Device, DeviceError, KvCounters, LaunchCounters, Queued, SampleRow, SampledRow, Sampling, VirtualMemory,
+};
+#[cfg(target_os = "linux")]
+use lagoon_backend::{KvPiece, LentKv, OwnRegion, PeerAccess, PeerMemory, RegionId, SharedRegions};
+use lagoon_types::{KvShape, KvSpace};
+use std::ops::Range;
+use std::time::Duration;
+
+impl Queued for CudaDevice {
+    type Tensor = CudaTensor;
+
+    fn urgent(&mut self, urgent: bool) {
+        self.at = usize::from(urgent);
+    }
+
+    fn begin_repeatable(&mut self) -> Result<(), DeviceError> {
+        if self.at == 0 && !self.options.no_graphs {
+            self.lane().begin_step()?;
+        }
+        Ok(())
+    }
+
+    fn launches(&mut self) -> Option<LaunchCounters> {
+        (!self.options.no_graphs).then(|| self.graphs().0)
+    }
+
+    fn abort_step(&mut self) -> Result<(), DeviceError> {
+        // What the step had listed must not happen to memory that is somebody else's by then.
+        self.lanes.iter_mut().try_for_each(Lane::settle)?;
+        self.released.0.record(&self.lanes[0].stream)?;
+        self.released.1 = true;
+        Ok(())
+    }
+
+    fn mark(&mut self, lane: usize) -> Result<(), DeviceError> {
+        // An event would end the step's list, and with it the graph: it is recorded when somebody asks.
+        self.noted[lane] = self.lanes[self.at].listed_step().is_some();
+        if self.noted[lane] {
+            return Ok(());
+        }
+        Ok(self.marks[lane].record(&self.lanes[self.at].stream)?)
+    }
+
+    fn reached(&mut self, lane: usize) -> Result<Option<Duration>, DeviceError> {
+        if std::mem::take(&mut self.noted[lane]) {
+            // What is listed has not begun.
+            self.lanes[0].settle()?;
+            self.marks[lane].record(&self.lanes[0].stream)?;
+        }
+        // Asked again at once: kernels take microseconds.
+        Ok((!self.marks[lane].happened()?).then_some(Duration::ZERO))
+    }
+
+    fn read_ahead(
+        &mut self,
+        lane: usize,
+        tensor: &CudaTensor,
+        rows: Range<usize>,
+        cols: Range<usize>,
+    ) -> Result<(), DeviceError> {
+        assert!(rows.end <= tensor.rows && cols.end <= tensor.cols, "a range beyond the tensor");
+        let span = Span::of(tensor, &rows, &cols);
+        let staged = &mut self.staged[lane];
+        staged.bytes = 0;
+        if (1..=STAGED_BYTES_MAX).contains(&span.bytes()) {
+            if staged.pinned.as_ref().is_none_or(|p| p.as_slice().len() < span.bytes()) {
+                staged.pinned = Some(Pinned::new(&self.context, "staged reads", span.bytes().next_power_of_two())?);
+            }
+            if let Some(pinned) = &mut staged.pinned {
+                self.lanes[self.at].settle()?;
+                copy_to_host(&self.lanes[self.at].stream, pinned, 0, span.address(tensor), span.bytes())?;
+                staged.bytes = span.bytes();
+            }
+        }
+        self.mark(lane)
+    }
+
+    fn read_staged(
+        &mut self,
+        lane: usize,
+        tensor: &CudaTensor,
+        rows: Range<usize>,
+        cols: Range<usize>,
+        out: &mut Vec<f32>,
+    ) -> Result<(), DeviceError> {
+        let span = Span::of(tensor, &rows, &cols);
+        match &self.staged[lane] {
+            Staged { pinned: Some(pinned), bytes, .. } if *bytes > 0 && *bytes == span.bytes() => {
+                out.reserve(rows.len() * cols.len());
+                span.take(span.first, &pinned.as_slice()[..*bytes], out);
+                Ok(())
+            }
+            _ => self.read(tensor, rows, cols, out),
+        }
+    }
+}
+
+impl Sampling for CudaDevice {
+    type Tensor = CudaTensor;
+
+    fn sample_ahead(&mut self, lane: usize, logits: &CudaTensor, rows: &[SampleRow]) -> Result<(), DeviceError> {
+        assert!(rows.len() <= logits.rows, "a row for each draw");
+        let staged = &mut self.staged[lane];
+        staged.bytes = size_of_val(rows) / size_of::<SampleRow>() * size_of::<SampledRow>();
+        if rows.is_empty() {
+            return self.mark(lane);
+        }
+        let room = (logits.rows * size_of::<SampledRow>()).next_power_of_two();
+        if staged.drawn.as_ref().is_none_or(|b| b.bytes() < room) {
+            // The listed step has not named it; whatever did has happened before this frees it.
+            staged.drawn = Some(Buffer::new(&self.context, "sampled tokens", room)?);
+        }
+        if staged.pinned.as_ref().is_none_or(|p| p.as_slice().len() < staged.bytes) {
+            staged.pinned = Some(Pinned::new(&self.context, "staged reads", room)?);
+        }
+        let (Some(drawn), Some(pinned)) = (&staged.drawn, &mut staged.pinned) else { unreachable!("made above") };
+        let own = &mut self.lanes[self.at];
+        let at = own.upload(bytemuck::cast_slice(rows))?;
+        let params = SampleParams {
+            logits: logits.buffer.address(),
+            rows: at,
+            out: drawn.address(),
+            vocab: word(logits.cols),
+            stride: word(logits.cols),
+        };
+        own.launch(&sample::sample(word(rows.len()), params))?;
+        own.settle()?;
+        copy_to_host(&own.stream, pinned, 0, drawn.address(), staged.bytes)?;
+        self.mark(lane)
+    }
+
+    fn sampled(&mut self, lane: usize, out: &mut Vec<SampledRow>) -> Result<(), DeviceError> {
+        self.marks[lane].synchronize()?;
+        if let Staged { pinned: Some(pinned), bytes, .. } = &self.staged[lane] {
+            let rows = pinned.as_slice()[..*bytes].chunks_exact(size_of::<SampledRow>());
+            out.extend(rows.map(bytemuck::pod_read_unaligned::<SampledRow>));
+        }
+        Ok(())
+    }
+}
+
+impl VirtualMemory for CudaDevice {
+    type Kv = CudaKv;
+
+    fn kv_space(&self, shape: KvShape, wish: KvSpace) -> KvSpace {
+        match self.why_flat(shape, &wish) {
+            None => wish,
+            Some(_) => KvSpace::flat(wish.blocks, wish.block_tokens),
+        }
+    }
+
+    fn kv_in(&mut self, shape: KvShape, space: &KvSpace) -> Result<CudaKv, DeviceError> {
+        let group = self.options.layers_per_group;
+        match layout_for(&self.context, shape, space.block_tokens, group).filter(|_| space.rows > 0) {
+            Some(layout) => CudaKv::with_rows(&self.context, shape, space, layout),
+            None => self.kv(shape, space.slots()),
+        }
+    }
+
+    fn kv_hold(&mut self, kv: &mut CudaKv, slots: &[Range<u32>]) -> Result<(), DeviceError> {
+        // A step that was given up may still write what it had when that was released.
+        if kv.hold(slots)? && self.at == 1 && std::mem::take(&mut self.released.1) {
+            self.lanes[1].stream.wait(&self.released.0)?;
+        }
+        Ok(())
+    }
+
+    fn kv_release(&mut self, kv: &mut CudaKv, slots: Range<u32>) -> Result<(), DeviceError> {
+        self.abort_step()?;
+        kv.release(slots)
+    }
+
+    fn kv_share(&mut self, kv: &mut CudaKv, from: u32, to: u32, tokens: u32) -> Result<(), DeviceError> {
+        self.lanes.iter_mut().try_for_each(Lane::settle)?;
+        kv.share(from..from + tokens, to)
+    }
+
+    fn kv_expect(&mut self, kv: &mut CudaKv, next: &[u32], row: Option<u32>) {
+        kv.expect(next, row);
+    }
+
+    fn kv_counters(&self, kv: &CudaKv) -> Option<KvCounters> {
+        kv.counters()
+    }
+}
+
+#[cfg(target_os = "linux")]
+impl SharedRegions for CudaDevice {
+    type Kv = CudaKv;
+
+    fn region(&mut self, bytes: usize) -> Result<OwnRegion, DeviceError> {
+        self.make_region(bytes)
+    }
+
+    fn kv_to_region(&mut self, kv: &CudaKv, pieces: &[KvPiece], to: RegionId, at: usize) -> Result<(), DeviceError> {
+        self.kv_through("kv_pack", kv, pieces, to, at)
+    }
+
+    fn kv_from_region(
+        &mut self,
+        kv: &mut CudaKv,
+        pieces: &[KvPiece],
+        from: RegionId,
+        at: usize,
+    ) -> Result<(), DeviceError> {
+        self.unpack_region(kv, pieces, from, at)
+    }
+}
+
+#[cfg(target_os = "linux")]
+impl PeerAccess for CudaDevice {
+    type Kv = CudaKv;
+
+    fn kv_lent(&mut self, shape: KvShape, blocks: u32, block_tokens: u32) -> Result<LentKv<CudaKv>, DeviceError> {
+        self.make_lent(shape, blocks, block_tokens)
+    }
+
+    fn kv_seal(&mut self, kv: &mut CudaKv, block: u32, tag: u64) -> Result<(), DeviceError> {
+        self.seal(kv, block, tag)
+    }
+
+    fn kv_map(
+        &mut self,
+        shape: KvShape,
+        blocks: u32,
+        block_tokens: u32,
+        memory: PeerMemory,
+    ) -> Result<CudaKv, DeviceError> {
+        self.map_peer(shape, (blocks, block_tokens), &memory)
+    }
+
+    fn kv_seal_tags(&mut self, kv: &CudaKv, blocks: &[u32], out: &mut Vec<u64>) -> Result<(), DeviceError> {
+        self.seal_tags(kv, blocks, out)
+    }
+}
