@@ -54,6 +54,9 @@ impl Instance {
     /// Takes one event at `now_ms` (which never goes back) and says what to do, in order.
     pub fn handle(&mut self, event: Event, now_ms: u64) -> Vec<Effect> {
         self.cx.now_ms = self.cx.now_ms.max(now_ms);
+        if may_concern_batch(&event) {
+            self.batch.due.touch();
+        }
         match event {
             Event::Submit { seq, request } => self.on_submit(seq, request),
             Event::Cancel { seq } => self.on_cancel(seq),
@@ -91,19 +94,26 @@ impl Instance {
         self.switch_moves();
         self.end_swap_out();
         self.end_preempt_after_step();
-        // What runs grows before anything new comes in: what a preempted sequence gave up must not go back to it.
-        self.grow();
-        self.swap_in();
-        self.admit();
+        let due = self.is_due();
+        if due {
+            self.batch.due.begin(self.cx.memory.rm.pool().changes());
+            // What runs grows before anything new comes in: what a preempted sequence gave up must not go back to it.
+            self.grow();
+            self.swap_in();
+            self.admit();
+        }
         self.dispatch();
         self.pump_pulls();
-        self.divide();
-        self.cx.memory.rm.set_growth_reserve(self.growth_reserve());
-        self.cx.memory.rm.set_waiting(self.waiting_since_ms(), self.membership.elder(self.cx.now_ms));
+        let due = due || self.is_due();
+        if due {
+            self.divide();
+            self.cx.memory.rm.set_growth_reserve(self.growth_reserve());
+            self.tell_waiting();
+        }
         if !self.moves.pace.overlaps() {
             self.pump_moves();
         }
-        if !self.waits_for_copy() {
+        if due && !self.waits_for_copy() {
             for lane in Lane::ALL {
                 self.start_lane(lane);
                 self.note_step(lane);
@@ -112,6 +122,11 @@ impl Instance {
         self.drain_rmanager();
         self.pump_moves();
         self.drain_rmanager();
+    }
+
+    /// Whether the batch is to be looked at. What moves may wait for a sequence, and a sequence for it.
+    fn is_due(&self) -> bool {
+        !self.moves.is_empty() || self.batch.due.is_due(self.cx.memory.rm.pool().changes(), self.cx.now_ms)
     }
 
     fn on_submit(&mut self, seq: SeqId, request: GenerateRequest) {
@@ -123,6 +138,9 @@ impl Instance {
     /// Hands the rManager's outputs on.
     pub(crate) fn drain_rmanager(&mut self) {
         while let Some(output) = self.cx.memory.rm.poll() {
+            if !matches!(output, Output::ToGManager(_) | Output::ToPeer { .. }) {
+                self.batch.due.touch();
+            }
             match output {
                 Output::ToGManager(body) => self.cx.effects.push(Effect::ToGManager(body)),
                 Output::ToPeer { instance, quic_addr, body } => self.send_control(instance, &quic_addr, body),
@@ -323,5 +341,28 @@ impl Instance {
                 self.cx.effects.push(Effect::Partials { peer, frame: PartialsFrame::Refused { step, code, detail } });
             }
         }
+    }
+}
+
+/// Whether an event may change what decisions about sequences depend on, beside what notes that itself: what ticks end, and
+/// what frames and the device bring for steps, moves and peers, does.
+fn may_concern_batch(event: &Event) -> bool {
+    match event {
+        Event::Tick | Event::Rtt { .. } | Event::Partials { .. } | Event::Bulk { .. } => false,
+        Event::Runner(report) => !matches!(
+            report,
+            Report::Queries { .. }
+                | Report::Written { .. }
+                | Report::Layer { .. }
+                | Report::Memory(_)
+                | Report::Launches(_)
+                | Report::GuestPartial { .. }
+                | Report::GuestWritten { .. }
+                | Report::GuestKv { .. }
+                | Report::GuestFailed { .. }
+                | Report::GuestSealed { .. }
+        ),
+        Event::Control { body, .. } => !matches!(body, ControlBody::LeaseRenew(_) | ControlBody::LeaseRenewed(_)),
+        _ => true,
     }
 }

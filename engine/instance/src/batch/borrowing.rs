@@ -42,7 +42,7 @@ impl Instance {
         (seq.misses, seq.frugal) = (0, false);
         if self.batch.is_running(id) {
             self.batch.sched.set_lane(id, Lane::Remote);
-            self.batch.micro.changed();
+            self.batch.changed();
         } else {
             self.admit_placed();
         }

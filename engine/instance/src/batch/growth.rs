@@ -31,7 +31,11 @@ impl Instance {
         let shortfall = seq.blocks.shortfall(tokens);
         let retry = match seq.need() {
             Some(Need::Met) => true,
-            Some(Need::RetryAt(at)) => at <= self.cx.now_ms,
+            Some(Need::RetryAt(at)) if at > self.cx.now_ms => {
+                self.batch.due.wake_at(at);
+                false
+            }
+            Some(Need::RetryAt(_)) => true,
             Some(Need::Borrowing(_)) | None => return,
         };
         if shortfall == 0 || self.grow_here(id) || !retry {

@@ -82,6 +82,7 @@ impl Instance {
 
     /// Ends the freeze, and the sequence if it is over.
     fn thaw(&mut self) {
+        self.batch.due.touch();
         if let Some(frozen) = self.creditor.frozen.take()
             && frozen.over
         {
@@ -114,6 +115,7 @@ impl Instance {
     /// What a freeze of this sequence protects is lost or given up.
     pub(crate) fn unfreeze(&mut self, seq: SeqId) {
         self.creditor.frozen.take_if(|f| f.seq == seq);
+        self.batch.due.touch();
     }
 }
 

@@ -137,6 +137,11 @@ impl Membership {
         self.heartbeat_at_ms = 0;
     }
 
+    /// Until when the elder counts, if nobody names it again.
+    pub(crate) fn elder_until_ms(&self, now_ms: u64) -> Option<u64> {
+        self.elder.map(|(_, _, until_ms)| until_ms).filter(|until_ms| now_ms < *until_ms)
+    }
+
     /// The request that goes before all younger ones here: where it waits, and since when.
     pub(crate) fn elder(&self, now_ms: u64) -> Option<(InstanceId, u64)> {
         self.elder.filter(|(_, _, until_ms)| now_ms < *until_ms).map(|(debtor, since_ms, _)| (debtor, since_ms))
@@ -257,6 +262,9 @@ impl Instance {
     }
 
     fn tick_drain(&mut self) {
+        if self.membership.drain.is_none() {
+            return;
+        }
         let empty = self.batch.is_empty()
             && self.cx.memory.rm.lent().next().is_none()
             && self.cx.memory.rm.borrowed() == 0

@@ -135,7 +135,7 @@ impl Instance {
 
     /// Says the Hellos that are owed.
     pub(crate) fn greet(&mut self) {
-        if self.membership.id.is_none() {
+        if self.membership.id.is_none() || self.cx.peers.ungreeted.is_empty() {
             return;
         }
         for peer in std::mem::take(&mut self.cx.peers.ungreeted) {

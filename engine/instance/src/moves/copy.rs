@@ -25,6 +25,9 @@ impl Instance {
 
     /// Asks sources for as much as may move now, the oldest move first.
     pub(crate) fn pump_moves(&mut self) {
+        if self.moves.moves.is_empty() {
+            return;
+        }
         let layers = self.cx.config.kv.layers;
         let layer_bytes = self.layer_bytes();
         let numbers: Vec<u64> = self.moves.moves.keys().copied().collect();

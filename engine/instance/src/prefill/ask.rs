@@ -193,10 +193,12 @@ impl Instance {
     /// Connects to workers that are not connected, and forgets those that left and have nothing of this instance.
     pub(crate) fn tick_workers(&mut self) {
         let now_ms = self.cx.now_ms;
-        let users: Vec<InstanceId> = self.prefill.away.values().filter_map(worker_of).collect();
+        if self.prefill.workers.is_empty() {
+            return;
+        }
+        let used = |id: &InstanceId| self.prefill.away.values().filter_map(worker_of).any(|user| user == *id);
         // Without a gManager nobody leaves.
-        let leaves =
-            |id: &InstanceId, w: &WorkerState| self.membership.is_registered() && !w.listed && !users.contains(id);
+        let leaves = |id: &InstanceId, w: &WorkerState| self.membership.is_registered() && !w.listed && !used(id);
         let gone = self.prefill.workers.iter().filter(|(id, w)| leaves(id, w));
         let gone: Vec<InstanceId> = gone.map(|(id, _)| *id).collect();
         for id in gone {
@@ -226,17 +228,17 @@ impl Instance {
         if self.prefill.workers.get(&id).is_some_and(silent) {
             self.redo_asked(id, "the worker does not answer");
         }
-        let requests = self.prefill.away.values().filter_map(|away| match away.stage {
-            Stage::Asked { worker, request, .. } if worker == id => Some(request),
-            _ => None,
-        });
-        let requests: Vec<u64> = requests.collect();
         self.prefill.renewals += 1;
         let seq = self.prefill.renewals;
         let Some(worker) = self.prefill.workers.get_mut(&id) else { return };
         if now_ms < worker.asked_ms + LEASE_RENEW_MS && worker.asked_ms != 0 {
             return;
         }
+        let requests = self.prefill.away.values().filter_map(|away| match away.stage {
+            Stage::Asked { worker, request, .. } if worker == id => Some(request),
+            _ => None,
+        });
+        let requests: Vec<u64> = requests.collect();
         worker.asked_ms = now_ms;
         worker.asked.get_or_insert((seq, now_ms)).0 = seq;
         self.cx.send_if_connected(id, ControlBody::PrefillRenew(PrefillRenew { seq, requests }));
@@ -276,6 +278,9 @@ impl Instance {
 
     /// Gives prompts that nobody has to workers.
     pub(crate) fn dispatch(&mut self) {
+        if self.prefill.away.is_empty() {
+            return;
+        }
         // As at admission: what is younger than the pool's elder takes no memory before it.
         let may = |seq: &SeqId| self.batch.seq(*seq).is_some_and(|seq| !self.gives_way(seq.since_ms));
         let waiting = |seq: &SeqId, away: &Away| matches!(away.stage, Stage::Waiting) && may(seq);
@@ -600,6 +605,9 @@ impl Instance {
     pub(crate) fn expire_away(&mut self) {
         let now_ms = self.cx.now_ms;
         self.prefill.dropped.retain(|(_, until_ms)| now_ms < *until_ms);
+        if self.prefill.away.is_empty() {
+            return;
+        }
         let late = |away: &Away| away.handed().and_then(|h| h.lost_at_ms).is_some_and(|at| at <= now_ms);
         self.redo_where(|_, _, away| late(away), "the worker did not come back");
         let unknown = |away: &Away| match &away.stage {

@@ -74,8 +74,10 @@ impl Instance {
             return;
         }
         self.drain_reader();
-        self.start_pulls();
-        self.read_landings();
+        if !self.prefill.away.is_empty() {
+            self.start_pulls();
+            self.read_landings();
+        }
         self.prefill.reader.iter_mut().for_each(lagoon_transfer::Reader::pump);
         self.drain_reader();
     }
