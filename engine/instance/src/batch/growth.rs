@@ -2,6 +2,7 @@
 
 use super::policy;
 use super::sequence::Need;
+use crate::creditor::CreditorEvent;
 use crate::instance::Instance;
 use crate::membership::Lending;
 use lagoon_protocol::TierWish;
@@ -48,7 +49,8 @@ impl Instance {
         let lending = self.membership.lending(self.cx.now_ms);
         if self.cx.memory.rm.recallable() > 0 {
             // Debtors that have room give it back; it is taken only if nobody else lends.
-            self.want_back(shortfall, lending != Lending::Open);
+            let take = lending != Lending::Open;
+            self.creditor(CreditorEvent::WantBack { blocks: shortfall, take });
         }
         match (lending, self.batch.seqs.get_mut(&id)) {
             (Lending::Open, Some(seq)) => {
@@ -78,6 +80,13 @@ impl Instance {
         seq.blocks.push_local(&blocks);
         seq.set_need(Need::Met);
         true
+    }
+
+    /// Blocks that running sequences lack to go on.
+    pub(crate) fn missing_blocks(&self) -> u32 {
+        let running = self.batch.seqs().filter(|s| self.batch.is_running(s.id));
+        let short: u32 = running.map(|s| s.blocks.shortfall(s.len())).sum();
+        short.saturating_sub(self.cx.memory.rm.available())
     }
 
     fn free_behind_window(&mut self, id: SeqId) {

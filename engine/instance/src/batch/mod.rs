@@ -6,6 +6,7 @@
 mod admission;
 mod borrowing;
 pub(crate) mod due;
+pub(crate) mod freeze;
 mod growth;
 pub(crate) mod micro_batches;
 mod policy;
@@ -17,6 +18,7 @@ pub(crate) mod sequence;
 mod swap;
 
 use due::Due;
+use freeze::FrozenDebt;
 use lagoon_types::limits::ADMISSION_DEADLINE_MS;
 use lagoon_types::{Chunk, Lane, SeqId, StepPlan};
 use micro_batches::MicroBatches;
@@ -32,6 +34,7 @@ pub(crate) struct Batch {
     micro: MicroBatches,
     /// A sequence that is preempted when its step ends, and the one that it is for.
     preempt_after_step: Option<(SeqId, SeqId)>,
+    frozen: Option<FrozenDebt>,
     pub(crate) counts: BatchCounts,
     /// Whether it is looked at after an event.
     pub(crate) due: Due,
@@ -59,6 +62,7 @@ impl Batch {
             seqs: BTreeMap::new(),
             micro: MicroBatches::default(),
             preempt_after_step: None,
+            frozen: None,
             counts: BatchCounts::default(),
             due: Due::new(),
             prefill_us: 0.0,
@@ -148,6 +152,16 @@ impl Batch {
     pub(crate) fn keep_frozen(&mut self, id: SeqId) {
         self.sched.remove(id);
         self.set_life(id, Life::Frozen);
+    }
+
+    /// Whether a sequence has ended, and waits for the thaw of its memory.
+    fn is_over(&self, id: SeqId) -> bool {
+        self.seqs.get(&id).is_some_and(|seq| seq.life == Life::Frozen)
+    }
+
+    /// The cycle of the freeze; 0 without one.
+    pub(crate) fn frozen_cycle(&self) -> u64 {
+        self.frozen.map_or(0, |f| f.cycle)
     }
 
     fn set_life(&mut self, id: SeqId, life: Life) {

@@ -10,6 +10,7 @@ pub(crate) mod roles;
 
 use crate::batch::sequence::Sequence;
 use crate::config::InstanceConfig;
+use crate::creditor::CreditorEvent;
 use crate::event::{Effect, TransferEffect};
 use crate::instance::Instance;
 use lagoon_cluster::mutants::{self, Mutant};
@@ -222,7 +223,7 @@ impl Instance {
         self.membership.incarnation = next_incarnation(self.membership.incarnation);
         self.membership.registered = false;
         let ended = self.cx.memory.rm.forget_all(self.membership.incarnation, self.cx.now_ms);
-        self.forget_ended(&ended);
+        self.creditor(CreditorEvent::Ended(ended));
         self.drop_all_jobs();
         if !mutants::is(Mutant::AskedByTheDead) {
             self.redo_all_asked();
@@ -237,7 +238,7 @@ impl Instance {
     pub(crate) fn on_peer_fenced(&mut self, m: &Fenced) {
         let (reader, incarnation) = (InstanceId(m.instance), m.incarnation);
         let ended = self.cx.memory.rm.on_peer_fenced(reader, incarnation, self.cx.now_ms);
-        self.forget_ended(&ended);
+        self.creditor(CreditorEvent::Ended(ended));
         if self.cx.config.transfer.is_some() {
             self.cx.effects.push(Effect::Transfer(TransferEffect::Fence { reader, incarnation }));
         }
@@ -292,7 +293,7 @@ impl Instance {
         let (running, waiting) = (as_u32(self.batch.running_len()), as_u32(self.waiting()));
         let mut heartbeat = self.cx.memory.rm.heartbeat(running, waiting, links.take(HEARTBEAT_LINKS_MAX).collect());
         heartbeat.draining = self.membership.is_draining();
-        heartbeat.frozen = self.creditor.frozen_cycle();
+        heartbeat.frozen = self.batch.frozen_cycle();
         heartbeat.load = self.cx.config.role.runs().then(|| self.load());
         heartbeat.moves = Some(Box::new(self.move_status().counts()));
         heartbeat.prefill = self.cx.config.transfer.is_some().then(|| Box::new(self.prefill_status().counts()));

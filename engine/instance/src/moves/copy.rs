@@ -204,7 +204,7 @@ impl Instance {
         }
         let tag = self.cx.tags.take(TagOwner::Move);
         self.moves.tags.insert(tag, (no, block, layer));
-        self.creditor.requests.queue_write(kv.len());
+        self.creditor.queue_write(kv.len());
         let write = GuestWrite { tag: Some(tag), layer, pieces: vec![(phys.0 * tokens, tokens)], kv };
         self.cx.release_freed();
         self.cx.effects.push(Effect::Runner(Command::GuestWrite(write)));

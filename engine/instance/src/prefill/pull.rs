@@ -268,7 +268,7 @@ impl Instance {
         let mut landing = Landing::new(blocks, (left, found), (known, layers), block_tokens);
         landing.named = named;
         // What is staged is copied by the device, in order.
-        landing.after_writes = if staged.is_empty() { self.creditor.requests.queued_writes() } else { 0 };
+        landing.after_writes = if staged.is_empty() { self.creditor.queued_writes() } else { 0 };
         landing.staged = staged;
         Some(landing)
     }
