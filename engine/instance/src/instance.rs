@@ -102,8 +102,8 @@ impl Instance {
             self.grow();
             self.swap_in();
             self.admit();
+            self.dispatch();
         }
-        self.dispatch();
         self.pump_pulls();
         let due = due || self.is_due();
         if due {

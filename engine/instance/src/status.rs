@@ -154,6 +154,19 @@ impl Instance {
         self.prefill.take_times()
     }
 
+    /// See [`PrefillStatus`].
+    pub(crate) fn prefill_status(&self) -> PrefillStatus {
+        PrefillStatus {
+            workers: self.readable_workers(),
+            waiting_here: self.waiting_here(),
+            blocks_handed_over: self.cx.memory.rm.handed_over(),
+            blocks_held_back: self.cx.memory.rm.held_back(),
+            jobs: self.jobs(),
+            queued_tokens: self.queued_tokens(),
+            ..self.prefill.look()
+        }
+    }
+
     /// See [`InstanceStatus`].
     #[must_use]
     pub fn status(&self) -> InstanceStatus {

@@ -58,7 +58,8 @@ fn check_file(name: &str, text: &str) -> Vec<Finding> {
         && !ROUTER.contains(&file)
         && let Some(position) = source::words(&masked, "impl Instance").first()
     {
-        let message = format!("line {}: only {} implement the router", source::line_of(&masked, *position), ROUTER.join(", "));
+        let message =
+            format!("line {}: only {} implement the router", source::line_of(&masked, *position), ROUTER.join(", "));
         out.push(Finding::new("router", name, message));
     }
     out

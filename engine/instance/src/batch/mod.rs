@@ -137,7 +137,7 @@ impl Batch {
     pub(crate) fn compute_here(&mut self, id: SeqId, now_ms: u64) {
         self.due.touch();
         let Some(seq) = self.seqs.get_mut(&id) else { return };
-        seq.life = Life::Waiting(Need::Met);
+        seq.come_back();
         seq.admit_by_ms = now_ms + ADMISSION_DEADLINE_MS;
         self.sched.enqueue_accepted(id, seq.len(), now_ms);
     }
@@ -145,7 +145,7 @@ impl Batch {
     /// The prompt of a waiting sequence becomes a prefill worker's matter.
     pub(crate) fn send_away(&mut self, id: SeqId) {
         self.sched.remove(id);
-        self.set_life(id, Life::Away);
+        self.set_life(id, Life::Away { retry_at_ms: None });
     }
 
     /// A sequence is over and its memory is frozen: it leaves the batch and stays known.

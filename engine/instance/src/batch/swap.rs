@@ -67,7 +67,7 @@ impl Instance {
         if self.membership.lending(self.cx.now_ms) != Lending::Open {
             return false;
         }
-        if self.batch.seqs.values().any(|s| s.life == Life::SwappingOut) {
+        if self.moves.is_swapping_out() {
             self.retry_later(id);
             return true;
         }

@@ -129,7 +129,7 @@ impl Creditor {
             CreditorEvent::Bulk { peer, from, frame } => self.on_guest_bulk(cx, peer, from, frame),
             CreditorEvent::Released { from, release } => self.on_released(cx, from, &release),
             CreditorEvent::Ended(ended) => self.on_ended(cx, &ended),
-            CreditorEvent::PeerUp { peer, instance } => self.repeat_revoked(cx, peer, instance),
+            CreditorEvent::PeerUp { peer, instance } => recall::repeat_revoked(cx, peer, instance),
             CreditorEvent::PeerDown(instance) => self.requests.forget(instance),
             CreditorEvent::SendFailed { peer, instance } => {
                 self.refuse_guest(cx, peer, instance, "a frame could not be sent");
@@ -140,7 +140,7 @@ impl Creditor {
             CreditorEvent::Failed { tag, error } => self.on_guest_failed(cx, tag, &error),
             CreditorEvent::Sealed { tag, sealed } => self.on_guest_sealed(cx, tag, sealed),
             CreditorEvent::OwnStep { ms, guests_us } => self.own_step_took(cx, ms, guests_us),
-            CreditorEvent::WantBack { blocks, take } => self.want_back(cx, blocks, take),
+            CreditorEvent::WantBack { blocks, take } => recall::want_back(cx, blocks, take),
             CreditorEvent::Revoke { debtor, blocks } => self.revoke(cx, debtor, blocks),
             CreditorEvent::Tick => {
                 self.expire_threshold(cx);

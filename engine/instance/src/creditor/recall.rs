@@ -8,14 +8,14 @@ use lagoon_cluster::Revoked;
 use lagoon_protocol::{ControlBody, LeaseRevoked};
 use lagoon_types::InstanceId;
 
-impl Creditor {
-    /// Asks debtors for blocks. With `take`, what they do not return in time is taken if it is still needed then.
-    pub(super) fn want_back(&self, cx: &mut Cx, blocks: u32, take: bool) {
-        for (debtor, recall) in cx.memory.rm.recall(blocks, take, cx.now_ms) {
-            cx.send_if_connected(debtor, ControlBody::Recall(recall));
-        }
+/// Asks debtors for blocks. With `take`, what they do not return in time is taken if it is still needed then.
+pub(super) fn want_back(cx: &mut Cx, blocks: u32, take: bool) {
+    for (debtor, recall) in cx.memory.rm.recall(blocks, take, cx.now_ms) {
+        cx.send_if_connected(debtor, ControlBody::Recall(recall));
     }
+}
 
+impl Creditor {
     /// Ends recalls that were not met. What is needed still is taken when the batch has said how much that is.
     pub(super) fn expire_recalls(&mut self, cx: &mut Cx) -> Outcomes {
         let unmet = cx.memory.rm.unmet_recalls(cx.now_ms);
@@ -37,14 +37,14 @@ impl Creditor {
             }
         }
     }
+}
 
-    /// A debtor is connected again: it may not have heard of what was taken back meanwhile, or just before. It could not
-    /// attend to that (accesses to freed entries are refused, and entries are not lent again under the same lease), but a
-    /// refusal would cost it all that it has here.
-    pub(super) fn repeat_revoked(&self, cx: &mut Cx, peer: PeerKey, debtor: InstanceId) {
-        let taken: Vec<Revoked> = cx.memory.rm.revoked().filter(|r| r.debtor == debtor).cloned().collect();
-        taken.iter().for_each(|revoked| tell_revoked(cx, peer, revoked));
-    }
+/// A debtor is connected again: it may not have heard of what was taken back meanwhile, or just before. It could not
+/// attend to that (accesses to freed entries are refused, and entries are not lent again under the same lease), but a
+/// refusal would cost it all that it has here.
+pub(super) fn repeat_revoked(cx: &mut Cx, peer: PeerKey, debtor: InstanceId) {
+    let taken: Vec<Revoked> = cx.memory.rm.revoked().filter(|r| r.debtor == debtor).cloned().collect();
+    taken.iter().for_each(|revoked| tell_revoked(cx, peer, revoked));
 }
 
 fn tell_revoked(cx: &mut Cx, peer: PeerKey, revoked: &Revoked) {

@@ -171,6 +171,11 @@ impl Moves {
         self.moves.is_empty() && self.swapped_out.is_empty()
     }
 
+    /// Whether a sequence's blocks move to host memory, so that it stops: whatever became of the sequence meanwhile.
+    pub(crate) fn is_swapping_out(&self) -> bool {
+        !self.swapped_out.is_empty() || self.moves.values().any(|m| m.why == Why::Park)
+    }
+
     /// Whether a sequence moves.
     pub(crate) fn is_moving(&self, seq: SeqId) -> bool {
         self.moves.values().any(|m| m.seq == seq)

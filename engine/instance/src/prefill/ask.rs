@@ -296,9 +296,16 @@ impl Instance {
                 None if self.prefill.away.get(&seq).is_some_and(|a| a.wait_by_ms <= self.cx.now_ms) => {
                     self.compute_here(seq);
                 }
-                None => {}
+                None => self.wake_dispatch(seq),
             }
         }
+    }
+
+    /// No worker takes a prompt now: that may be different when one has rested, and ends when it has waited for long enough.
+    fn wake_dispatch(&mut self, seq: SeqId) {
+        let Some(away) = self.prefill.away.get(&seq) else { return };
+        let rested = away.resting.values().copied().filter(|until_ms| *until_ms > self.cx.now_ms);
+        rested.chain([away.wait_by_ms]).for_each(|at_ms| self.batch.due.wake_at(at_ms));
     }
 
     /// The worker that would be done with a prompt first of those that could do it now, and the tokens that it may not have
@@ -336,6 +343,8 @@ impl Instance {
         let now_ms = self.cx.now_ms;
         let waiting = |away: &&mut Away| matches!(away.stage, Stage::Waiting);
         self.prefill.away.values_mut().filter(waiting).for_each(|away| away.wait_by_ms = now_ms + PREFILL_WAIT_MS);
+        // That goes on with time.
+        self.batch.due.wake_at(now_ms + 1);
         if self.prefill.away.get(&oldest).is_some_and(|away| now_ms > away.asked_ms + ADMISSION_DEADLINE_MS) {
             let message = format!("no memory became free within {} s", ADMISSION_DEADLINE_MS / 1000);
             self.fail(oldest, RequestError::Unavailable(message));
@@ -505,6 +514,7 @@ impl Instance {
     pub(crate) fn redo(&mut self, id: SeqId, why: &str) {
         let now_ms = self.cx.now_ms;
         let Some(away) = self.prefill.away.get_mut(&id) else { return };
+        self.batch.due.touch();
         let worker = worker_of(away);
         tracing::warn!(seq = %id, worker = worker.map(|w| w.0), why, "a prompt is to be computed again");
         worker.into_iter().for_each(|worker| _ = away.resting.insert(worker, now_ms + PREFILL_REST_MS));
@@ -623,9 +633,7 @@ impl Instance {
         };
         self.redo_where(keeps, "an older request waits for memory");
     }
-}
 
-impl Instance {
     /// Requests whose prompts nobody computes (any more), and that wait for memory or a place in the batch here.
     pub(crate) fn waiting_here(&self) -> usize {
         let asks = self.pushes() && self.readable_workers() > 0;
