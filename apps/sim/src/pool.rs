@@ -11,6 +11,9 @@ use lagoon_instance::{InstanceConfig, RemotePolicy, SchedulerConfig, TransferCon
 use lagoon_protocol::{BatchPoint, Calibration, MemoryTier, Role};
 use lagoon_types::{DType, ModelHash};
 
+/// Instances and their later lives that a gManager knows at most.
+const INSTANCES_MAX: usize = 512;
+
 const MODEL: ModelHash = ModelHash([7; 32]);
 
 /// One instance.
@@ -187,6 +190,8 @@ impl PoolSpec {
             planner: Some(PlannerConfig::default()),
             dgfm: Some(DgfmConfig::default()),
             balancer: self.balancer.clone(),
+            // Its view has room for all of them from the start, and one is started for every seed.
+            instances_max: INSTANCES_MAX,
             ..GManagerConfig::default()
         });
         world.start_gmanager(gmanager, clock, life);

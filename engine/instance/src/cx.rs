@@ -10,7 +10,7 @@ use lagoon_backend::KvCounters;
 use lagoon_cluster::{ConfigError, RManager, RManagerConfig};
 use lagoon_protocol::ControlBody;
 use lagoon_runner::{Command, GuestTag};
-use lagoon_types::limits::LEASE_TTL_MS;
+use lagoon_types::limits::{LEASE_TTL_MS, STEP_DEADLINE_MS};
 use lagoon_types::{InstanceId, PhysBlock};
 
 /// See the module's documentation.
@@ -19,6 +19,8 @@ pub(crate) struct Cx {
     /// The time of the event that is handled, in milliseconds. It never goes back.
     pub(crate) now_ms: u64,
     pub(crate) config: InstanceConfig,
+    /// Time that a step may go without progress, in milliseconds.
+    pub(crate) step_deadline_ms: u64,
     pub(crate) peers: Peers,
     /// Effects of the event that is handled, in order.
     pub(crate) effects: Vec<Effect>,
@@ -96,7 +98,7 @@ impl Cx {
         })?;
         let memory = Memory { rm, prefix: PrefixCounts::new(&config), counters: None };
         let (peers, tags) = (Peers::default(), Tags::default());
-        Ok(Self { now_ms: 0, config, peers, effects: Vec::new(), memory, tags })
+        Ok(Self { now_ms: 0, config, step_deadline_ms: STEP_DEADLINE_MS, peers, effects: Vec::new(), memory, tags })
     }
 
     /// Sends a control message to an instance that is connected; drops it otherwise.

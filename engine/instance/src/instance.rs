@@ -2,17 +2,18 @@
 
 use crate::batch::Batch;
 use crate::config::InstanceConfig;
-use crate::creditor::Creditor;
+use crate::creditor::{Creditor, CreditorEvent};
 use crate::cx::{Cx, TagOwner};
 use crate::event::{Effect, Event, PeerKey};
 use crate::membership::Membership;
 use crate::moves::Moves;
+use crate::outcome::{Outcome, Outcomes, ROUNDS_MAX};
 use crate::prefill::Prefills;
 use crate::step::Steps;
-use lagoon_cluster::{ConfigError, LeaseEnded, Output};
+use lagoon_cluster::{ConfigError, Output};
 use lagoon_protocol::{BulkFrame, ControlBody, PartialsFrame, RefuseCode, StepTicket};
 use lagoon_runner::Report;
-use lagoon_types::{GenerateRequest, KvSpace, Lane, LeaseId, SeqId, TokenEvent};
+use lagoon_types::{GenerateRequest, KvSpace, Lane, SeqId, TokenEvent};
 
 /// See the crate's documentation.
 #[derive(Debug)]
@@ -47,13 +48,16 @@ impl Instance {
     /// many: a step may go without progress for `step_deadline_ms` instead of [`lagoon_types::limits::STEP_DEADLINE_MS`], and
     /// `move_bytes_in_flight` bytes of moves may be under way.
     pub fn scale_limits(&mut self, step_deadline_ms: u64, move_bytes_in_flight: u64) {
-        self.step.deadline_ms = step_deadline_ms;
+        self.cx.step_deadline_ms = step_deadline_ms;
         self.moves.set_bytes_in_flight_max(move_bytes_in_flight);
     }
 
     /// Takes one event at `now_ms` (which never goes back) and says what to do, in order.
     pub fn handle(&mut self, event: Event, now_ms: u64) -> Vec<Effect> {
         self.cx.now_ms = self.cx.now_ms.max(now_ms);
+        if may_concern_batch(&event) {
+            self.batch.due.touch();
+        }
         match event {
             Event::Submit { seq, request } => self.on_submit(seq, request),
             Event::Cancel { seq } => self.on_cancel(seq),
@@ -91,19 +95,26 @@ impl Instance {
         self.switch_moves();
         self.end_swap_out();
         self.end_preempt_after_step();
-        // What runs grows before anything new comes in: what a preempted sequence gave up must not go back to it.
-        self.grow();
-        self.swap_in();
-        self.admit();
-        self.dispatch();
+        let due = self.is_due();
+        if due {
+            self.batch.due.begin(self.cx.memory.rm.pool().changes());
+            // What runs grows before anything new comes in: what a preempted sequence gave up must not go back to it.
+            self.grow();
+            self.swap_in();
+            self.admit();
+            self.dispatch();
+        }
         self.pump_pulls();
-        self.divide();
-        self.cx.memory.rm.set_growth_reserve(self.growth_reserve());
-        self.cx.memory.rm.set_waiting(self.waiting_since_ms(), self.membership.elder(self.cx.now_ms));
+        let due = due || self.is_due();
+        if due {
+            self.divide();
+            self.cx.memory.rm.set_growth_reserve(self.growth_reserve());
+            self.tell_waiting();
+        }
         if !self.moves.pace.overlaps() {
             self.pump_moves();
         }
-        if !self.waits_for_copy() {
+        if due && !self.waits_for_copy() {
             for lane in Lane::ALL {
                 self.start_lane(lane);
                 self.note_step(lane);
@@ -112,6 +123,11 @@ impl Instance {
         self.drain_rmanager();
         self.pump_moves();
         self.drain_rmanager();
+    }
+
+    /// Whether the batch is to be looked at. What moves may wait for a sequence, and a sequence for it.
+    fn is_due(&self) -> bool {
+        !self.moves.is_empty() || self.batch.due.is_due(self.cx.memory.rm.pool().changes(), self.cx.now_ms)
     }
 
     fn on_submit(&mut self, seq: SeqId, request: GenerateRequest) {
@@ -123,6 +139,9 @@ impl Instance {
     /// Hands the rManager's outputs on.
     pub(crate) fn drain_rmanager(&mut self) {
         while let Some(output) = self.cx.memory.rm.poll() {
+            if !matches!(output, Output::ToGManager(_) | Output::ToPeer { .. }) {
+                self.batch.due.touch();
+            }
             match output {
                 Output::ToGManager(body) => self.cx.effects.push(Effect::ToGManager(body)),
                 Output::ToPeer { instance, quic_addr, body } => self.send_control(instance, &quic_addr, body),
@@ -205,10 +224,7 @@ impl Instance {
             return;
         }
         if let ControlBody::LeaseRelease(release) = &body {
-            // The debtor ended those steps itself.
-            let tokens = |entries: u32| entries.saturating_mul(self.cx.config.block_tokens);
-            let freed = tokens(release.first)..tokens(release.entries);
-            self.creditor.requests.forget_lease(known.instance, LeaseId(release.lease), &freed);
+            self.creditor(CreditorEvent::Released { from: known.instance, release: release.clone() });
         }
         let Some(body) = self.on_prefill_control(known.instance, body) else { return };
         if let Some(body) = self.cx.memory.rm.on_peer_control(known.instance, body, self.cx.now_ms) {
@@ -230,7 +246,7 @@ impl Instance {
                 self.on_partial(known.instance, step, layer, rows, out, lse, count);
             }
             PartialsFrame::Refused { step, code, detail } => self.on_step_refused(known.instance, step, code, &detail),
-            frame => self.on_guest_partials(peer, known.instance, frame),
+            frame => self.creditor(CreditorEvent::Partials { peer, from: known.instance, frame }),
         }
     }
 
@@ -254,7 +270,7 @@ impl Instance {
             BulkFrame::Refused { id, lease, code, detail } => {
                 self.on_bulk_refused(known.instance, id, lease, code, &detail);
             }
-            frame => self.on_guest_bulk(peer, known.instance, frame),
+            frame => self.creditor(CreditorEvent::Bulk { peer, from: known.instance, frame }),
         }
     }
 
@@ -272,34 +288,36 @@ impl Instance {
             Report::Staged { stage, error } => self.on_staged(stage, error.as_ref()),
             Report::Memory(counters) => self.cx.memory.counters = Some(counters),
             Report::Launches(counters) => self.step.launches = Some(counters),
-            Report::GuestPartial { tag, out, lse, count } => self.on_guest_partial(tag, out, lse, count),
+            Report::GuestPartial { tag, out, lse, count } => {
+                self.creditor(CreditorEvent::Partial { tag, out, lse, count });
+            }
             Report::GuestWritten { bytes, tag } => {
-                self.on_guest_written(bytes);
+                self.creditor(CreditorEvent::Written { bytes });
                 tag.into_iter().for_each(|tag| self.on_move_stored(tag));
             }
             Report::GuestKv { tag, kv } => match TagOwner::of(tag) {
                 TagOwner::Move => self.on_move_kv(tag, kv),
-                TagOwner::Request | TagOwner::Seal => self.on_guest_kv(tag, kv),
+                TagOwner::Request | TagOwner::Seal => self.creditor(CreditorEvent::Kv { tag, kv }),
             },
             Report::GuestFailed { tag, error } => match TagOwner::of(tag) {
                 TagOwner::Move => self.on_move_failed(tag, &error.to_string()),
-                TagOwner::Seal => self.on_guest_sealed(tag, false),
-                TagOwner::Request => self.on_guest_failed(tag, &error),
+                TagOwner::Seal => self.creditor(CreditorEvent::Sealed { tag, sealed: false }),
+                TagOwner::Request => self.creditor(CreditorEvent::Failed { tag, error }),
             },
-            Report::GuestSealed { tag } => self.on_guest_sealed(tag, true),
-            Report::Mapped { map, error } => self.on_mapped(map, error.is_none()),
+            Report::GuestSealed { tag } => self.creditor(CreditorEvent::Sealed { tag, sealed: true }),
+            Report::Mapped { map, error } => self.step.mapped.on_mapped(&mut self.cx, map, error.is_none()),
         }
     }
 
     fn on_tick(&mut self) {
         let now = self.cx.now_ms;
         let ended = self.cx.memory.rm.tick(now);
-        self.forget_ended(&ended);
+        if !ended.is_empty() {
+            self.creditor(CreditorEvent::Ended(ended));
+        }
         self.greet();
-        self.expire_threshold();
-        self.expire_recalls();
+        self.creditor(CreditorEvent::Tick);
         self.expire_moves();
-        self.expire_guests();
         self.expire_dialling();
         self.expire_freeze();
         self.break_up();
@@ -313,15 +331,52 @@ impl Instance {
         self.tick_membership();
     }
 
-    /// Leases that are not lent any more: steps of peers that attend to them end, and the peers are told.
-    pub(crate) fn forget_ended(&mut self, ended: &[LeaseEnded]) {
-        for lease in ended {
-            let steps = self.creditor.requests.forget_lease(lease.debtor, lease.lease, &(0..u32::MAX));
-            let Some(peer) = self.cx.peers.key(lease.debtor) else { continue };
-            for step in steps {
-                let (code, detail) = (RefuseCode::UnknownLease, format!("{} ended", lease.lease));
-                self.cx.effects.push(Effect::Partials { peer, frame: PartialsFrame::Refused { step, code, detail } });
+    /// Hands an event to the creditor's side.
+    pub(crate) fn creditor(&mut self, event: CreditorEvent) {
+        let outcomes = self.creditor.handle(&mut self.cx, event);
+        self.hand_on(outcomes);
+    }
+
+    /// Hands outcomes on, and theirs, until there are none.
+    fn hand_on(&mut self, mut outcomes: Outcomes) {
+        let mut rounds = 0;
+        while !outcomes.is_empty() {
+            rounds += 1;
+            assert!(rounds <= ROUNDS_MAX, "outcomes cause each other for ever: {outcomes:?}");
+            let round = std::mem::take(&mut outcomes);
+            outcomes = round.into_iter().flat_map(|outcome| self.act_upon(outcome)).collect();
+        }
+    }
+
+    fn act_upon(&mut self, outcome: Outcome) -> Outcomes {
+        match outcome {
+            Outcome::RecallMissed { debtor, missing } => {
+                let blocks = missing.min(self.missing_blocks());
+                self.creditor.handle(&mut self.cx, CreditorEvent::Revoke { debtor, blocks })
             }
         }
+    }
+}
+
+/// Whether an event may change what decisions about sequences depend on, beside what notes that itself: what ticks end, and
+/// what frames and the device bring for steps, moves and peers, does.
+fn may_concern_batch(event: &Event) -> bool {
+    match event {
+        Event::Tick | Event::Rtt { .. } | Event::Partials { .. } | Event::Bulk { .. } => false,
+        Event::Runner(report) => !matches!(
+            report,
+            Report::Queries { .. }
+                | Report::Written { .. }
+                | Report::Layer { .. }
+                | Report::Memory(_)
+                | Report::Launches(_)
+                | Report::GuestPartial { .. }
+                | Report::GuestWritten { .. }
+                | Report::GuestKv { .. }
+                | Report::GuestFailed { .. }
+                | Report::GuestSealed { .. }
+        ),
+        Event::Control { body, .. } => !matches!(body, ControlBody::LeaseRenew(_) | ControlBody::LeaseRenewed(_)),
+        _ => true,
     }
 }

@@ -20,14 +20,15 @@ mod event;
 mod instance;
 mod membership;
 mod moves;
+mod outcome;
 mod prefill;
 mod status;
 mod step;
 
+pub use batch::freeze::FrozenDebt;
 pub use batch::prefix::PrefixStatus;
 pub use batch::scheduler::SchedulerConfig;
 pub use config::{InstanceConfig, TransferConfig};
-pub use creditor::freeze::FrozenDebt;
 pub use event::{Effect, Event, PeerKey, TransferEffect, TransferEvent};
 pub use instance::Instance;
 pub use moves::{MovePace, MoveStatus, MovedBlocks};

@@ -109,7 +109,14 @@ impl Instance {
     /// a step that is served here. A shell with a processor to spare then polls instead of sleeping.
     #[must_use]
     pub fn expects_frames(&self) -> bool {
-        self.step.expects_partials() || self.creditor.requests.expects_queries()
+        self.step.expects_partials() || self.creditor.expects_queries()
+    }
+
+    /// Whether the shell should hand in more bulk frames now. While the device is behind with peers' KV it should not:
+    /// the transport's flow control then holds the peers back.
+    #[must_use]
+    pub fn takes_bulk(&self) -> bool {
+        self.creditor.takes_bulk()
     }
 
     /// Bytes of its KV store, and of what it keeps beside: its pool's table, block tables, hashing state of leases on
@@ -132,7 +139,9 @@ impl Instance {
     }
 
     pub(crate) fn move_status(&self) -> MoveStatus {
-        MoveStatus { recalls_met: self.cx.memory.rm.recalls_met(), ..self.moves.status() }
+        let (recalls_missed, blocks_revoked) = self.creditor.missed();
+        let recalls_met = self.cx.memory.rm.recalls_met();
+        MoveStatus { recalls_met, recalls_missed, blocks_revoked, ..self.moves.status() }
     }
 
     /// The time in which anything was read so far, in microseconds: only the shell sees reads begin and end.
@@ -143,6 +152,19 @@ impl Instance {
     /// Where the time of requests went whose prompts were computed elsewhere, since this was last asked.
     pub fn take_prefill_times(&mut self) -> LastTimes {
         self.prefill.take_times()
+    }
+
+    /// See [`PrefillStatus`].
+    pub(crate) fn prefill_status(&self) -> PrefillStatus {
+        PrefillStatus {
+            workers: self.readable_workers(),
+            waiting_here: self.waiting_here(),
+            blocks_handed_over: self.cx.memory.rm.handed_over(),
+            blocks_held_back: self.cx.memory.rm.held_back(),
+            jobs: self.jobs(),
+            queued_tokens: self.queued_tokens(),
+            ..self.prefill.look()
+        }
     }
 
     /// See [`InstanceStatus`].
@@ -183,7 +205,7 @@ impl Instance {
             blocks_borrowed_total: self.batch.counts.borrowed_blocks,
             running: self.batch.running_len(),
             waiting: self.waiting(),
-            guest_frames: self.creditor.requests.load(),
+            guest_frames: self.creditor.load(),
             preemptions: self.batch.counts.preemptions,
             preempted_tokens: self.batch.counts.preempted_tokens,
             offloads: self.batch.counts.offloads,

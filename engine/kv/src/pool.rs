@@ -84,6 +84,7 @@ pub struct BlockPool {
     cache: Cache,
     sharing: Sharing,
     counts: PoolCounts,
+    changes: u64,
     space: KvSpace,
     rows: Rows,
     /// Blocks that became free since this was asked last, where memory is mapped behind addresses.
@@ -125,6 +126,7 @@ impl BlockPool {
             cache: Cache::default(),
             sharing: Sharing::default(),
             counts: PoolCounts { total, free: total, ..PoolCounts::default() },
+            changes: 0,
             space,
             rows: Rows { idle: (0..space.rows).rev().collect(), of: BTreeMap::new() },
             freed: Vec::new(),
@@ -134,6 +136,13 @@ impl BlockPool {
     #[must_use]
     pub fn counts(&self) -> PoolCounts {
         self.counts
+    }
+
+    /// How often blocks changed their owners, or what is known of their content: as long as it is the same, nothing is found
+    /// here that was not found before.
+    #[must_use]
+    pub fn changes(&self) -> u64 {
+        self.changes
     }
 
     /// Who has a block: one of those that share it.
@@ -228,6 +237,7 @@ impl BlockPool {
     pub fn name(&mut self, block: PhysBlock, identity: BlockIdentity, depth: u32) {
         assert_eq!(self.state(block), BlockState::Sealed, "{block} is named before it is sealed");
         self.cache.name(block, identity, depth);
+        self.changes += 1;
     }
 
     /// Free blocks that keep what they hold.
@@ -259,6 +269,7 @@ impl BlockPool {
 
     fn drop_kept(&mut self, block: PhysBlock) {
         self.cache.drop_kept(block);
+        self.changes += 1;
         if !self.is_in_row(block) {
             self.extents.give(block.0);
         }
@@ -299,7 +310,7 @@ impl BlockPool {
         self.counts.free -= n;
         *self.count_of(owner) += n;
         self.counts.reserved += n;
-        self.assert_sum();
+        self.changed();
     }
 
     /// Blocks that became free since this was asked last, where memory is mapped behind addresses: nobody needs that
@@ -355,7 +366,7 @@ impl BlockPool {
                 self.counts.free += 1;
             }
         }
-        self.assert_sum();
+        self.changed();
     }
 
     /// Gives all blocks of one owner to another one that has none, as they are, and with them the row. Others have what they
@@ -382,7 +393,7 @@ impl BlockPool {
             assert_eq!(handed, row.1 as usize, "a row is handed over whole");
             self.rows.of.insert(to, row);
         }
-        self.assert_sum();
+        self.changed();
     }
 
     /// A mistake: somebody is not to have a block any more, and does not know it.
@@ -482,6 +493,12 @@ impl BlockPool {
                     .all(|owner| *owner == Owner::Free)),
             "an idle row is empty"
         );
+        self.assert_sum();
+    }
+
+    /// Blocks have other owners than before.
+    fn changed(&mut self) {
+        self.changes += 1;
         self.assert_sum();
     }
 

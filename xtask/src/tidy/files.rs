@@ -14,6 +14,10 @@ const FUNCTION_LINES_MAX: usize = 70;
 /// Where `unsafe` may be written: kernels' launches, memory maps, SIMD.
 const UNSAFE_DIRS: [&str; 4] = ["cuda/", "shaders/", "engine/model/", "engine/backend/"];
 
+/// The instance's router and its looks at the machines: everything else is a machine's own.
+const INSTANCE_DIR: &str = "engine/instance/src/";
+const ROUTER: [&str; 2] = ["instance.rs", "status.rs"];
+
 const CPU_OPS: &str = "engine/backend/src/cpu";
 const WGSL_OPS: &str = "shaders/wgsl";
 
@@ -49,6 +53,14 @@ fn check_file(name: &str, text: &str) -> Vec<Finding> {
         let message =
             format!("line {}: unsafe is only for {}", source::line_of(&masked, *position), UNSAFE_DIRS.join(", "));
         out.push(Finding::new("unsafe", name, message));
+    }
+    if let Some(file) = name.strip_prefix(INSTANCE_DIR)
+        && !ROUTER.contains(&file)
+        && let Some(position) = source::words(&masked, "impl Instance").first()
+    {
+        let message =
+            format!("line {}: only {} implement the router", source::line_of(&masked, *position), ROUTER.join(", "));
+        out.push(Finding::new("router", name, message));
     }
     out
 }
@@ -109,6 +121,15 @@ mod tests {
         assert_eq!(rules("net/wire/src/lib.rs", text), ["unsafe"]);
         assert!(rules("cuda/src/lib.rs", text).is_empty());
         assert!(rules("net/wire/src/lib.rs", "//! Doc.\n#![forbid(unsafe_code)]\n// unsafe\n").is_empty());
+    }
+
+    #[test]
+    fn the_router_in_a_machines_file() {
+        let text = "//! Doc.\nimpl Instance {\n}\n";
+        assert_eq!(rules("engine/instance/src/moves/mod.rs", text), ["router"]);
+        assert!(rules("engine/instance/src/instance.rs", text).is_empty());
+        assert!(rules("engine/instance/src/config.rs", "//! Doc.\nimpl InstanceConfig {\n}\n").is_empty());
+        assert!(rules("apps/lagoon/src/a.rs", text).is_empty(), "another crate's");
     }
 
     #[test]

@@ -445,6 +445,10 @@ impl Creditor {
         self.recalls.met
     }
 
+    pub(super) fn has_overdue_recalls(&self, now_ms: u64) -> bool {
+        self.recalls.next_wake_ms().is_some_and(|at| at <= now_ms)
+    }
+
     pub(super) fn recalls(&mut self) -> &mut Recalls {
         &mut self.recalls
     }
@@ -518,7 +522,8 @@ impl Creditor {
             let reserved = l.reserved_ms.map_or(u64::MAX, |at| at + limits::MOVE_RESERVE_MS + 1);
             reserved.min(l.renewed_ms + self.ttl_ms + 1)
         };
-        self.leases.values().map(of).chain(self.recalls.next_wake_ms()).min()
+        let revoked = self.revoked.iter().map(|(at, _)| at + self.ttl_ms);
+        self.leases.values().map(of).chain(self.recalls.next_wake_ms()).chain(revoked).min()
     }
 
     pub(super) fn debts(&self) -> Vec<Debt> {
@@ -531,6 +536,10 @@ impl Creditor {
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (InstanceId, LeaseId, Epoch, u32, u32)> + '_ {
         self.leases.iter().flat_map(|(id, l)| l.ranges().map(|r| (l.debtor, *id, l.epoch, r.start, r.end)))
+    }
+
+    pub(super) fn is_lent(&self, lease: LeaseId) -> bool {
+        self.leases.get(&lease).is_some_and(|lease| lease.lent > 0)
     }
 
     /// See [`super::RManager::lent_entry`].

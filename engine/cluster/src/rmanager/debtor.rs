@@ -552,7 +552,9 @@ impl Debtor {
                 asked_ms.map_or(b.deadline_ms, |t| b.deadline_ms.min(t + limits::CONTROL_REPEAT_MS))
             }
         };
-        self.borrows.values().map(of).chain(self.held.next_wake_ms()).min()
+        let late = self.late.values().map(|late| late.forget_ms);
+        let paused = self.paused.values().copied();
+        self.borrows.values().map(of).chain(self.held.next_wake_ms()).chain(late).chain(paused).min()
     }
 
     pub(super) fn borrowing(&self) -> usize {

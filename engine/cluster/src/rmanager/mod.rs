@@ -22,6 +22,7 @@ mod recall;
 mod report;
 #[cfg(test)]
 mod tests;
+mod watched;
 
 pub use creditor::{LeaseEnded, LentEntry, WritePiece};
 pub use output::{BorrowFailure, BorrowId, BorrowedLease, Output};
@@ -38,6 +39,7 @@ use lagoon_protocol::{
 };
 use lagoon_types::{Epoch, InstanceId, KvRun, KvShape, KvSpace, LeaseId, LeaseRun, PhysBlock, SeqId, limits};
 use std::collections::BTreeMap;
+use watched::Watched;
 
 /// What an rManager manages, and how generous it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -75,8 +77,10 @@ pub enum ConfigError {
 pub struct RManager {
     config: RManagerConfig,
     pool: BlockPool,
-    creditor: Creditor,
-    debtor: Debtor,
+    creditor: Watched<Creditor>,
+    debtor: Watched<Debtor>,
+    /// Nothing is due before, as long as neither half is touched.
+    wake_ms: u64,
     /// The incarnation that each peer showed last.
     peers: BTreeMap<InstanceId, u64>,
     /// Peers that were declared dead: the incarnation that was, and until when it gets nothing.
@@ -106,8 +110,9 @@ impl RManager {
         }
         Ok(Self {
             pool: BlockPool::new(blocks_total),
-            creditor: Creditor::new(&config),
-            debtor: Debtor::new(),
+            creditor: Watched::new(Creditor::new(&config)),
+            debtor: Watched::new(Debtor::new()),
+            wake_ms: 0,
             peers: BTreeMap::new(),
             fenced_peers: BTreeMap::new(),
             is_fenced: false,
@@ -308,8 +313,15 @@ impl RManager {
 
     /// Time passes: deadlines, renewals, repetitions; leases that nobody renewed are freed and returned.
     pub fn tick(&mut self, now_ms: u64) -> Vec<LeaseEnded> {
+        if now_ms < self.wake_ms && !self.debtor.touched() && !self.creditor.touched() {
+            return Vec::new();
+        }
         self.debtor.tick(now_ms);
-        self.creditor.expire(now_ms, &mut self.pool)
+        let ended = self.creditor.expire(now_ms, &mut self.pool);
+        self.wake_ms = self.next_wake_ms().unwrap_or(u64::MAX);
+        self.debtor.forget();
+        self.creditor.forget();
+        ended
     }
 
     /// When [`RManager::tick`] has something to do next, if nothing else happens.
@@ -320,7 +332,7 @@ impl RManager {
 
     /// What is to be sent, or told to the scheduler; until `None`.
     pub fn poll(&mut self) -> Option<Output> {
-        self.debtor.poll()
+        self.debtor.unnoted().poll()
     }
 
     /// The next heartbeat, without its rows and the batch's load: see [`PlacementReport::fill`].
@@ -382,18 +394,20 @@ impl RManager {
 
     /// KV for a reservation was sent.
     pub fn note_written(&mut self, creditor: InstanceId, lease: LeaseId, now_ms: u64) {
-        self.debtor.held.note_written(creditor, lease, now_ms);
+        // Its time is over later than before, never earlier.
+        self.debtor.unnoted().held.note_written(creditor, lease, now_ms);
     }
 
     /// Own sequences will need so many blocks soon: they are not lent.
     pub fn set_growth_reserve(&mut self, blocks: u32) {
-        self.creditor.growth_reserve = blocks;
+        self.creditor.unnoted().growth_reserve = blocks;
     }
 
     /// An own request waits since then for memory that this instance has, and the pool's elder: nothing is lent to admit
     /// a younger one than either.
     pub fn set_waiting(&mut self, own_since_ms: Option<u64>, elder: Option<(InstanceId, u64)>) {
-        (self.creditor.waiting_since_ms, self.creditor.elder) = (own_since_ms, elder);
+        let creditor = self.creditor.unnoted();
+        (creditor.waiting_since_ms, creditor.elder) = (own_since_ms, elder);
     }
 
     /// A creditor recalled blocks: nothing is borrowed from it before `until_ms`.
@@ -434,7 +448,7 @@ impl RManager {
 
     /// Bounds what is lent from now on, below the configured bounds, and says why. What is lent already stays.
     pub fn set_lend_bound(&mut self, bound: Option<(u32, String)>) {
-        self.creditor.bound = bound;
+        self.creditor.unnoted().bound = bound;
     }
 
     /// A debtor asks for blocks. First come, first served; a repeated request gets the same grant again.
@@ -544,6 +558,12 @@ impl RManager {
         self.creditor.iter()
     }
 
+    /// Whether something of a lease is lent.
+    #[must_use]
+    pub fn is_lent(&self, lease: LeaseId) -> bool {
+        self.creditor.is_lent(lease)
+    }
+
     /// A block that is lent and was not given back.
     #[must_use]
     pub fn lent_entry(&self, lease: LeaseId, entry: u32) -> Option<LentEntry> {
@@ -591,7 +611,8 @@ impl RManager {
     /// # Panics
     /// If the lease is gone or `bytes` does not continue it: the calls belong together.
     pub fn commit_write(&mut self, lease: LeaseId, layer: u32, bytes: &[u8], now_ms: u64) {
-        self.creditor.commit_write(lease, layer, bytes, now_ms, &mut self.pool);
+        // A reservation's time is over later than before, never earlier.
+        self.creditor.unnoted().commit_write(lease, layer, bytes, now_ms, &mut self.pool);
     }
 
     /// Wants `blocks` lent blocks back: the messages to send to debtors. What was asked for already counts. With `take`
@@ -602,6 +623,9 @@ impl RManager {
 
     /// Recalls whose deadline is over; they have ended.
     pub fn unmet_recalls(&mut self, now_ms: u64) -> Vec<Unmet> {
+        if !self.creditor.has_overdue_recalls(now_ms) {
+            return Vec::new();
+        }
         self.creditor.recalls().overdue(now_ms)
     }
 

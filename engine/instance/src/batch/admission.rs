@@ -133,7 +133,10 @@ impl Instance {
             let (need, needed) = (seq.need(), seq.blocks.shortfall(seq.len() + 1));
             match need.expect("what waits is in the queue") {
                 Need::Borrowing(_) => return,
-                Need::RetryAt(at) if at > self.cx.now_ms && needed > self.room() + self.shareable(head.seq) => return,
+                Need::RetryAt(at) if at > self.cx.now_ms && needed > self.room() + self.shareable(head.seq) => {
+                    self.batch.due.wake_at(at);
+                    return;
+                }
                 Need::Met | Need::RetryAt(_) => {}
             }
             if !self.place(head.seq) {
@@ -172,6 +175,14 @@ impl Instance {
     /// Whether what came at `since_ms` waits until the oldest waiting pool-sized request has its memory.
     pub(crate) fn gives_way(&self, since_ms: u64) -> bool {
         policy::gives_way(since_ms, self.membership.elder(self.cx.now_ms), self.membership.id)
+    }
+
+    /// Tells the rManager who waits for memory here, and in the pool.
+    pub(crate) fn tell_waiting(&mut self) {
+        if let Some(until_ms) = self.membership.elder_until_ms(self.cx.now_ms) {
+            self.batch.due.wake_at(until_ms);
+        }
+        self.cx.memory.rm.set_waiting(self.waiting_since_ms(), self.membership.elder(self.cx.now_ms));
     }
 
     /// Since when the head of the queue waits for memory that this instance has by itself, if it does.

@@ -2,6 +2,7 @@
 
 use super::policy;
 use super::sequence::{HeldLease, Need};
+use crate::creditor::CreditorEvent;
 use crate::instance::Instance;
 use lagoon_cluster::{BorrowFailure, BorrowedLease};
 use lagoon_kv::{LeaseHasher, RemoteEntries, RemoteGrant};
@@ -42,7 +43,7 @@ impl Instance {
         (seq.misses, seq.frugal) = (0, false);
         if self.batch.is_running(id) {
             self.batch.sched.set_lane(id, Lane::Remote);
-            self.batch.micro.changed();
+            self.batch.changed();
         } else {
             self.admit_placed();
         }
@@ -69,7 +70,7 @@ impl Instance {
                 Some(seq) if self.cx.memory.rm.recallable() > 0 => {
                     seq.set_need(Need::RetryAt(self.cx.now_ms + ADMISSION_RETRY_MS));
                     let shortfall = seq.blocks.shortfall(seq.len());
-                    self.want_back(shortfall, true);
+                    self.creditor(CreditorEvent::WantBack { blocks: shortfall, take: true });
                 }
                 _ => self.preempt_for(id),
             }

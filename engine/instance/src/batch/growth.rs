@@ -2,6 +2,7 @@
 
 use super::policy;
 use super::sequence::Need;
+use crate::creditor::CreditorEvent;
 use crate::instance::Instance;
 use crate::membership::Lending;
 use lagoon_protocol::TierWish;
@@ -31,7 +32,11 @@ impl Instance {
         let shortfall = seq.blocks.shortfall(tokens);
         let retry = match seq.need() {
             Some(Need::Met) => true,
-            Some(Need::RetryAt(at)) => at <= self.cx.now_ms,
+            Some(Need::RetryAt(at)) if at > self.cx.now_ms => {
+                self.batch.due.wake_at(at);
+                false
+            }
+            Some(Need::RetryAt(_)) => true,
             Some(Need::Borrowing(_)) | None => return,
         };
         if shortfall == 0 || self.grow_here(id) || !retry {
@@ -44,7 +49,8 @@ impl Instance {
         let lending = self.membership.lending(self.cx.now_ms);
         if self.cx.memory.rm.recallable() > 0 {
             // Debtors that have room give it back; it is taken only if nobody else lends.
-            self.want_back(shortfall, lending != Lending::Open);
+            let take = lending != Lending::Open;
+            self.creditor(CreditorEvent::WantBack { blocks: shortfall, take });
         }
         match (lending, self.batch.seqs.get_mut(&id)) {
             (Lending::Open, Some(seq)) => {
@@ -74,6 +80,13 @@ impl Instance {
         seq.blocks.push_local(&blocks);
         seq.set_need(Need::Met);
         true
+    }
+
+    /// Blocks that running sequences lack to go on.
+    pub(crate) fn missing_blocks(&self) -> u32 {
+        let running = self.batch.seqs().filter(|s| self.batch.is_running(s.id));
+        let short: u32 = running.map(|s| s.blocks.shortfall(s.len())).sum();
+        short.saturating_sub(self.cx.memory.rm.available())
     }
 
     fn free_behind_window(&mut self, id: SeqId) {

@@ -183,7 +183,7 @@ impl Instance {
         }
         self.abort_lane(Lane::Remote);
         self.batch.micro.apart_until_ms = self.cx.now_ms + APART_MS;
-        self.batch.micro.changed();
+        self.batch.changed();
     }
 }
 

@@ -5,6 +5,8 @@
 
 mod admission;
 mod borrowing;
+pub(crate) mod due;
+pub(crate) mod freeze;
 mod growth;
 pub(crate) mod micro_batches;
 mod policy;
@@ -15,6 +17,8 @@ pub(crate) mod scheduler;
 pub(crate) mod sequence;
 mod swap;
 
+use due::Due;
+use freeze::FrozenDebt;
 use lagoon_types::limits::ADMISSION_DEADLINE_MS;
 use lagoon_types::{Chunk, Lane, SeqId, StepPlan};
 use micro_batches::MicroBatches;
@@ -30,7 +34,10 @@ pub(crate) struct Batch {
     micro: MicroBatches,
     /// A sequence that is preempted when its step ends, and the one that it is for.
     preempt_after_step: Option<(SeqId, SeqId)>,
+    frozen: Option<FrozenDebt>,
     pub(crate) counts: BatchCounts,
+    /// Whether it is looked at after an event.
+    pub(crate) due: Due,
     /// Measured time of one row of a prompt, in microseconds; 0 before.
     prefill_us: f64,
 }
@@ -55,7 +62,9 @@ impl Batch {
             seqs: BTreeMap::new(),
             micro: MicroBatches::default(),
             preempt_after_step: None,
+            frozen: None,
             counts: BatchCounts::default(),
+            due: Due::new(),
             prefill_us: 0.0,
         }
     }
@@ -91,11 +100,13 @@ impl Batch {
 
     /// Adds a sequence that was enqueued, or whose prompt is computed elsewhere.
     pub(crate) fn add(&mut self, id: SeqId, seq: Sequence) {
+        self.due.touch();
         self.seqs.insert(id, seq);
     }
 
     /// Takes a sequence out, as it is: its memory is the caller's.
     pub(crate) fn take(&mut self, id: SeqId) -> Option<Sequence> {
+        self.due.touch();
         self.sched.remove(id);
         self.seqs.remove(&id)
     }
@@ -124,8 +135,9 @@ impl Batch {
 
     /// Puts a sequence whose prompt was a prefill worker's matter at the end of the queue, whatever its bound.
     pub(crate) fn compute_here(&mut self, id: SeqId, now_ms: u64) {
+        self.due.touch();
         let Some(seq) = self.seqs.get_mut(&id) else { return };
-        seq.life = Life::Waiting(Need::Met);
+        seq.come_back();
         seq.admit_by_ms = now_ms + ADMISSION_DEADLINE_MS;
         self.sched.enqueue_accepted(id, seq.len(), now_ms);
     }
@@ -133,7 +145,7 @@ impl Batch {
     /// The prompt of a waiting sequence becomes a prefill worker's matter.
     pub(crate) fn send_away(&mut self, id: SeqId) {
         self.sched.remove(id);
-        self.set_life(id, Life::Away);
+        self.set_life(id, Life::Away { retry_at_ms: None });
     }
 
     /// A sequence is over and its memory is frozen: it leaves the batch and stays known.
@@ -142,11 +154,23 @@ impl Batch {
         self.set_life(id, Life::Frozen);
     }
 
+    /// Whether a sequence has ended, and waits for the thaw of its memory.
+    fn is_over(&self, id: SeqId) -> bool {
+        self.seqs.get(&id).is_some_and(|seq| seq.life == Life::Frozen)
+    }
+
+    /// The cycle of the freeze; 0 without one.
+    pub(crate) fn frozen_cycle(&self) -> u64 {
+        self.frozen.map_or(0, |f| f.cycle)
+    }
+
     fn set_life(&mut self, id: SeqId, life: Life) {
+        self.due.touch();
         self.seqs.entry(id).and_modify(|seq| seq.life = life);
     }
 
     fn set_need(&mut self, id: SeqId, need: Need) {
+        self.due.touch();
         self.seqs.entry(id).and_modify(|seq| seq.set_need(need));
     }
 
@@ -171,11 +195,13 @@ impl Batch {
 
     /// Moves a running sequence to another micro-batch, from its next step on.
     pub(crate) fn set_lane(&mut self, id: SeqId, lane: Lane) {
+        self.due.touch();
         self.sched.set_lane(id, lane);
     }
 
     /// Sequences came, went, moved or advanced: the micro-batches are divided anew before the next step.
     pub(crate) fn changed(&mut self) {
+        self.due.touch();
         self.micro.changed();
     }
 
@@ -192,11 +218,13 @@ impl Batch {
 
     /// A planned chunk has been computed. With `sampled`, the sequence has one token more.
     pub(crate) fn complete(&mut self, chunk: &Chunk, sampled: bool) {
+        self.due.touch();
         self.sched.complete(chunk, sampled);
     }
 
     /// A planned chunk was not computed: the sequence leaves its step as it was.
     pub(crate) fn abandon(&mut self, id: SeqId) {
+        self.due.touch();
         self.sched.abandon(id);
     }
 }

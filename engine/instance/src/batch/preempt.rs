@@ -96,6 +96,7 @@ impl Instance {
 
     /// Gives back everything that a sequence holds or negotiates for.
     pub(crate) fn release_memory(&mut self, id: SeqId) {
+        self.batch.due.touch();
         // What a freeze protects is given up: nothing is left to swap.
         self.unfreeze(id);
         self.end_moves_of(id, "the sequence ended or was preempted");
@@ -135,6 +136,8 @@ impl Instance {
         let pause_ms = policy::retry_pause_ms(self.cx.config.incarnation, id, seq.misses);
         seq.misses += 1;
         seq.set_need(Need::RetryAt(self.cx.now_ms + pause_ms));
+        self.batch.due.touch();
+        self.batch.due.wake_at(self.cx.now_ms + pause_ms);
     }
 
     pub(crate) fn on_cancel(&mut self, seq: SeqId) {
@@ -170,7 +173,6 @@ impl Instance {
         }
         self.give_up_away(seq);
         self.release_memory(seq);
-        self.batch.sched.remove(seq);
-        self.batch.seqs.remove(&seq);
+        self.batch.take(seq);
     }
 }

@@ -102,7 +102,7 @@ impl Instance {
             self.batch.sched.set_lost(id, seq.blocks.lost());
             let lane = self.lane_of(id);
             self.batch.sched.set_lane(id, lane);
-            self.batch.micro.changed();
+            self.batch.changed();
         } else {
             self.preempt(id);
         }
@@ -116,7 +116,7 @@ impl Instance {
         let Some(seq) = self.batch.seqs.get(&id) else { return };
         match seq.need() {
             Some(Need::Borrowing(_)) | None => return,
-            Some(Need::RetryAt(at)) if at > self.cx.now_ms => return,
+            Some(Need::RetryAt(at)) if at > self.cx.now_ms => return self.batch.due.wake_at(at),
             Some(Need::Met | Need::RetryAt(_)) => {}
         }
         let late = seq.restore_by_ms.is_some_and(|at| at <= self.cx.now_ms);

@@ -64,8 +64,9 @@ pub(crate) enum Need {
 /// Where a sequence is in its life. The batch alone changes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Life {
-    /// Its prompt is a prefill worker's matter: it is in no queue and no batch.
-    Away,
+    /// Its prompt is a prefill worker's matter: it is in no queue and no batch. If it comes back before it has memory, that is
+    /// looked for at this time.
+    Away { retry_at_ms: Option<u64> },
     /// In the queue.
     Waiting(Need),
     /// In the batch.
@@ -178,7 +179,7 @@ impl Sequence {
     pub(super) fn need(&self) -> Option<Need> {
         match self.life {
             Life::Waiting(need) | Life::Running(need) => Some(need),
-            Life::Away | Life::SwappingOut | Life::SwappedOut | Life::Leaving | Life::Frozen => None,
+            Life::Away { .. } | Life::SwappingOut | Life::SwappedOut | Life::Leaving | Life::Frozen => None,
         }
     }
 
@@ -187,8 +188,17 @@ impl Sequence {
         self.life = match self.life {
             Life::Waiting(_) => Life::Waiting(need),
             Life::Running(_) | Life::SwappingOut | Life::SwappedOut => Life::Running(need),
-            life @ (Life::Away | Life::Leaving | Life::Frozen) => life,
+            Life::Away { .. } => {
+                Life::Away { retry_at_ms: if let Need::RetryAt(at_ms) = need { Some(at_ms) } else { None } }
+            }
+            life @ (Life::Leaving | Life::Frozen) => life,
         };
+    }
+
+    /// It waits in the queue again: nobody else computes its prompt.
+    pub(super) fn come_back(&mut self) {
+        let retry_at_ms = if let Life::Away { retry_at_ms } = self.life { retry_at_ms } else { None };
+        self.life = Life::Waiting(retry_at_ms.map_or(Need::Met, Need::RetryAt));
     }
 
     /// Neither negotiates for blocks nor has them swapped.
@@ -269,6 +279,20 @@ mod tests {
         let times: Vec<bool> = (1..=RECOVERIES_MAX as u64).map(|i| seq.note_recovery(now + i * 100)).collect();
         assert_eq!(times.iter().position(|over| *over), Some(RECOVERIES_MAX - 1));
         assert!(!seq.note_recovery(now + RECOVERIES_WINDOW_MS + 60 * 1000));
+    }
+
+    #[test]
+    fn one_that_comes_back_from_a_worker_looks_for_memory_when_it_was_to() {
+        let mut seq = sequence();
+        seq.life = Life::Away { retry_at_ms: None };
+        seq.set_need(Need::RetryAt(70));
+        assert_eq!(seq.need(), None, "it waits for no memory here");
+        seq.come_back();
+        assert_eq!(seq.need(), Some(Need::RetryAt(70)));
+        seq.life = Life::Away { retry_at_ms: Some(70) };
+        seq.set_need(Need::Met);
+        seq.come_back();
+        assert_eq!(seq.need(), Some(Need::Met));
     }
 
     #[test]

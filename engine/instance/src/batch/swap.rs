@@ -67,7 +67,7 @@ impl Instance {
         if self.membership.lending(self.cx.now_ms) != Lending::Open {
             return false;
         }
-        if self.batch.seqs.values().any(|s| s.life == Life::SwappingOut) {
+        if self.moves.is_swapping_out() {
             self.retry_later(id);
             return true;
         }
@@ -93,6 +93,7 @@ impl Instance {
     pub(crate) fn end_swap_out(&mut self) {
         for (id, all) in std::mem::take(&mut self.moves.swapped_out) {
             let Some(seq) = self.batch.seqs.get_mut(&id).filter(|s| s.life == Life::SwappingOut) else { continue };
+            self.batch.due.touch();
             if !all {
                 seq.set_need(Need::Met);
                 seq.swap_after_ms = self.cx.now_ms + PARK_RETRY_MS;
@@ -135,10 +136,13 @@ impl Instance {
             }
             let needed = seq.blocks.holes() + seq.blocks.shortfall(seq.len()) + GROWTH_BLOCKS;
             if needed <= room {
+                self.batch.due.touch();
                 seq.set_need(Need::Met);
                 room -= needed;
                 seq.restore_by_ms = Some(self.cx.now_ms + RESTORE_DEADLINE_MS);
-            } else if seq.admit_by_ms <= self.cx.now_ms {
+            } else if seq.admit_by_ms > self.cx.now_ms {
+                self.batch.due.wake_at(seq.admit_by_ms);
+            } else {
                 let message = format!(
                     "its KV was moved to host memory and there was no room for {} s",
                     ADMISSION_DEADLINE_MS / 1000

@@ -4,9 +4,9 @@
 //! Everything a peer sends is validated here, above the backend: shape, lease, epoch, range, limits. A query that
 //! needs KV which has not arrived waits until it has or its deadline passes; each wait is bounded in number and time.
 
-use crate::cx::TagOwner;
+use super::Creditor;
+use crate::cx::{Cx, TagOwner};
 use crate::event::{Effect, PeerKey};
-use crate::instance::Instance;
 use bytes::Bytes;
 use lagoon_backend::{AttnRows, DeviceError};
 use lagoon_protocol::{BulkFrame, ControlBody, LeaseSealed, PartialsFrame, RefuseCode, StepTicket};
@@ -101,6 +101,12 @@ impl Requests {
         self.write_bytes += bytes;
     }
 
+    /// The device took KV that was queued.
+    pub(super) fn on_written(&mut self, bytes: usize) {
+        self.write_bytes -= bytes;
+        self.written_bytes += bytes as u64;
+    }
+
     /// The writes that are queued now, as [`Requests::has_written`] takes it.
     pub(crate) fn queued_writes(&self) -> u64 {
         self.written_bytes + self.write_bytes as u64
@@ -116,44 +122,49 @@ impl Requests {
         !self.tickets.is_empty() && self.load() == 0
     }
 
+    /// Whether the shell should hand in more bulk frames now. While the device is behind with peers' KV it should not:
+    /// the transport's flow control then holds the peers back.
+    pub(crate) fn takes_bulk(&self) -> bool {
+        self.write_bytes < GUEST_WRITE_BYTES_MAX
+    }
+
     /// Frames of peers that wait or are on the device.
     pub(crate) fn load(&self) -> usize {
         self.waiting.len() + self.outstanding.len()
     }
 }
 
-impl Instance {
+impl Creditor {
     /// Ends a peer's steps and waiting reads, and says so.
-    pub(crate) fn refuse_guest(&mut self, peer: PeerKey, instance: InstanceId, detail: &str) {
+    pub(super) fn refuse_guest(&mut self, cx: &mut Cx, peer: PeerKey, instance: InstanceId, detail: &str) {
         let code = RefuseCode::Overloaded;
         let of = |key: &&(InstanceId, StepId)| key.0 == instance;
-        let steps = self.creditor.requests.tickets.keys().filter(of);
-        self.cx.effects.extend(steps.map(|(_, step)| Effect::Partials {
+        let steps = self.requests.tickets.keys().filter(of);
+        cx.effects.extend(steps.map(|(_, step)| Effect::Partials {
             peer,
             frame: PartialsFrame::Refused { step: *step, code, detail: detail.to_owned() },
         }));
-        let reads = self.creditor.requests.waiting.iter().filter(|(_, from, _, _)| *from == instance);
-        self.cx.effects.extend(reads.filter_map(|(_, _, _, waiting)| match waiting {
+        let reads = self.requests.waiting.iter().filter(|(_, from, _, _)| *from == instance);
+        cx.effects.extend(reads.filter_map(|(_, _, _, waiting)| match waiting {
             Waiting::Read { id, lease, .. } => Some(Effect::Bulk {
                 peer,
                 frame: BulkFrame::Refused { id: *id, lease: *lease, code, detail: detail.to_owned() },
             }),
             Waiting::Query { .. } => None,
         }));
-        self.creditor.requests.forget(instance);
+        self.requests.forget(instance);
     }
 
     /// A frame of the partials class that concerns this instance as creditor.
-    pub(crate) fn on_guest_partials(&mut self, peer: PeerKey, from: InstanceId, frame: PartialsFrame) {
+    pub(super) fn on_guest_partials(&mut self, cx: &mut Cx, peer: PeerKey, from: InstanceId, frame: PartialsFrame) {
         let (step, result) = match frame {
-            PartialsFrame::Ticket(ticket) => (ticket.step, self.on_ticket(from, &ticket)),
+            PartialsFrame::Ticket(ticket) => (ticket.step, self.on_ticket(cx, from, &ticket)),
             PartialsFrame::Query { step, layer, rows, queries } => {
-                (step, self.on_query(peer, from, step, layer, rows, queries))
+                (step, self.on_query(cx, peer, from, step, layer, rows, queries))
             }
             PartialsFrame::StepCancel { step } => {
-                self.creditor.requests.tickets.remove(&(from, step));
-                self.creditor
-                    .requests
+                self.requests.tickets.remove(&(from, step));
+                self.requests
                     .waiting
                     .retain(|(_, f, _, w)| !matches!(w, Waiting::Query { step: s, .. } if *f == from && *s == step));
                 return;
@@ -162,13 +173,13 @@ impl Instance {
             PartialsFrame::Partial { .. } | PartialsFrame::Refused { .. } => return,
         };
         if let Err((code, detail)) = result {
-            self.creditor.requests.tickets.remove(&(from, step));
-            self.cx.effects.push(Effect::Partials { peer, frame: PartialsFrame::Refused { step, code, detail } });
+            self.requests.tickets.remove(&(from, step));
+            cx.effects.push(Effect::Partials { peer, frame: PartialsFrame::Refused { step, code, detail } });
         }
     }
 
-    fn on_ticket(&mut self, from: InstanceId, ticket: &StepTicket) -> Result<(), Refusal> {
-        if self.creditor.requests.tickets.len() >= GUEST_TICKETS_MAX {
+    fn on_ticket(&mut self, cx: &mut Cx, from: InstanceId, ticket: &StepTicket) -> Result<(), Refusal> {
+        if self.requests.tickets.len() >= GUEST_TICKETS_MAX {
             return refuse(RefuseCode::Overloaded, format!("{GUEST_TICKETS_MAX} steps of peers are open"));
         }
         let rows: u64 = ticket.seqs.iter().map(|s| u64::from(s.rows)).sum();
@@ -185,8 +196,7 @@ impl Instance {
                     return refuse(RefuseCode::Malformed, "a sequence's runs are not ascending");
                 }
                 end_pos = run.first_pos + run.len;
-                self.cx
-                    .memory
+                cx.memory
                     .rm
                     .resolve(from, run, &mut runs)
                     .map_err(|code| (code, format!("{} offsets {}+{}", run.lease, run.offset, run.len)))?;
@@ -204,7 +214,7 @@ impl Instance {
             row_keys += u64::from(seq.rows) * seq.runs.iter().map(|run| u64::from(run.len)).sum::<u64>();
             row0 += seq.rows;
         }
-        if let Some(why) = self.shed(from) {
+        if let Some(why) = self.shed(cx, from) {
             return refuse(RefuseCode::Overloaded, why);
         }
         let entry = Ticket {
@@ -214,15 +224,16 @@ impl Instance {
             runs,
             row_keys,
             needs,
-            deadline_ms: ticket.deadline_ms.min(u32::try_from(self.step.deadline_ms).unwrap_or(u32::MAX)),
-            expires_ms: self.cx.now_ms + 2 * self.step.deadline_ms,
+            deadline_ms: ticket.deadline_ms.min(u32::try_from(cx.step_deadline_ms).unwrap_or(u32::MAX)),
+            expires_ms: cx.now_ms + 2 * cx.step_deadline_ms,
         };
-        self.creditor.requests.tickets.insert((from, ticket.step), entry);
+        self.requests.tickets.insert((from, ticket.step), entry);
         Ok(())
     }
 
     fn on_query(
         &mut self,
+        cx: &mut Cx,
         peer: PeerKey,
         from: InstanceId,
         step: StepId,
@@ -230,114 +241,111 @@ impl Instance {
         rows: u32,
         queries: Bytes,
     ) -> Result<(), Refusal> {
-        let Some(ticket) = self.creditor.requests.tickets.get_mut(&(from, step)) else {
+        let Some(ticket) = self.requests.tickets.get_mut(&(from, step)) else {
             // A step that was refused or cancelled: its frames under way are expected and answered already.
             return Ok(());
         };
-        let bytes = rows as usize * self.cx.config.geometry.q_dim() * ticket.dtype.size();
-        if rows != ticket.rows || queries.len() != bytes || layer >= self.cx.config.kv.layers {
+        let bytes = rows as usize * cx.config.geometry.q_dim() * ticket.dtype.size();
+        if rows != ticket.rows || queries.len() != bytes || layer >= cx.config.kv.layers {
             return refuse(RefuseCode::Malformed, format!("{rows} rows, layer {layer} do not fit the ticket"));
         }
-        if self.creditor.requests.load() >= GUEST_WAITING_MAX {
+        if self.requests.load() >= GUEST_WAITING_MAX {
             return refuse(RefuseCode::Overloaded, format!("{GUEST_WAITING_MAX} frames of peers wait"));
         }
-        let ticket = &self.creditor.requests.tickets[&(from, step)];
-        let deadline = self.cx.now_ms + u64::from(ticket.deadline_ms);
-        self.creditor.requests.waiting.push((peer, from, deadline, Waiting::Query { step, layer, queries }));
-        self.serve_waiting();
+        let ticket = &self.requests.tickets[&(from, step)];
+        let deadline = cx.now_ms + u64::from(ticket.deadline_ms);
+        self.requests.waiting.push((peer, from, deadline, Waiting::Query { step, layer, queries }));
+        self.serve_waiting(cx);
         Ok(())
     }
 
     /// Starts whatever has its KV, in order of arrival.
-    pub(crate) fn serve_waiting(&mut self) {
-        let mut waiting = std::mem::take(&mut self.creditor.requests.waiting);
-        waiting.retain_mut(|(peer, from, _, frame)| !self.try_serve(*peer, *from, frame));
-        self.creditor.requests.waiting = waiting;
+    pub(super) fn serve_waiting(&mut self, cx: &mut Cx) {
+        let mut waiting = std::mem::take(&mut self.requests.waiting);
+        waiting.retain_mut(|(peer, from, _, frame)| !self.try_serve(cx, *peer, *from, frame));
+        self.requests.waiting = waiting;
     }
 
     /// Whether the frame is done with: started, or its step is gone.
-    fn try_serve(&mut self, peer: PeerKey, from: InstanceId, frame: &mut Waiting) -> bool {
+    fn try_serve(&mut self, cx: &mut Cx, peer: PeerKey, from: InstanceId, frame: &mut Waiting) -> bool {
         match frame {
             Waiting::Query { step, layer, queries } => {
-                let Some(ticket) = self.creditor.requests.tickets.get_mut(&(from, *step)) else { return true };
+                let Some(ticket) = self.requests.tickets.get_mut(&(from, *step)) else { return true };
                 let has = |need: &Need| {
-                    self.cx
-                        .memory
-                        .rm
-                        .written(from, need.lease, need.epoch, *layer)
-                        .is_ok_and(|written| written >= need.end)
+                    cx.memory.rm.written(from, need.lease, need.epoch, *layer).is_ok_and(|written| written >= need.end)
                 };
                 if !ticket.needs.iter().all(has) {
                     return false;
                 }
-                ticket.expires_ms = self.cx.now_ms + 2 * self.step.deadline_ms;
+                ticket.expires_ms = cx.now_ms + 2 * cx.step_deadline_ms;
                 let (dtype, rows) = (ticket.dtype, ticket.rows);
-                if let Some(threshold) = &mut self.creditor.threshold {
+                if let Some(threshold) = &mut self.threshold {
                     threshold.on_guest(from, ticket.row_keys);
                 }
-                let last = *layer + 1 == self.cx.config.kv.layers;
+                let last = *layer + 1 == cx.config.kv.layers;
                 let (seqs, runs) = if last {
                     (std::mem::take(&mut ticket.seqs), std::mem::take(&mut ticket.runs))
                 } else {
                     (ticket.seqs.clone(), ticket.runs.clone())
                 };
                 if last {
-                    self.creditor.requests.tickets.remove(&(from, *step));
+                    self.requests.tickets.remove(&(from, *step));
                 }
-                let tag = self.cx.tags.take(TagOwner::Request);
+                let tag = cx.tags.take(TagOwner::Request);
                 let what = Outstanding::Query { peer, step: *step, layer: *layer, rows };
-                self.creditor.requests.outstanding.insert(tag, what);
+                self.requests.outstanding.insert(tag, what);
                 let queries = std::mem::take(queries);
                 let query = GuestQuery { tag, layer: *layer, dtype, queries, seqs, runs };
-                self.cx.effects.push(Effect::Runner(Command::GuestQuery(query)));
+                cx.effects.push(Effect::Runner(Command::GuestQuery(query)));
                 true
             }
             Waiting::Read { id, lease, epoch, end, layer, pieces, .. } => {
-                if !self.cx.memory.rm.written(from, *lease, *epoch, *layer).is_ok_and(|written| written >= *end) {
+                if !cx.memory.rm.written(from, *lease, *epoch, *layer).is_ok_and(|written| written >= *end) {
                     return false;
                 }
                 let tokens = pieces.iter().map(|(_, n)| n).sum();
                 let what = Outstanding::Read { peer, id: *id, lease: *lease, layer: *layer, tokens };
-                let tag = self.cx.tags.take(TagOwner::Request);
-                self.creditor.requests.outstanding.insert(tag, what);
+                let tag = cx.tags.take(TagOwner::Request);
+                self.requests.outstanding.insert(tag, what);
                 let read = GuestRead { tag, layer: *layer, pieces: std::mem::take(pieces) };
-                self.cx.effects.push(Effect::Runner(Command::GuestRead(read)));
+                cx.effects.push(Effect::Runner(Command::GuestRead(read)));
                 true
             }
         }
     }
 
     /// A frame of the bulk class that concerns this instance as creditor.
-    pub(crate) fn on_guest_bulk(&mut self, peer: PeerKey, from: InstanceId, frame: BulkFrame) {
+    pub(super) fn on_guest_bulk(&mut self, cx: &mut Cx, peer: PeerKey, from: InstanceId, frame: BulkFrame) {
         let (id, lease, result) = match frame {
             BulkFrame::Write { lease, epoch, layer, offset, tokens, kv } => {
-                (0, lease, self.on_write(from, lease, epoch, layer, offset, tokens, kv))
+                (0, lease, self.on_write(cx, from, lease, epoch, layer, offset, tokens, kv))
             }
             BulkFrame::Seal { lease, epoch, entry, hash } => {
-                let sealed = self.cx.memory.rm.seal(from, lease, epoch, entry, &hash);
-                if sealed.is_ok() && self.cx.config.lent.is_some() {
-                    self.seal_lent(peer, lease, epoch, entry);
+                let sealed = cx.memory.rm.seal(from, lease, epoch, entry, &hash);
+                if sealed.is_ok() && cx.config.lent.is_some() {
+                    self.seal_lent(cx, peer, lease, epoch, entry);
                 } else if sealed == Ok(true) {
                     let sealed = LeaseSealed { lease: lease.0, epoch: epoch.0, entries: vec![entry], blocks: vec![] };
-                    self.cx.send(peer, ControlBody::LeaseSealed(sealed));
+                    cx.send(peer, ControlBody::LeaseSealed(sealed));
                 }
                 (0, lease, sealed.map(drop).map_err(|code| (code, format!("entry {entry} of {lease}"))))
             }
             BulkFrame::Read { id, lease, epoch, layer, offset, tokens, deadline_ms } => {
                 let run = LeaseRun { lease, epoch, offset, len: tokens, first_pos: 0 };
-                (id, lease, self.on_read(peer, from, id, layer, &run, deadline_ms))
+                (id, lease, self.on_read(cx, peer, from, id, layer, &run, deadline_ms))
             }
             // Answers to this instance as debtor.
             BulkFrame::Data { .. } | BulkFrame::Refused { .. } => return,
         };
         if let Err((code, detail)) = result {
-            self.cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Refused { id, lease, code, detail } });
+            cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Refused { id, lease, code, detail } });
         }
     }
 
     #[allow(clippy::too_many_arguments, reason = "the fields of one frame")]
     fn on_write(
         &mut self,
+        cx: &mut Cx,
         from: InstanceId,
         lease: LeaseId,
         epoch: Epoch,
@@ -346,34 +354,34 @@ impl Instance {
         tokens: u32,
         kv: Bytes,
     ) -> Result<(), Refusal> {
-        if kv.len() as u64 != u64::from(tokens) * self.cx.config.kv.layer_token_bytes() as u64 {
+        if kv.len() as u64 != u64::from(tokens) * cx.config.kv.layer_token_bytes() as u64 {
             return refuse(RefuseCode::Malformed, format!("{} bytes are not {tokens} tokens", kv.len()));
         }
-        let pieces = self
-            .cx
+        let pieces = cx
             .memory
             .rm
             .begin_write(from, lease, epoch, layer, offset, tokens)
             .map_err(|code| (code, format!("{lease} layer {layer} offsets {offset}+{tokens}")))?;
-        self.cx.memory.rm.commit_write(lease, layer, &kv, self.cx.now_ms);
+        cx.memory.rm.commit_write(lease, layer, &kv, cx.now_ms);
         // Entries that were freed meanwhile are left out.
-        let token_bytes = self.cx.config.kv.layer_token_bytes();
+        let token_bytes = cx.config.kv.layer_token_bytes();
         for group in pieces.chunk_by(|a, b| a.token0 + a.tokens == b.token0) {
             let tokens: u32 = group.iter().map(|p| p.tokens).sum();
             let from = group[0].token0 as usize * token_bytes;
             let kv = kv.slice(from..from + tokens as usize * token_bytes);
             let pieces = group.iter().map(|p| (p.slot0, p.tokens)).collect();
-            self.creditor.requests.queue_write(kv.len());
+            self.requests.queue_write(kv.len());
             let write = GuestWrite { tag: None, layer, pieces, kv };
-            self.cx.release_freed();
-            self.cx.effects.push(Effect::Runner(Command::GuestWrite(write)));
+            cx.release_freed();
+            cx.effects.push(Effect::Runner(Command::GuestWrite(write)));
         }
-        self.serve_waiting();
+        self.serve_waiting(cx);
         Ok(())
     }
 
     fn on_read(
         &mut self,
+        cx: &mut Cx,
         peer: PeerKey,
         from: InstanceId,
         id: u64,
@@ -381,75 +389,60 @@ impl Instance {
         run: &LeaseRun,
         deadline_ms: u32,
     ) -> Result<(), Refusal> {
-        if layer >= self.cx.config.kv.layers || run.len == 0 {
+        if layer >= cx.config.kv.layers || run.len == 0 {
             return refuse(RefuseCode::Malformed, format!("layer {layer}, {} tokens", run.len));
         }
-        if self.creditor.requests.load() >= GUEST_WAITING_MAX {
+        if self.requests.load() >= GUEST_WAITING_MAX {
             return refuse(RefuseCode::Overloaded, format!("{GUEST_WAITING_MAX} frames of peers wait"));
         }
         let mut runs = Vec::new();
-        self.cx
-            .memory
+        cx.memory
             .rm
             .resolve(from, run, &mut runs)
             .map_err(|code| (code, format!("{} offsets {}+{}", run.lease, run.offset, run.len)))?;
         let pieces = runs.iter().map(|r| (r.base, r.len)).collect();
-        let deadline = self.cx.now_ms + u64::from(deadline_ms).min(self.step.deadline_ms);
+        let deadline = cx.now_ms + u64::from(deadline_ms).min(cx.step_deadline_ms);
         let (lease, epoch, first) = (run.lease, run.epoch, run.offset);
         let frame = Waiting::Read { id, lease, epoch, first, end: first + run.len, layer, pieces };
-        self.creditor.requests.waiting.push((peer, from, deadline, frame));
-        self.serve_waiting();
+        self.requests.waiting.push((peer, from, deadline, frame));
+        self.serve_waiting(cx);
         Ok(())
     }
 
-    /// Whether the shell should hand in more bulk frames now. While the device is behind with peers' KV it should not:
-    /// the transport's flow control then holds the peers back.
-    #[must_use]
-    pub fn takes_bulk(&self) -> bool {
-        self.creditor.requests.write_bytes < GUEST_WRITE_BYTES_MAX
-    }
-
-    /// The device took a peer's KV.
-    pub(crate) fn on_guest_written(&mut self, bytes: usize) {
-        self.creditor.requests.write_bytes -= bytes;
-        self.creditor.requests.written_bytes += bytes as u64;
-    }
-
     /// The device answered a guest's query.
-    pub(crate) fn on_guest_partial(&mut self, tag: GuestTag, out: Bytes, lse: Bytes, count: Bytes) {
-        if let Some(Outstanding::Query { peer, step, layer, rows }) = self.creditor.requests.outstanding.remove(&tag) {
+    pub(super) fn on_guest_partial(&mut self, cx: &mut Cx, tag: GuestTag, out: Bytes, lse: Bytes, count: Bytes) {
+        if let Some(Outstanding::Query { peer, step, layer, rows }) = self.requests.outstanding.remove(&tag) {
             let frame = PartialsFrame::Partial { step, layer, rows, out, lse, count };
-            self.cx.effects.push(Effect::Partials { peer, frame });
+            cx.effects.push(Effect::Partials { peer, frame });
         }
     }
 
     /// The device answered a guest's read.
-    pub(crate) fn on_guest_kv(&mut self, tag: GuestTag, kv: Bytes) {
-        if let Some(Outstanding::Read { peer, id, layer, tokens, .. }) = self.creditor.requests.outstanding.remove(&tag)
-        {
-            self.cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Data { id, layer, tokens, kv } });
+    pub(super) fn on_guest_kv(&mut self, cx: &mut Cx, tag: GuestTag, kv: Bytes) {
+        if let Some(Outstanding::Read { peer, id, layer, tokens, .. }) = self.requests.outstanding.remove(&tag) {
+            cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Data { id, layer, tokens, kv } });
         }
     }
 
     /// The device failed a guest.
-    pub(crate) fn on_guest_failed(&mut self, tag: GuestTag, error: &DeviceError) {
+    pub(super) fn on_guest_failed(&mut self, cx: &mut Cx, tag: GuestTag, error: &DeviceError) {
         let (code, detail) = (RefuseCode::Device, error.to_string());
-        match self.creditor.requests.outstanding.remove(&tag) {
+        match self.requests.outstanding.remove(&tag) {
             Some(Outstanding::Query { peer, step, .. }) => {
-                self.cx.effects.push(Effect::Partials { peer, frame: PartialsFrame::Refused { step, code, detail } });
+                cx.effects.push(Effect::Partials { peer, frame: PartialsFrame::Refused { step, code, detail } });
             }
             Some(Outstanding::Read { peer, id, lease, .. }) => {
-                self.cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Refused { id, lease, code, detail } });
+                cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Refused { id, lease, code, detail } });
             }
             None => {}
         }
     }
 
     /// Refuses what waited too long and forgets steps that nobody continues.
-    pub(crate) fn expire_guests(&mut self) {
-        let now = self.cx.now_ms;
-        self.creditor.requests.tickets.retain(|_, t| t.expires_ms > now);
-        let mut waiting = std::mem::take(&mut self.creditor.requests.waiting);
+    pub(super) fn expire_guests(&mut self, cx: &mut Cx) {
+        let now = cx.now_ms;
+        self.requests.tickets.retain(|_, t| t.expires_ms > now);
+        let mut waiting = std::mem::take(&mut self.requests.waiting);
         waiting.retain(|(peer, from, deadline, frame)| {
             if *deadline > now {
                 return true;
@@ -457,19 +450,19 @@ impl Instance {
             let (code, peer) = (RefuseCode::Deadline, *peer);
             match frame {
                 Waiting::Query { step, layer, .. } => {
-                    self.creditor.requests.tickets.remove(&(*from, *step));
+                    self.requests.tickets.remove(&(*from, *step));
                     let detail = format!("the KV of layer {layer} did not arrive in time");
                     let frame = PartialsFrame::Refused { step: *step, code, detail };
-                    self.cx.effects.push(Effect::Partials { peer, frame });
+                    cx.effects.push(Effect::Partials { peer, frame });
                 }
                 Waiting::Read { id, lease, layer, .. } => {
                     let detail = format!("the KV of layer {layer} did not arrive in time");
                     let frame = BulkFrame::Refused { id: *id, lease: *lease, code, detail };
-                    self.cx.effects.push(Effect::Bulk { peer, frame });
+                    cx.effects.push(Effect::Bulk { peer, frame });
                 }
             }
             false
         });
-        self.creditor.requests.waiting = waiting;
+        self.requests.waiting = waiting;
     }
 }

@@ -1,8 +1,8 @@
 //! Seal tags of lent rBlocks, for debtors that map this instance's KV.
 
-use crate::cx::TagOwner;
+use super::Creditor;
+use crate::cx::{Cx, TagOwner};
 use crate::event::{Effect, PeerKey};
-use crate::instance::Instance;
 use lagoon_protocol::{ControlBody, LeaseSealed};
 use lagoon_runner::{Command, GuestTag};
 use lagoon_types::{Epoch, LeaseId};
@@ -33,24 +33,24 @@ impl Seals {
     }
 }
 
-impl Instance {
+impl Creditor {
     /// A debtor's rBlock is whole and verified. If debtors may map it, the device seals it, and they are told then.
-    pub(crate) fn seal_lent(&mut self, peer: PeerKey, lease: LeaseId, epoch: Epoch, entry: u32) {
-        let Some(block) = self.cx.memory.rm.lent_entry(lease, entry).map(|lent| lent.block.0) else { return };
-        let tag = self.cx.tags.take(TagOwner::Seal);
-        self.creditor.seals.sealing.insert(tag, Sealing { peer, lease, epoch, entry, block });
-        self.cx.effects.push(Effect::Runner(Command::GuestSeal { tag, block, epoch }));
+    pub(super) fn seal_lent(&mut self, cx: &mut Cx, peer: PeerKey, lease: LeaseId, epoch: Epoch, entry: u32) {
+        let Some(block) = cx.memory.rm.lent_entry(lease, entry).map(|lent| lent.block.0) else { return };
+        let tag = cx.tags.take(TagOwner::Seal);
+        self.seals.sealing.insert(tag, Sealing { peer, lease, epoch, entry, block });
+        cx.effects.push(Effect::Runner(Command::GuestSeal { tag, block, epoch }));
     }
 
     /// The device has sealed an rBlock, or failed.
-    pub(crate) fn on_guest_sealed(&mut self, tag: GuestTag, sealed: bool) {
-        let Some(Sealing { peer, lease, epoch, entry, block }) = self.creditor.seals.sealing.remove(&tag) else {
+    pub(super) fn on_guest_sealed(&mut self, cx: &mut Cx, tag: GuestTag, sealed: bool) {
+        let Some(Sealing { peer, lease, epoch, entry, block }) = self.seals.sealing.remove(&tag) else {
             return;
         };
         if sealed {
-            self.creditor.seals.sealed += 1;
+            self.seals.sealed += 1;
             let body = LeaseSealed { lease: lease.0, epoch: epoch.0, entries: vec![entry], blocks: vec![block] };
-            self.cx.send(peer, ControlBody::LeaseSealed(body));
+            cx.send(peer, ControlBody::LeaseSealed(body));
         }
     }
 }

@@ -12,8 +12,9 @@
 //! model's, without one). Only steps of the local lane that decode and nothing else count as own steps: what creditors
 //! and prompts add is not the guests' doing.
 
+use super::Creditor;
 use crate::config::InstanceConfig;
-use crate::instance::Instance;
+use crate::cx::Cx;
 use crate::step::cost::OwnCost;
 use lagoon_types::InstanceId;
 use lagoon_types::limits::{THRESHOLD_IDLE_MS, THRESHOLD_OVER_MS, THRESHOLD_SHED_PAUSE_MS};
@@ -169,31 +170,31 @@ impl Threshold {
     }
 }
 
-impl Instance {
+impl Creditor {
     /// An own step of the local lane that only decoded is done.
-    pub(crate) fn own_step_took(&mut self, ms: u64, guests_us_before: f64) {
-        if let Some(threshold) = &mut self.creditor.threshold {
-            threshold.on_step(ms, threshold.guests_us - guests_us_before, self.cx.now_ms);
-            self.bound_lending();
+    pub(super) fn own_step_took(&mut self, cx: &mut Cx, ms: u64, guests_us_before: f64) {
+        if let Some(threshold) = &mut self.threshold {
+            threshold.on_step(ms, threshold.guests_us - guests_us_before, cx.now_ms);
+            self.bound_lending(cx);
         }
     }
 
-    pub(crate) fn expire_threshold(&mut self) {
-        if let Some(threshold) = &mut self.creditor.threshold {
-            threshold.tick(self.cx.now_ms);
-            self.bound_lending();
+    pub(super) fn expire_threshold(&mut self, cx: &mut Cx) {
+        if let Some(threshold) = &mut self.threshold {
+            threshold.tick(cx.now_ms);
+            self.bound_lending(cx);
         }
     }
 
-    fn bound_lending(&mut self) {
-        let Some(threshold) = &self.creditor.threshold else { return };
-        self.cx.memory.rm.set_lend_bound(threshold.lend_blocks_max().map(|blocks| (blocks, threshold.describe())));
+    fn bound_lending(&mut self, cx: &mut Cx) {
+        let Some(threshold) = &self.threshold else { return };
+        cx.memory.rm.set_lend_bound(threshold.lend_blocks_max().map(|blocks| (blocks, threshold.describe())));
     }
 
     /// Why a step of a peer is refused, if it is.
-    pub(crate) fn shed(&mut self, debtor: InstanceId) -> Option<String> {
-        let threshold = self.creditor.threshold.as_mut()?;
-        threshold.sheds(debtor, self.cx.now_ms).then(|| threshold.describe())
+    pub(super) fn shed(&mut self, cx: &mut Cx, debtor: InstanceId) -> Option<String> {
+        let threshold = self.threshold.as_mut()?;
+        threshold.sheds(debtor, cx.now_ms).then(|| threshold.describe())
     }
 }
 

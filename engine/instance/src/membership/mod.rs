@@ -10,6 +10,7 @@ pub(crate) mod roles;
 
 use crate::batch::sequence::Sequence;
 use crate::config::InstanceConfig;
+use crate::creditor::CreditorEvent;
 use crate::event::{Effect, TransferEffect};
 use crate::instance::Instance;
 use lagoon_cluster::mutants::{self, Mutant};
@@ -137,6 +138,11 @@ impl Membership {
         self.heartbeat_at_ms = 0;
     }
 
+    /// Until when the elder counts, if nobody names it again.
+    pub(crate) fn elder_until_ms(&self, now_ms: u64) -> Option<u64> {
+        self.elder.map(|(_, _, until_ms)| until_ms).filter(|until_ms| now_ms < *until_ms)
+    }
+
     /// The request that goes before all younger ones here: where it waits, and since when.
     pub(crate) fn elder(&self, now_ms: u64) -> Option<(InstanceId, u64)> {
         self.elder.filter(|(_, _, until_ms)| now_ms < *until_ms).map(|(debtor, since_ms, _)| (debtor, since_ms))
@@ -217,7 +223,7 @@ impl Instance {
         self.membership.incarnation = next_incarnation(self.membership.incarnation);
         self.membership.registered = false;
         let ended = self.cx.memory.rm.forget_all(self.membership.incarnation, self.cx.now_ms);
-        self.forget_ended(&ended);
+        self.creditor(CreditorEvent::Ended(ended));
         self.drop_all_jobs();
         if !mutants::is(Mutant::AskedByTheDead) {
             self.redo_all_asked();
@@ -232,7 +238,7 @@ impl Instance {
     pub(crate) fn on_peer_fenced(&mut self, m: &Fenced) {
         let (reader, incarnation) = (InstanceId(m.instance), m.incarnation);
         let ended = self.cx.memory.rm.on_peer_fenced(reader, incarnation, self.cx.now_ms);
-        self.forget_ended(&ended);
+        self.creditor(CreditorEvent::Ended(ended));
         if self.cx.config.transfer.is_some() {
             self.cx.effects.push(Effect::Transfer(TransferEffect::Fence { reader, incarnation }));
         }
@@ -257,6 +263,9 @@ impl Instance {
     }
 
     fn tick_drain(&mut self) {
+        if self.membership.drain.is_none() {
+            return;
+        }
         let empty = self.batch.is_empty()
             && self.cx.memory.rm.lent().next().is_none()
             && self.cx.memory.rm.borrowed() == 0
@@ -289,7 +298,7 @@ impl Instance {
         let (running, waiting) = (as_u32(self.batch.running_len()), as_u32(self.waiting()));
         let mut heartbeat = self.cx.memory.rm.heartbeat(running, waiting, links);
         heartbeat.draining = self.membership.is_draining();
-        heartbeat.frozen = self.creditor.frozen_cycle();
+        heartbeat.frozen = self.batch.frozen_cycle();
         heartbeat.load = self.cx.config.role.runs().then(|| self.load());
         heartbeat.moves = Some(Box::new(self.move_status().counts()));
         heartbeat.prefill = self.cx.config.transfer.is_some().then(|| Box::new(self.prefill_status().counts()));

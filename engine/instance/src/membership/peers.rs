@@ -1,6 +1,7 @@
 //! Who is connected: transport peers, the instances they turned out to be, and control messages that wait for a
 //! connection.
 
+use crate::creditor::CreditorEvent;
 use crate::event::{Effect, PeerKey};
 use crate::instance::Instance;
 use lagoon_protocol::{ControlBody, Hello, PoolShape, Rejected, VERSION_MAX, VERSION_MIN};
@@ -135,7 +136,7 @@ impl Instance {
 
     /// Says the Hellos that are owed.
     pub(crate) fn greet(&mut self) {
-        if self.membership.id.is_none() {
+        if self.membership.id.is_none() || self.cx.peers.ungreeted.is_empty() {
             return;
         }
         for peer in std::mem::take(&mut self.cx.peers.ungreeted) {
@@ -169,9 +170,9 @@ impl Instance {
         }
         self.cx.peers.known.insert(peer, Known { instance, rtt_us: 0, bytes_per_s: 0 });
         let ended = self.cx.memory.rm.on_peer_hello(instance, hello.incarnation, self.cx.now_ms);
-        self.forget_ended(&ended);
+        self.creditor(CreditorEvent::Ended(ended));
         if !self.cx.peers.ungreeted.contains(&peer) {
-            self.repeat_revoked(peer, instance);
+            self.creditor(CreditorEvent::PeerUp { peer, instance });
         }
         if let Some(dialling) = self.cx.peers.dialling.remove(&instance) {
             for body in dialling.messages {
@@ -179,7 +180,7 @@ impl Instance {
             }
         }
         self.on_worker_up(instance);
-        self.on_lent_memory(instance, hello.lent.as_ref());
+        self.step.mapped.on_lent_memory(&mut self.cx, instance, hello.lent.as_ref());
     }
 
     fn check_hello(&self, hello: &Hello) -> Result<(), String> {
@@ -215,7 +216,7 @@ impl Instance {
         self.cx.peers.ungreeted.insert(peer);
         let Some(known) = self.cx.peers.known(peer) else { return };
         let detail = "a frame could not be sent";
-        self.refuse_guest(peer, known.instance, detail);
+        self.creditor(CreditorEvent::SendFailed { peer, instance: known.instance });
         self.lose_creditor(known.instance, detail);
     }
 
@@ -223,12 +224,12 @@ impl Instance {
         let Some(known) = self.cx.peers.known.remove(&peer) else { return };
         self.cx.peers.keys.remove(&known.instance);
         self.cx.peers.meters.remove(&known.instance);
-        self.creditor.requests.forget(known.instance);
+        self.creditor(CreditorEvent::PeerDown(known.instance));
         self.cx.memory.rm.on_peer_down(known.instance, self.cx.now_ms);
         self.drop_jobs_of(known.instance);
         self.lose_worker(known.instance);
         self.lose_creditor(known.instance, "the connection to a creditor was lost");
-        self.unmap(known.instance);
+        self.step.mapped.unmap(&mut self.cx, known.instance);
     }
 
     /// Gives up dialling peers that do not come.

@@ -98,6 +98,7 @@ impl Instance {
             return;
         };
         let old = self.membership.roles.now;
+        self.batch.due.touch();
         self.membership.roles = Roles { now: next, next: None, ..self.membership.roles };
         tracing::info!(?old, now = ?next, took_ms = self.cx.now_ms - since_ms, "the role has changed");
         if old == Role::Decode {

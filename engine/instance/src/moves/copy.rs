@@ -25,6 +25,9 @@ impl Instance {
 
     /// Asks sources for as much as may move now, the oldest move first.
     pub(crate) fn pump_moves(&mut self) {
+        if self.moves.moves.is_empty() {
+            return;
+        }
         let layers = self.cx.config.kv.layers;
         let layer_bytes = self.layer_bytes();
         let numbers: Vec<u64> = self.moves.moves.keys().copied().collect();
@@ -201,7 +204,7 @@ impl Instance {
         }
         let tag = self.cx.tags.take(TagOwner::Move);
         self.moves.tags.insert(tag, (no, block, layer));
-        self.creditor.requests.queue_write(kv.len());
+        self.creditor.queue_write(kv.len());
         let write = GuestWrite { tag: Some(tag), layer, pieces: vec![(phys.0 * tokens, tokens)], kv };
         self.cx.release_freed();
         self.cx.effects.push(Effect::Runner(Command::GuestWrite(write)));

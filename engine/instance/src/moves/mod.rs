@@ -166,6 +166,16 @@ impl Moves {
         self.moves.values().filter(|m| m.seq == seq).map(of).sum()
     }
 
+    /// Whether nothing moves, and nothing that moved waits to be heard of.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.moves.is_empty() && self.swapped_out.is_empty()
+    }
+
+    /// Whether a sequence's blocks move to host memory, so that it stops: whatever became of the sequence meanwhile.
+    pub(crate) fn is_swapping_out(&self) -> bool {
+        !self.swapped_out.is_empty() || self.moves.values().any(|m| m.why == Why::Park)
+    }
+
     /// Whether a sequence moves.
     pub(crate) fn is_moving(&self, seq: SeqId) -> bool {
         self.moves.values().any(|m| m.seq == seq)
@@ -469,6 +479,9 @@ impl Instance {
 
     /// Switches sequences that are in no step to what is verified, and frees the sources.
     pub(crate) fn switch_moves(&mut self) {
+        if self.moves.moves.is_empty() {
+            return;
+        }
         let ready = |m: &Move| m.items.iter().any(|i| i.verified) && !self.batch.in_step(m.seq);
         let ready: Vec<u64> = self.moves.moves.iter().filter(|(_, m)| ready(m)).map(|(no, _)| *no).collect();
         for no in ready {
@@ -517,6 +530,7 @@ impl Instance {
             return;
         }
         let Some(entry) = self.moves.moves.remove(&no) else { return };
+        self.batch.due.touch();
         self.moves.reads.retain(|_, (of, _, _)| *of != no);
         self.moves.tags.retain(|_, (of, _, _)| *of != no);
         let all = entry.moved >= entry.wanted;
@@ -611,6 +625,9 @@ impl Instance {
     /// Moves whose time is over end.
     pub(crate) fn expire_moves(&mut self) {
         self.moves.pace.tick();
+        if self.moves.moves.is_empty() {
+            return;
+        }
         let now = self.cx.now_ms;
         let late = |m: &Move| {
             m.deadline_ms <= now && (matches!(m.phase, Phase::Reserving(_)) || m.items.iter().any(|i| !i.verified))

@@ -193,10 +193,12 @@ impl Instance {
     /// Connects to workers that are not connected, and forgets those that left and have nothing of this instance.
     pub(crate) fn tick_workers(&mut self) {
         let now_ms = self.cx.now_ms;
-        let users: Vec<InstanceId> = self.prefill.away.values().filter_map(worker_of).collect();
+        if self.prefill.workers.is_empty() {
+            return;
+        }
+        let used = |id: &InstanceId| self.prefill.away.values().filter_map(worker_of).any(|user| user == *id);
         // Without a gManager nobody leaves.
-        let leaves =
-            |id: &InstanceId, w: &WorkerState| self.membership.is_registered() && !w.listed && !users.contains(id);
+        let leaves = |id: &InstanceId, w: &WorkerState| self.membership.is_registered() && !w.listed && !used(id);
         let gone = self.prefill.workers.iter().filter(|(id, w)| leaves(id, w));
         let gone: Vec<InstanceId> = gone.map(|(id, _)| *id).collect();
         for id in gone {
@@ -226,17 +228,17 @@ impl Instance {
         if self.prefill.workers.get(&id).is_some_and(silent) {
             self.redo_asked(id, "the worker does not answer");
         }
-        let requests = self.prefill.away.values().filter_map(|away| match away.stage {
-            Stage::Asked { worker, request, .. } if worker == id => Some(request),
-            _ => None,
-        });
-        let requests: Vec<u64> = requests.collect();
         self.prefill.renewals += 1;
         let seq = self.prefill.renewals;
         let Some(worker) = self.prefill.workers.get_mut(&id) else { return };
         if now_ms < worker.asked_ms + LEASE_RENEW_MS && worker.asked_ms != 0 {
             return;
         }
+        let requests = self.prefill.away.values().filter_map(|away| match away.stage {
+            Stage::Asked { worker, request, .. } if worker == id => Some(request),
+            _ => None,
+        });
+        let requests: Vec<u64> = requests.collect();
         worker.asked_ms = now_ms;
         worker.asked.get_or_insert((seq, now_ms)).0 = seq;
         self.cx.send_if_connected(id, ControlBody::PrefillRenew(PrefillRenew { seq, requests }));
@@ -276,6 +278,9 @@ impl Instance {
 
     /// Gives prompts that nobody has to workers.
     pub(crate) fn dispatch(&mut self) {
+        if self.prefill.away.is_empty() {
+            return;
+        }
         // As at admission: what is younger than the pool's elder takes no memory before it.
         let may = |seq: &SeqId| self.batch.seq(*seq).is_some_and(|seq| !self.gives_way(seq.since_ms));
         let waiting = |seq: &SeqId, away: &Away| matches!(away.stage, Stage::Waiting) && may(seq);
@@ -291,9 +296,16 @@ impl Instance {
                 None if self.prefill.away.get(&seq).is_some_and(|a| a.wait_by_ms <= self.cx.now_ms) => {
                     self.compute_here(seq);
                 }
-                None => {}
+                None => self.wake_dispatch(seq),
             }
         }
+    }
+
+    /// No worker takes a prompt now: that may be different when one has rested, and ends when it has waited for long enough.
+    fn wake_dispatch(&mut self, seq: SeqId) {
+        let Some(away) = self.prefill.away.get(&seq) else { return };
+        let rested = away.resting.values().copied().filter(|until_ms| *until_ms > self.cx.now_ms);
+        rested.chain([away.wait_by_ms]).for_each(|at_ms| self.batch.due.wake_at(at_ms));
     }
 
     /// The worker that would be done with a prompt first of those that could do it now, and the tokens that it may not have
@@ -331,6 +343,8 @@ impl Instance {
         let now_ms = self.cx.now_ms;
         let waiting = |away: &&mut Away| matches!(away.stage, Stage::Waiting);
         self.prefill.away.values_mut().filter(waiting).for_each(|away| away.wait_by_ms = now_ms + PREFILL_WAIT_MS);
+        // That goes on with time.
+        self.batch.due.wake_at(now_ms + 1);
         if self.prefill.away.get(&oldest).is_some_and(|away| now_ms > away.asked_ms + ADMISSION_DEADLINE_MS) {
             let message = format!("no memory became free within {} s", ADMISSION_DEADLINE_MS / 1000);
             self.fail(oldest, RequestError::Unavailable(message));
@@ -500,6 +514,7 @@ impl Instance {
     pub(crate) fn redo(&mut self, id: SeqId, why: &str) {
         let now_ms = self.cx.now_ms;
         let Some(away) = self.prefill.away.get_mut(&id) else { return };
+        self.batch.due.touch();
         let worker = worker_of(away);
         tracing::warn!(seq = %id, worker = worker.map(|w| w.0), why, "a prompt is to be computed again");
         worker.into_iter().for_each(|worker| _ = away.resting.insert(worker, now_ms + PREFILL_REST_MS));
@@ -600,6 +615,9 @@ impl Instance {
     pub(crate) fn expire_away(&mut self) {
         let now_ms = self.cx.now_ms;
         self.prefill.dropped.retain(|(_, until_ms)| now_ms < *until_ms);
+        if self.prefill.away.is_empty() {
+            return;
+        }
         let late = |away: &Away| away.handed().and_then(|h| h.lost_at_ms).is_some_and(|at| at <= now_ms);
         self.redo_where(|_, _, away| late(away), "the worker did not come back");
         let unknown = |away: &Away| match &away.stage {
@@ -615,9 +633,7 @@ impl Instance {
         };
         self.redo_where(keeps, "an older request waits for memory");
     }
-}
 
-impl Instance {
     /// Requests whose prompts nobody computes (any more), and that wait for memory or a place in the batch here.
     pub(crate) fn waiting_here(&self) -> usize {
         let asks = self.pushes() && self.readable_workers() > 0;

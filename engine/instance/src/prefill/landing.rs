@@ -208,7 +208,7 @@ impl Settling {
 impl Instance {
     /// Reads what was announced.
     pub(super) fn read_landings(&mut self) {
-        let guests = &self.creditor.requests;
+        let guests = &self.creditor;
         let written =
             |landing: &Landing| guests.has_written(landing.after_writes) || mutants::is(Mutant::WritesUnawaited);
         let waits = |stage: &Stage| stage.landing().is_some_and(|of| !of.offers.is_empty() && written(of));

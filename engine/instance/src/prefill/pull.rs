@@ -74,8 +74,10 @@ impl Instance {
             return;
         }
         self.drain_reader();
-        self.start_pulls();
-        self.read_landings();
+        if !self.prefill.away.is_empty() {
+            self.start_pulls();
+            self.read_landings();
+        }
         self.prefill.reader.iter_mut().for_each(lagoon_transfer::Reader::pump);
         self.drain_reader();
     }
@@ -266,7 +268,7 @@ impl Instance {
         let mut landing = Landing::new(blocks, (left, found), (known, layers), block_tokens);
         landing.named = named;
         // What is staged is copied by the device, in order.
-        landing.after_writes = if staged.is_empty() { self.creditor.requests.queued_writes() } else { 0 };
+        landing.after_writes = if staged.is_empty() { self.creditor.queued_writes() } else { 0 };
         landing.staged = staged;
         Some(landing)
     }

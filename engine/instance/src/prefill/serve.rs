@@ -14,7 +14,6 @@ use lagoon_protocol::{
 use lagoon_runner::SampleOut;
 use lagoon_types::limits::{LEASE_TTL_MS, PREFILL_JOBS_MAX};
 use lagoon_types::{Epoch, GenerateRequest, InstanceId, LeaseId, PhysBlock, SamplingParams, SeqId};
-use std::collections::BTreeSet;
 
 /// How far a prefill for another instance is.
 #[derive(Debug)]
@@ -363,8 +362,7 @@ impl Instance {
         if self.prefill.jobs.is_empty() {
             return;
         }
-        let all: BTreeSet<LeaseId> = self.cx.memory.rm.lent().map(|(_, lease, ..)| lease).collect();
-        let lent = |lease: LeaseId| all.contains(&lease);
+        let lent = |lease: LeaseId| self.cx.memory.rm.is_lent(lease);
         let over = |job: &Job| match job.stage {
             Stage::Ready { lease, .. } => !lent(lease),
             _ => now_ms > job.renewed_ms + LEASE_TTL_MS,

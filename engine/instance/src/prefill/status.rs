@@ -1,6 +1,6 @@
 //! What came of prefills elsewhere and for others, for metrics and operators.
 
-use crate::instance::Instance;
+use super::Prefills;
 use lagoon_protocol::PrefillCounts;
 use serde::Serialize;
 
@@ -134,28 +134,22 @@ impl PrefillStatus {
     }
 }
 
-impl Instance {
-    /// See [`PrefillStatus`].
-    pub(crate) fn prefill_status(&self) -> PrefillStatus {
-        let stats = self.prefill.reader.as_ref().map(lagoon_transfer::Reader::stats).unwrap_or_default();
+impl Prefills {
+    /// What the machine itself knows of [`PrefillStatus`].
+    pub(crate) fn look(&self) -> PrefillStatus {
+        let stats = self.reader.as_ref().map(lagoon_transfer::Reader::stats).unwrap_or_default();
         PrefillStatus {
-            workers: self.readable_workers(),
-            away: self.prefill.away.len(),
-            pulling: self.prefill.reader.as_ref().map_or(0, lagoon_transfer::Reader::pulling),
-            waiting_here: self.waiting_here(),
-            blocks_settling: self.prefill.settling(),
-            blocks_handed_over: self.cx.memory.rm.handed_over(),
-            blocks_held_back: self.cx.memory.rm.held_back(),
-            stage_blocks_used: self.prefill.staged(),
-            jobs: self.jobs(),
-            queued_tokens: self.queued_tokens(),
+            away: self.away.len(),
+            pulling: self.reader.as_ref().map_or(0, lagoon_transfer::Reader::pulling),
+            blocks_settling: self.settling(),
+            stage_blocks_used: self.staged(),
             reads: stats.reads,
             transactions: stats.transactions,
             bytes: stats.bytes,
             damaged_blocks: stats.damaged_blocks,
             pulls_failed: stats.pulls_failed,
             last: LastTimes::default(),
-            ..self.prefill.status.clone()
+            ..self.status.clone()
         }
     }
 }

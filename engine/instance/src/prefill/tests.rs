@@ -1,6 +1,6 @@
 //! One side of a hand-over, driven by events: what happens to the messages that do not arrive.
 
-use crate::creditor::freeze::tests::config;
+use crate::batch::freeze::tests::config;
 use crate::{Effect, Event, Instance, InstanceConfig, PeerKey, TICK_MS, TransferConfig, TransferEffect, TransferEvent};
 use lagoon_protocol::{
     BorrowAdvice, ControlBody, Elder, HeartbeatAck, Hello, PrefillReady, PrefillRenew, PrefillRequest, PrefillSampling,

@@ -9,8 +9,8 @@
 //!   compares that before anything that follows from them leaves a step: what is somebody else's by then is a hole;
 //! * memory is mapped as long as the connection on which it was offered stands.
 
+use crate::cx::Cx;
 use crate::event::Effect;
-use crate::instance::Instance;
 use crate::step::cost::RemotePolicy;
 use lagoon_protocol::{LentMemory, TransferArena};
 use lagoon_runner::{Command, MapId, RemoteWork, SealedBlock};
@@ -110,61 +110,55 @@ impl InReach {
     }
 }
 
-impl Instance {
+impl Mapped {
     /// A peer says in its Hello where it lends memory that can be mapped, if it does.
-    pub(crate) fn on_lent_memory(&mut self, creditor: InstanceId, lent: Option<&LentMemory>) {
-        let same_host = |lent: &&LentMemory| self.cx.config.reaches.as_ref().is_some_and(|host| *host == lent.host);
-        let wanted = self.cx.config.remote == RemotePolicy::Auto;
+    pub(crate) fn on_lent_memory(&mut self, cx: &mut Cx, creditor: InstanceId, lent: Option<&LentMemory>) {
+        let same_host = |lent: &&LentMemory| cx.config.reaches.as_ref().is_some_and(|host| *host == lent.host);
+        let wanted = cx.config.remote == RemotePolicy::Auto;
         let offered = lent.filter(same_host).filter(|_| wanted).and_then(|lent| Some((lent.memory.as_ref()?, lent)));
-        let Some((memory, &LentMemory { blocks, .. })) = offered else { return self.unmap(creditor) };
+        let Some((memory, &LentMemory { blocks, .. })) = offered else { return self.unmap(cx, creditor) };
         // Hellos are repeated.
-        if self
-            .step
-            .mapped
-            .mappings
-            .get(&creditor)
-            .is_some_and(|known| known.memory == *memory && known.blocks == blocks)
-        {
+        if self.mappings.get(&creditor).is_some_and(|known| known.memory == *memory && known.blocks == blocks) {
             return;
         }
-        self.unmap(creditor);
-        self.step.mapped.next_map += 1;
-        let map = MapId(self.step.mapped.next_map);
+        self.unmap(cx, creditor);
+        self.next_map += 1;
+        let map = MapId(self.next_map);
         let mapping = Mapping { map, memory: memory.clone(), blocks, stands: false };
-        self.step.mapped.mappings.insert(creditor, mapping);
-        self.cx.effects.push(Effect::Map { map, blocks, memory: memory.clone() });
+        self.mappings.insert(creditor, mapping);
+        cx.effects.push(Effect::Map { map, blocks, memory: memory.clone() });
     }
 
     /// The device has mapped a creditor's memory, or it could not be.
-    pub(crate) fn on_mapped(&mut self, map: MapId, mapped: bool) {
-        let wanted = self.step.mapped.mappings.iter_mut().find(|(_, mapping)| mapping.map == map);
+    pub(crate) fn on_mapped(&mut self, cx: &mut Cx, map: MapId, mapped: bool) {
+        let wanted = self.mappings.iter_mut().find(|(_, mapping)| mapping.map == map);
         match wanted {
             Some((creditor, mapping)) => {
                 mapping.stands = mapped;
-                self.cx.memory.rm.set_near(*creditor, mapped);
+                cx.memory.rm.set_near(*creditor, mapped);
             }
             // The peer went meanwhile.
-            None if mapped => self.cx.effects.push(Effect::Runner(Command::Unmap { map })),
+            None if mapped => cx.effects.push(Effect::Runner(Command::Unmap { map })),
             None => {}
         }
-        self.step.mapped.status.refused += u64::from(!mapped);
+        self.status.refused += u64::from(!mapped);
     }
 
     /// A creditor's memory is not attended to any more: its sequences' steps have ended.
-    pub(crate) fn unmap(&mut self, creditor: InstanceId) {
-        if let Some(Mapping { map, stands: true, .. }) = self.step.mapped.mappings.remove(&creditor) {
-            self.cx.memory.rm.set_near(creditor, false);
-            self.cx.effects.push(Effect::Runner(Command::Unmap { map }));
+    pub(crate) fn unmap(&mut self, cx: &mut Cx, creditor: InstanceId) {
+        if let Some(Mapping { map, stands: true, .. }) = self.mappings.remove(&creditor) {
+            cx.memory.rm.set_near(creditor, false);
+            cx.effects.push(Effect::Runner(Command::Unmap { map }));
         }
     }
 
     /// Divides a sequence's runs at a creditor into what its own device attends to there and the rest.
-    pub(crate) fn in_reach(&self, creditor: InstanceId, runs: &[LeaseRun]) -> Option<(MapId, InReach)> {
-        let mapping = self.step.mapped.mappings.get(&creditor).filter(|mapping| mapping.stands)?;
-        let block_tokens = self.cx.config.block_tokens;
+    pub(crate) fn in_reach(&self, cx: &Cx, creditor: InstanceId, runs: &[LeaseRun]) -> Option<(MapId, InReach)> {
+        let mapping = self.mappings.get(&creditor).filter(|mapping| mapping.stands)?;
+        let block_tokens = cx.config.block_tokens;
         let mut found = InReach::default();
         for run in runs {
-            let places = self.cx.memory.rm.places(creditor, run.lease, run.epoch);
+            let places = cx.memory.rm.places(creditor, run.lease, run.epoch);
             let mut at = run.offset;
             while at < run.offset + run.len {
                 let len = (block_tokens - at % block_tokens).min(run.offset + run.len - at);

@@ -4,6 +4,7 @@ mod build;
 pub(crate) mod cost;
 pub(crate) mod mapped;
 
+use crate::creditor::CreditorEvent;
 use crate::event::Effect;
 use crate::instance::Instance;
 use build::{Builder, Built};
@@ -12,7 +13,6 @@ use cost::{CostModel, LinkCost, OwnCost, RemotePolicy};
 use lagoon_backend::{DeviceError, LaunchCounters};
 use lagoon_protocol::{BulkFrame, PartialsFrame, RefuseCode, StepTicket};
 use lagoon_runner::{Command, Fetch, PassError, RemotePart, SampleOut, SampleSpec, WriteSegment};
-use lagoon_types::limits::STEP_DEADLINE_MS;
 use lagoon_types::run::visible;
 use lagoon_types::{Chunk, InstanceId, Lane, LeaseId, LeaseRun, RequestError, SeqId, StepId, StepPlan, TokenEvent};
 use mapped::Mapped;
@@ -48,8 +48,6 @@ pub(crate) struct Steps {
     reads: BTreeMap<u64, (StepId, u32, usize)>,
     next_step: u64,
     next_read: u64,
-    /// Time that a step may go without progress.
-    pub(crate) deadline_ms: u64,
     /// The device's last report of how steps were launched.
     pub(crate) launches: Option<LaunchCounters>,
     pub(crate) mapped: Mapped,
@@ -62,7 +60,6 @@ impl Steps {
             reads: BTreeMap::new(),
             next_step: 0,
             next_read: 0,
-            deadline_ms: STEP_DEADLINE_MS,
             launches: None,
             mapped: Mapped::default(),
         }
@@ -148,7 +145,7 @@ impl Instance {
         let mut creditors = Vec::with_capacity(tickets.len());
         for (creditor, seqs) in tickets {
             if let Some(peer) = self.cx.peers.key(creditor) {
-                let deadline_ms = u32::try_from(self.step.deadline_ms).unwrap_or(u32::MAX);
+                let deadline_ms = u32::try_from(self.cx.step_deadline_ms).unwrap_or(u32::MAX);
                 let ticket = StepTicket { step, deadline_ms, dtype: self.cx.config.wire, seqs };
                 self.cx.effects.push(Effect::Partials { peer, frame: PartialsFrame::Ticket(ticket) });
             }
@@ -162,7 +159,7 @@ impl Instance {
             fetches: work.remote.fetches.clone(),
             unanswered: BTreeSet::new(),
             writes,
-            deadline_ms: remote.then_some(self.cx.now_ms + self.step.deadline_ms),
+            deadline_ms: remote.then_some(self.cx.now_ms + self.cx.step_deadline_ms),
             asked_ms: self.cx.now_ms,
             remote_ms: 0,
             started_ms: self.cx.now_ms,
@@ -194,7 +191,7 @@ impl Instance {
             seq.blocks.local_runs(end, window_start, &mut builder.work.runs);
             builder.seq(chunk, run0, sample);
             for (creditor, runs) in seq.blocks.remote_runs(chunk.start, window_start) {
-                let runs = match self.in_reach(creditor, &runs) {
+                let runs = match self.step.mapped.in_reach(&self.cx, creditor, &runs) {
                     Some((map, found)) => builder.reach(creditor, map, chunk, found),
                     None => runs,
                 };
@@ -231,7 +228,7 @@ impl Instance {
                 layer,
                 offset,
                 tokens: len,
-                deadline_ms: u32::try_from(self.step.deadline_ms).unwrap_or(u32::MAX),
+                deadline_ms: u32::try_from(self.cx.step_deadline_ms).unwrap_or(u32::MAX),
             };
             self.cx.effects.push(Effect::Bulk { peer, frame });
         }
@@ -243,7 +240,7 @@ impl Instance {
 
     /// The runner has a layer's queries: they go out, and the next layer's KV is asked for.
     pub(crate) fn on_queries(&mut self, step: StepId, layer: u32, frames: Vec<(InstanceId, u32, Bytes)>) {
-        let (now, deadline) = (self.cx.now_ms, self.cx.now_ms + self.step.deadline_ms);
+        let (now, deadline) = (self.cx.now_ms, self.cx.now_ms + self.cx.step_deadline_ms);
         let Some(flight) = self.flight(step) else { return };
         (flight.deadline_ms, flight.asked_ms) = (Some(deadline), now);
         flight.unanswered = frames.iter().map(|(creditor, ..)| *creditor).collect();
@@ -376,7 +373,8 @@ impl Instance {
     pub(crate) fn on_done(&mut self, step: StepId, lane: Lane, samples: Vec<SampleOut>) {
         let Some(flight) = self.step.flights[lane.index()].take_if(|f| f.step == step) else { return };
         if lane == Lane::Local && flight.chunks.iter().all(|chunk| chunk.len == 1) {
-            self.own_step_took(self.cx.now_ms - flight.started_ms, flight.guests_us);
+            let ms = self.cx.now_ms - flight.started_ms;
+            self.creditor(CreditorEvent::OwnStep { ms, guests_us: flight.guests_us });
         }
         let growing = flight.chunks.iter().filter(|c| c.len == 1).count();
         let prompt_rows = flight.chunks.iter().filter(|c| c.len > 1).map(|c| c.len).sum();
@@ -509,7 +507,7 @@ impl Instance {
 
     /// Fails steps whose creditors do not answer. One that waits for this instance's own device only is not late.
     pub(crate) fn expire_steps(&mut self) {
-        let (now, patience_ms) = (self.cx.now_ms, self.step.deadline_ms);
+        let (now, patience_ms) = (self.cx.now_ms, self.cx.step_deadline_ms);
         let mut late = Vec::new();
         for flight in self.step.flights.iter_mut().flatten().filter(|f| f.deadline_ms.is_some_and(|at| at <= now)) {
             let reads = self.step.reads.values().filter(|(step, _, _)| *step == flight.step);

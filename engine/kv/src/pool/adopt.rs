@@ -55,7 +55,7 @@ impl BlockPool {
         self.counts.own += holdings;
         self.counts.sealed += holdings;
         self.counts.shared += adopted.shared;
-        self.assert_sum();
+        self.changed();
         adopted
     }
 
@@ -86,7 +86,7 @@ impl BlockPool {
         self.counts.sealed += 1;
         self.counts.shared += 1;
         self.counts.free += 1;
-        self.assert_sum();
+        self.changed();
         Some(Joined { block: if rows { block } else { from }, mapped: rows.then_some(from) })
     }
 

@@ -87,8 +87,12 @@ impl Reader {
     /// waits is planned at a time, so that the first bytes move while the next reads are planned: the next portion comes
     /// with the next call, which every read that ends is.
     pub fn pump(&mut self) {
-        let ids: Vec<ConnId> =
-            self.conns.range(self.turn..).chain(self.conns.range(..self.turn)).map(|c| *c.0).collect();
+        // Without a pull there is nothing to read.
+        let ids: Vec<ConnId> = if self.pulls.is_empty() {
+            Vec::new()
+        } else {
+            self.conns.range(self.turn..).chain(self.conns.range(..self.turn)).map(|c| *c.0).collect()
+        };
         for id in ids {
             self.post_fresh(id);
             let mut may_plan = true;

@@ -7,7 +7,7 @@
 //! that it protects is lost or of no use any more (the creditor is gone, the sequence is computed again): then a late
 //! order of its cycle finds nothing frozen and is refused.
 
-use crate::batch::sequence::Sequence;
+use super::sequence::Sequence;
 use crate::event::Effect;
 use crate::instance::Instance;
 use lagoon_kv::Placement;
@@ -24,35 +24,33 @@ pub struct FrozenDebt {
     pub seq: SeqId,
     /// When it thaws by itself.
     pub until_ms: u64,
-    /// The sequence is over: it goes at the thaw.
-    pub over: bool,
 }
 
 impl Instance {
     /// The debt that is frozen now. At most one is.
     #[must_use]
     pub fn frozen(&self) -> Option<FrozenDebt> {
-        self.creditor.frozen
+        self.batch.frozen
     }
 
     /// Whether a sequence has frozen blocks.
     pub(crate) fn is_frozen(&self, seq: SeqId) -> bool {
-        self.creditor.frozen.is_some_and(|f| f.seq == seq)
+        self.batch.frozen.is_some_and(|f| f.seq == seq)
     }
 
     /// Freezes the sequence with most full blocks at the creditor, or refuses with 0 blocks. A repetition gets the same
     /// answer.
     pub(crate) fn on_freeze(&mut self, m: &Freeze) {
         let creditor = InstanceId(m.creditor);
-        let chosen = match self.creditor.frozen {
+        let chosen = match self.batch.frozen {
             Some(f) if f.cycle == m.cycle => self.batch.seq(f.seq).map(|s| (full_blocks_at(s, f.creditor), f.seq)),
             Some(_) => None,
             None => self.debt_to_freeze(creditor),
         };
         let (blocks, seq) = chosen.filter(|(blocks, _)| *blocks > 0).unwrap_or_default();
-        if blocks > 0 && self.creditor.frozen.is_none() {
+        if blocks > 0 && self.batch.frozen.is_none() {
             let until_ms = self.cx.now_ms + u64::from(m.ttl_ms).min(FREEZE_MS_MAX);
-            self.creditor.frozen = Some(FrozenDebt { cycle: m.cycle, creditor, seq, until_ms, over: false });
+            self.batch.frozen = Some(FrozenDebt { cycle: m.cycle, creditor, seq, until_ms });
         }
         let blocks = blocks.min(m.blocks);
         let answer = Frozen { cycle: m.cycle, blocks, free: self.cx.memory.rm.available(), seq: seq.0 };
@@ -68,22 +66,23 @@ impl Instance {
 
     /// The swap is over.
     pub(crate) fn on_thaw(&mut self, cycle: u64) {
-        if self.creditor.frozen.is_some_and(|f| f.cycle == cycle) {
+        if self.batch.frozen.is_some_and(|f| f.cycle == cycle) {
             self.thaw();
         }
     }
 
     /// Thaws what was frozen for too long.
     pub(crate) fn expire_freeze(&mut self) {
-        if self.creditor.frozen.is_some_and(|f| f.until_ms <= self.cx.now_ms) {
+        if self.batch.frozen.is_some_and(|f| f.until_ms <= self.cx.now_ms) {
             self.thaw();
         }
     }
 
     /// Ends the freeze, and the sequence if it is over.
     fn thaw(&mut self) {
-        if let Some(frozen) = self.creditor.frozen.take()
-            && frozen.over
+        self.batch.due.touch();
+        if let Some(frozen) = self.batch.frozen.take()
+            && self.batch.is_over(frozen.seq)
         {
             self.remove(frozen.seq);
         }
@@ -92,8 +91,9 @@ impl Instance {
     /// A frozen sequence is over: it leaves the batch, and the rest of its end waits for the thaw. False if it is not
     /// frozen.
     pub(crate) fn defer_end(&mut self, seq: SeqId) -> bool {
-        let Some(frozen) = self.creditor.frozen.as_mut().filter(|f| f.seq == seq) else { return false };
-        frozen.over = true;
+        if !self.is_frozen(seq) {
+            return false;
+        }
         self.stop_waiting(seq);
         self.batch.keep_frozen(seq);
         true
@@ -102,18 +102,20 @@ impl Instance {
     /// A sequence lost KV at `creditor`. If that is what was frozen, nothing is any more; if the sequence was over, it
     /// ends now, and true is returned.
     pub(crate) fn lose_frozen(&mut self, seq: SeqId, creditor: InstanceId) -> bool {
-        let Some(frozen) = self.creditor.frozen.filter(|f| f.seq == seq) else { return false };
-        if frozen.over {
+        let Some(frozen) = self.batch.frozen.filter(|f| f.seq == seq) else { return false };
+        let over = self.batch.is_over(seq);
+        if over {
             self.thaw();
         } else if frozen.creditor == creditor {
             self.unfreeze(seq);
         }
-        frozen.over
+        over
     }
 
     /// What a freeze of this sequence protects is lost or given up.
     pub(crate) fn unfreeze(&mut self, seq: SeqId) {
-        self.creditor.frozen.take_if(|f| f.seq == seq);
+        self.batch.frozen.take_if(|f| f.seq == seq);
+        self.batch.due.touch();
     }
 }
 

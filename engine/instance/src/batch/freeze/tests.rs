@@ -193,7 +193,7 @@ fn a_cancellation_waits_for_the_thaw() {
     effects.extend(scene.finish_step());
     assert_eq!(released(&effects), 0);
     assert_eq!(scene.step, None, "it leaves the batch");
-    assert!(scene.debt().unwrap().over);
+    assert!(scene.instance.batch.is_over(SEQ));
     assert_eq!(released(&scene.thaw(2)), 4);
     assert_eq!(scene.instance.status().sequences.len(), 0);
 }

@@ -1,0 +1,45 @@
+//! Half of an rManager whose timers may have changed: every mutable access notes it, so that no caller can forget to.
+
+use std::ops::{Deref, DerefMut};
+
+/// A value that notes that it was accessed mutably.
+#[derive(Debug)]
+pub(super) struct Watched<T> {
+    inner: T,
+    touched: bool,
+}
+
+impl<T> Watched<T> {
+    pub(super) fn new(inner: T) -> Self {
+        Self { inner, touched: true }
+    }
+
+    /// Mutable access that changes no timer.
+    pub(super) fn unnoted(&mut self) -> &mut T {
+        &mut self.inner
+    }
+
+    /// Whether it was accessed mutably since [`Watched::forget`].
+    pub(super) fn touched(&self) -> bool {
+        self.touched
+    }
+
+    pub(super) fn forget(&mut self) {
+        self.touched = false;
+    }
+}
+
+impl<T> Deref for Watched<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.inner
+    }
+}
+
+impl<T> DerefMut for Watched<T> {
+    fn deref_mut(&mut self) -> &mut T {
+        self.touched = true;
+        &mut self.inner
+    }
+}
