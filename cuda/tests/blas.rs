@@ -279,3 +279,21 @@ fn absent_old_and_new_libraries() {
         assert!(opened(file).linear_layers().contains("cublasLtCreate failed with status 1"));
     });
 }
+
+/// NVIDIA's library registers destructors that are called after the last handle is gone, so its code stays mapped.
+#[test]
+fn the_library_is_never_unloaded() {
+    with_library("the_library_is_never_unloaded", |file, _| {
+        // A file of its own: the test itself holds the other one.
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("kept-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let kept = folder.join("libcublasLt-kept.so");
+        std::fs::copy(file, &kept).unwrap();
+        let device = CudaDevice::open(b"any image", options(&kept, Precision::Exact)).unwrap();
+        assert!(device.linear_layers().starts_with("cuBLASLt 13.0.2"), "{}", device.linear_layers());
+        drop(device);
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        assert!(maps.contains(kept.to_str().unwrap()), "{maps}");
+        std::fs::remove_dir_all(&folder).unwrap();
+    });
+}

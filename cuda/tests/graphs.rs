@@ -151,24 +151,24 @@ fn run(device: &mut CudaDevice, model: &mut Model, rows: u32, first: u32, steps:
 
 #[test]
 fn a_replay_equals_launching_bit_for_bit() {
-    for _ in 0..3 {
+    for _ in 0..2 {
         with_fake("a_replay_equals_launching_bit_for_bit", |_| {
             let mut results = Vec::new();
             for no_graphs in [true, false] {
                 let mut device = open(no_graphs, LinearLayers::Own);
                 let mut model = Model::new(&mut device, 20);
                 // From one piece a sequence to several; streams of weights, then tiles.
-                let mut bits = run(&mut device, &mut model, 3, 0, 12);
-                bits.extend(run(&mut device, &mut model, 3, 190, 12));
-                bits.extend(run(&mut device, &mut model, 18, 150, 6));
+                let mut bits = run(&mut device, &mut model, 3, 0, 5);
+                bits.extend(run(&mut device, &mut model, 3, 190, 5));
+                bits.extend(run(&mut device, &mut model, 18, 150, 4));
                 results.push(bits);
                 let (counters, kept, off) = device.graphs();
                 assert_eq!(off, None);
                 if no_graphs {
                     assert_eq!((counters.captured, counters.replayed, counters.eager), (0, 0, 0));
                 } else {
-                    assert!(counters.replayed >= 12, "{counters:?}");
-                    assert_eq!(counters.eager + counters.captured + counters.replayed, 30, "{counters:?}");
+                    assert!(counters.replayed >= 4, "{counters:?}");
+                    assert_eq!(counters.eager + counters.captured + counters.replayed, 14, "{counters:?}");
                     assert_eq!(kept as u64, counters.captured);
                 }
             }
@@ -221,9 +221,12 @@ fn biases_are_uploaded_with_a_listed_step() {
 fn graphs_are_bounded() {
     with_fake("graphs_are_bounded", |fake| {
         let mut device = open(false, LinearLayers::Own);
-        let mut model = Model::new(&mut device, 40);
-        for rows in 1..=34 {
-            run(&mut device, &mut model, rows, 5, 2);
+        let mut model = Model::new(&mut device, 1);
+        // Each buffer elsewhere makes another list; all of them stay, so that no address comes twice.
+        let mut buffers = Vec::new();
+        for _ in 0..34 {
+            buffers.push(std::mem::replace(&mut model.x, device.tensor(1, HIDDEN).unwrap()));
+            run(&mut device, &mut model, 1, 5, 2);
         }
         let (counters, kept, _) = device.graphs();
         assert_eq!((counters.captured, counters.evicted, kept), (34, 2, 32));

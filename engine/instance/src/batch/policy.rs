@@ -136,6 +136,7 @@ mod tests {
     fn a_long_sequence_is_swapped_and_a_short_one_recomputed() {
         assert!(swap_is_cheaper(1e6, 1e9, 1_000, 50.0));
         assert!(!swap_is_cheaper(1e6, 1e9, 400, 50.0), "the overhead");
+        assert!(!swap_is_cheaper(2e7, 1e9, 1_000, 50.0), "out and home again");
         assert!(!swap_is_cheaper(1e6, 1e9, 1_000_000, 0.0), "nothing was measured");
     }
 }
