@@ -93,16 +93,19 @@ fn work(report: &Value, out: &mut Vec<Value>) {
             share,
         ));
     }
-    let step = |context: u64, graphs: bool, key: &str| {
-        let row = json!({ "batch": 1, "context": context, "graphs": graphs });
+    let step_of = |no_dependent_launch: bool, graphs: bool, key: &str| {
+        let row = json!({ "batch": 1, "context": 512, "graphs": graphs, "no_dependent_launch": no_dependent_launch });
         number_of(report, "steps", "rows", &row, key)
     };
-    let share = step(512, true, "of_roofline");
+    let step = |graphs: bool, key: &str| step_of(false, graphs, key);
+    let share = step(true, "of_roofline");
     out.push(target("decoding at Llama-3.1-8B's shape, batch 1: share of the roofline", [0.6, 0.7], Some(0.75), share));
-    let ratio = step(512, false, "step_us").zip(step(512, true, "step_us")).map(|(single, graph)| single / graph);
+    let ratio = step(false, "step_us").zip(step(true, "step_us")).map(|(single, graph)| single / graph);
     out.push(target("the same: single launches over graphs, time", [1.0, 1.3], None, ratio));
+    let ratio = step_of(true, true, "step_us").zip(step(true, "step_us")).map(|(without, with)| without / with);
+    out.push(target("the same: without dependent launches over with them, time", [1.0, 1.15], None, ratio));
     let llama = report["sections"]["llama"]["found"]["tokens_per_s"].as_f64();
-    let ratio = llama.zip(step(512, true, "tokens_per_s")).map(|(llama, own)| own / llama);
+    let ratio = llama.zip(step(true, "tokens_per_s")).map(|(llama, own)| own / llama);
     out.push(target("the same: times llama.cpp's CUDA build", [0.9, 1.2], Some(1.2), ratio));
     let spikes = |overlapped: bool| {
         let row = json!({ "overlapped": overlapped, "layers_per_group": 1 });
@@ -131,7 +134,7 @@ mod tests {
     #[test]
     fn what_was_not_measured_is_neither_met_nor_missed() {
         let all = targets(&json!({ "sections": {} }));
-        assert_eq!(all.len(), 23);
+        assert_eq!(all.len(), 24);
         assert!(all.iter().all(|t| t["met"].is_null() && t["found"].is_null()));
         let ranges = all.iter().map(|t| [&t["expected"][0], &t["expected"][1]].map(|x| x.as_f64().unwrap()));
         assert!(ranges.into_iter().all(|[from, to]| 0.0 < from && from < to));
@@ -142,12 +145,15 @@ mod tests {
         let decode = json!({ "batch": 16, "context": 8192, "dtype": "bf16", "layers_per_group": 1, "us": 100.0,
             "of_copy_bandwidth": 0.9 });
         let torch = |us: f64| json!({ "kind": "decode", "batch": 16, "keys": 8192, "us": us });
+        let step = |no_dependent_launch: bool, us: f64| {
+            json!({ "batch": 1, "context": 512, "graphs": true, "no_dependent_launch": no_dependent_launch,
+                "step_us": us, "of_roofline": 2800.0 / us, "tokens_per_s": 5.2e5 / us })
+        };
         let report = json!({ "sections": {
             "decode": { "found": { "rows": [decode] } },
             "torch": { "found": { "rows": [torch(150.0), torch(90.0), { "kind": "decode", "batch": 16, "keys": 8192,
                 "unsupported": "none" }] } },
-            "steps": { "found": { "rows": [{ "batch": 1, "context": 512, "graphs": true, "of_roofline": 0.7,
-                "tokens_per_s": 130.0 }] } },
+            "steps": { "found": { "rows": [step(true, 4400.0), step(false, 4000.0)] } },
             "prefill": { "found": { "rows": [{ "tokens": 16384, "kernel": "fast", "error": "it trapped" }] } },
             "warpgroups": { "found": { "rows": [{ "tokens": 16384, "kernel": "wgmma", "tflop_per_s": 450.0 }] } },
             "llama": { "found": { "tokens_per_s": 100.0 } },
@@ -161,7 +167,8 @@ mod tests {
         );
         assert_eq!(of("16 Ki tokens, fast")["found"], Value::Null);
         assert_eq!(of("16 Ki tokens, wgmma")["found"], json!(450.0));
-        assert_eq!(of("roofline")["met"], json!(false));
+        assert_eq!((&of("roofline")["found"], &of("roofline")["met"]), (&json!(0.7), &json!(false)));
+        assert_eq!(of("without dependent")["found"], json!(1.1));
         assert_eq!(of("llama.cpp")["met"], json!(true));
     }
 }

@@ -155,9 +155,17 @@ fn work(report: &Value) -> Result<String, DrawError> {
     ]
     .map(|(name, library, exact)| series(name, &rows, by(library, exact), "rows", "tflop_per_s"));
     let steps = list(report, "steps", "rows");
-    let of = |graphs: bool| move |row: &Value| row["graphs"] == json!(graphs) && row["batch"] == json!(1);
-    let shares = [("graphs", true), ("launched", false)]
-        .map(|(name, graphs)| series(name, &steps, of(graphs), "context", "of_roofline"));
+    let of = |graphs: bool, alone: bool| {
+        let row = json!({ "graphs": graphs, "no_dependent_launch": alone, "batch": 1 });
+        move |found: &Value| ["graphs", "no_dependent_launch", "batch"].iter().all(|key| found[*key] == row[*key])
+    };
+    let shares = [
+        ("graphs", true, false),
+        ("launched", false, false),
+        ("graphs, no dependents", true, true),
+        ("launched, no dependents", false, true),
+    ]
+    .map(|(name, graphs, alone)| series(name, &steps, of(graphs, alone), "context", "of_roofline"));
     let panels = [
         panel("Linear layer 4096 to 14336, bf16", "rows", "TFLOP/s", true, lines.into()),
         panel("8B's shape, batch 1", "keys", "of roofline", true, shares.into()),
@@ -233,6 +241,7 @@ fn tables(report: &Value) -> String {
         ("batch", "/batch"),
         ("keys", "/context"),
         ("graphs", "/graphs"),
+        ("no dependents", "/no_dependent_launch"),
         ("step, us", "/step_us"),
         ("roofline, us", "/roofline_us"),
         ("share", "/of_roofline"),

@@ -27,6 +27,11 @@ fn made_up() -> Value {
                 "decode_steps_of_figure_12": [
                     { "layers_per_group": 1, "overlapped": false, "each_step_us": [1.0, 900.0, 1.0] },
                     { "layers_per_group": 1, "overlapped": true, "each_step_us": [1.0, 1.0, 1.0] }] } },
+            "steps": { "state": "ok", "found": { "rows": [
+                { "batch": 1, "context": 512, "graphs": true, "no_dependent_launch": false, "step_us": 4000.0,
+                    "roofline_us": 2800.0, "of_roofline": 0.7 },
+                { "batch": 1, "context": 512, "graphs": true, "no_dependent_launch": true, "step_us": 4400.0,
+                    "roofline_us": 2800.0, "of_roofline": 0.636 }] } },
             "torch": { "state": "absent", "found": { "absent": "python3 is not installed" } },
             "warpgroups": { "state": "failed", "found": { "rows": [
                 { "tokens": 4096, "kernel": "wgmma", "ms": 1.0, "tflop_per_s": 470.0 },
@@ -45,6 +50,10 @@ fn a_report_fills_the_page() {
         "prefill attention, 16 Ki tokens, wgmma: TFLOP/s | 400 to 580 |  |  |  |",
         "- `warpgroups`: failed\n  - `rows`: ",
         "error CUDA_ERROR_LAUNCH_FAILED",
+        "the same: without dependent launches over with them, time | 1 to 1.15 |  | 1.1 |  |",
+        "| batch | keys | graphs | no dependents | step, us | roofline, us | share |",
+        "| 1 | 512 | yes | no | 4000 | 2800 | 0.7 |",
+        "| 1 | 512 | yes | yes | 4400 | 2800 | 0.636 |",
         "| unmap | 77.125 | 34 |",
         "| map and set access | not measured | 40 |",
         "`torch`: absent: python3 is not installed",

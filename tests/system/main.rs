@@ -4,6 +4,7 @@
 #![allow(clippy::print_stdout, reason = "measured differences, for --nocapture")]
 
 mod cuda;
+mod cuda_precision;
 mod disaggregated;
 mod failures;
 mod goldens;

@@ -173,6 +173,24 @@ fn check_report(report: &Value, sections: &[String]) -> Result<()> {
         }
     }
     ensure!(report["release_errors"] == 0, "{} releases failed", report["release_errors"]);
+    if sections.iter().any(|name| name == "demo") {
+        check_demo(&report["sections"]["demo"]["found"]["report"])?;
+    }
+    Ok(())
+}
+
+/// That the demo's pool said the same as one instance, on CUDA in its default precision, with the bundled model's 16-bit weights: that
+/// precision rounds activations, so logits differ, within the demo's tolerance.
+fn check_demo(demo: &Value) -> Result<()> {
+    for field in ["ok", "tokens_equal"] {
+        ensure!(demo[field] == true, "the demo's `{field}` is {}", demo[field]);
+    }
+    ensure!(demo["backend"] == "cuda", "the demo ran on {}", demo["backend"]);
+    ensure!(demo["remote_rblocks"].as_u64() > Some(0), "the demo's KV was on one instance");
+    let (differ, tolerance) = (demo["max_abs_logit_diff"].as_f64(), demo["tolerance"].as_f64());
+    let (differ, tolerance) = differ.zip(tolerance).context("the demo compared no logits")?;
+    ensure!(differ <= tolerance, "the demo's logits differ by {differ}, at most {tolerance} is right");
+    println!("the demo's logits differ by {differ:.1e}, at most {tolerance:.1e} is right");
     Ok(())
 }
 
@@ -241,6 +259,7 @@ mod tests {
         for commands in [
             "",
             "sh a",
+            "# 5 s: one\nsh a\nsh b",
             "# 541 s: long\nsh a",
             "# 500 s: a\nsh a\n# 500 s: b\nsh b\n# 330 s: c\nsh c",
             &format!("# 5 s: wide\nsh {}", "a".repeat(COMMAND_CHARS_MAX)),
@@ -275,5 +294,31 @@ mod tests {
         let mut leaks = good;
         leaks["release_errors"] = json!(1);
         assert!(check_report(&leaks, &names).is_err());
+    }
+
+    #[test]
+    fn a_demo_that_disagrees_is_refused() {
+        let good = json!({ "ok": true, "tokens_equal": true, "backend": "cuda", "remote_rblocks": 5,
+            "max_abs_logit_diff": 0.002, "tolerance": 0.015 });
+        let report = |demo: Value| {
+            let demo = json!({ "state": "ok", "found": { "report": demo, "release_errors": 0 } });
+            json!({ "smoke": true, "measured_on_gpu": false, "release_errors": 0, "sections": { "demo": demo } })
+        };
+        let check = |demo: Value| check_report(&report(demo), &["demo".to_owned()]);
+        check(good.clone()).unwrap();
+        for (field, value) in [
+            ("ok", json!(false)),
+            ("tokens_equal", json!(false)),
+            ("backend", json!("cpu")),
+            ("remote_rblocks", json!(0)),
+            ("max_abs_logit_diff", json!(0.016)),
+            ("max_abs_logit_diff", Value::Null),
+            ("tolerance", Value::Null),
+        ] {
+            let mut bad = good.clone();
+            bad[field] = value;
+            assert!(check(bad.clone()).is_err(), "{bad}");
+        }
+        assert!(check(Value::Null).is_err());
     }
 }

@@ -4,6 +4,7 @@ use super::mapped::MappedDevice;
 use super::transfer::Transport;
 use lagoon_backend::{Device, KvCounters, cpu::CpuDevice};
 use lagoon_cluster::GManager;
+use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers};
 use lagoon_instance::{Instance, InstanceConfig, PeerKey, RemotePolicy, SchedulerConfig, TransferConfig};
 use lagoon_model::{Checkpoint, LlamaWeights, ModelConfig, Rope, model_hash};
@@ -67,6 +68,8 @@ impl PoolSpec {
 #[derive(Clone, Debug)]
 pub struct Spec {
     pub backend: Backend,
+    /// How activations enter products, on CUDA.
+    pub precision: Precision,
     pub role: Role,
     pub tier: MemoryTier,
     pub blocks: u32,
@@ -143,6 +146,7 @@ impl Spec {
     pub fn cpu(blocks: u32) -> Self {
         Self {
             backend: Backend::Cpu,
+            precision: Precision::default(),
             role: Role::Instance,
             tier: MemoryTier::Device,
             blocks,
@@ -361,11 +365,9 @@ fn engine(
         }
         Backend::Cpu => boxed(executor(CpuDevice::new(), pool, spec, config, checkpoint)),
         Backend::Cuda => {
-            let device = CudaDevice::open(
-                lagoon_cuda::kernels::FATBIN,
-                CudaOptions { linear: LinearLayers::Own, ..CudaOptions::default() },
-            )
-            .unwrap();
+            let options = CudaOptions { linear: LinearLayers::Own, ..CudaOptions::default() };
+            let mut device = CudaDevice::open(lagoon_cuda::kernels::FATBIN, options).unwrap();
+            device.set_tuning(Tuning { precision: spec.precision, ..*device.tuning() });
             boxed(executor(device, pool, spec, config, checkpoint))
         }
         Backend::Wgpu => boxed(executor(crate::wgpu().unwrap(), pool, spec, config, checkpoint)),

@@ -45,7 +45,7 @@ pub(crate) const SECTIONS: &[Section] = sections![
     1 "goldens", 60, 15, goldens::run, "logits of small models against transformers', in both precisions";
     1 "tune", 40, 25, tune::run, "shapes of decode attention that later sections use";
     1 "decode", 70, 20, attention::decode_all, "decode attention against copy bandwidth, with page groups sliced and not";
-    1 "steps", 100, 40, steps::run, "decoding at Llama-3.1-8B's shape against its roofline, with graphs and without";
+    1 "steps", 100, 40, steps::run, "decoding at Llama-3.1-8B's shape against its roofline, with graphs and dependent launches and without";
     1 "warpgroup_trial", 40, 15, warpgroups::trial, "warpgroup products compared with the other kernel, and timed";
     2 "prefill", 50, 15, attention::prefill_all, "a prompt's attention in the kernels on mma.sync";
     2 "vmm", 60, 20, vmm::run, "calls of virtual memory, allocation, steps and prompts with and without overlap and reuse, windows";

@@ -1,5 +1,6 @@
 //! Decoding of a model of Llama-3.1-8B's shape with random weights: whole steps against what reading weights and KV once
-//! takes at the measured copy bandwidth, replayed as graphs and launched kernel by kernel.
+//! takes at the measured copy bandwidth, replayed as graphs and launched kernel by kernel, with and without programmatic dependent
+//! launch.
 //!
 //! A prompt's whole prefill, in chunks as an instance makes them, is timed too: what mapping memory for it adds to is known then
 //! (vAttention, Figure 13).
@@ -7,7 +8,7 @@
 //! A step ends with the logits on the device, of which one number is read. Sampling is not part of it. Weights and KV are noise;
 //! all logits of a row's last step have to be numbers.
 
-use crate::attention::{G, SCALE, device};
+use crate::attention::{G, SCALE};
 use crate::linear::copy_bandwidth;
 use crate::timing::spread;
 use crate::tune::tuning;
@@ -16,7 +17,7 @@ use anyhow::{Context as _, ensure};
 use bytes::Bytes;
 use lagoon_backend::{Activation, AttnBatch, AttnRows, Device, Mode, Partials, Queued, WeightSource};
 use lagoon_cuda::kernels::attention::Precision;
-use lagoon_cuda::{CudaDevice, CudaKv, CudaTensor, CudaWeight};
+use lagoon_cuda::{CudaDevice, CudaKv, CudaOptions, CudaTensor, CudaWeight, kernels};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
 use serde_json::{Value, json};
 use std::time::Instant;
@@ -221,8 +222,11 @@ impl Steps {
 /// The device with the model, for as many rows as this process measures.
 type Loaded = (CudaDevice, Model);
 
-fn load(args: &Args) -> anyhow::Result<Loaded> {
-    let mut d = device(tuning(args, DType::BF16, Precision::Fast)?, 1)?;
+/// The model on a device that launches kernels as dependents, or does not.
+fn load(args: &Args, no_dependent_launch: bool) -> anyhow::Result<Loaded> {
+    let tuning = Some(tuning(args, DType::BF16, Precision::Fast)?);
+    let options = CudaOptions { layers_per_group: Some(1), tuning, no_dependent_launch, ..CudaOptions::default() };
+    let mut d = CudaDevice::open(kernels::FATBIN, options)?;
     let model = Model::new(&mut d, if args.smoke { TINY } else { LLAMA_8B })?;
     Ok((d, model))
 }
@@ -288,30 +292,56 @@ fn decoding(what: &Decoding, (d, model): &mut Loaded, copy: f64) -> anyhow::Resu
     }))
 }
 
+/// Batches to which programmatic dependent launch matters most, so that its absence is measured there: the shorter the kernels, the
+/// more of a step lies between them.
+const BATCH_MAX_WITHOUT_DEPENDENTS: u32 = 1;
+
 pub(crate) fn run(args: &Args, out: &mut Out) -> anyhow::Result<()> {
     let copy = copy_bandwidth(args, out)?;
     let sizes: &[(u32, u32)] =
         if args.smoke { &[(1, 20), (3, 20)] } else { &[(1, 512), (1, 8192), (16, 2048), (64, 1024)] };
     let count = if args.smoke { 6 } else { 60 };
-    let mut loaded = None;
-    for graphs in [true, false] {
-        for &(batch, context) in sizes {
-            out.row("rows", json!({ "batch": batch, "context": context, "graphs": graphs }), || {
-                let what = Decoding { batch, context, graphs, count };
-                decoding(&what, get(&mut loaded, args)?, copy)
+    let mut held = Held::default();
+    for no_dependent_launch in [false, true] {
+        for graphs in [true, false] {
+            for &(batch, context) in sizes {
+                if no_dependent_launch && batch > BATCH_MAX_WITHOUT_DEPENDENTS {
+                    continue;
+                }
+                let key = json!({
+                    "batch": batch,
+                    "context": context,
+                    "graphs": graphs,
+                    "no_dependent_launch": no_dependent_launch,
+                });
+                out.row("rows", key, || {
+                    let what = Decoding { batch, context, graphs, count };
+                    decoding(&what, held.get(args, no_dependent_launch)?, copy)
+                })?;
+            }
+        }
+        if !no_dependent_launch {
+            let (chunk, tokens, times) = if args.smoke { (20, 40, 1) } else { (2048, 16 << 10, 3) };
+            out.row("prompts", json!({ "tokens": tokens, "chunk": chunk }), || {
+                prompt(held.get(args, false)?, chunk, tokens, times)
             })?;
         }
     }
-    let (chunk, tokens, times) = if args.smoke { (20, 40, 1) } else { (2048, 16 << 10, 3) };
-    out.row("prompts", json!({ "tokens": tokens, "chunk": chunk }), || {
-        prompt(get(&mut loaded, args)?, chunk, tokens, times)
-    })
+    Ok(())
 }
 
-/// The model, loaded by the first row of this process that needs it.
-fn get<'a>(loaded: &'a mut Option<Loaded>, args: &Args) -> anyhow::Result<&'a mut Loaded> {
-    if loaded.is_none() {
-        *loaded = Some(load(args)?);
+/// What this process has loaded, and whether that is without dependent launches: one model at a time, as memory has room for one.
+#[derive(Default)]
+struct Held(Option<(bool, Loaded)>);
+
+impl Held {
+    /// The model on such a device, loaded by the first row that needs it.
+    fn get(&mut self, args: &Args, no_dependent_launch: bool) -> anyhow::Result<&mut Loaded> {
+        if self.0.as_ref().is_none_or(|(without, _)| *without != no_dependent_launch) {
+            // The other one goes first.
+            self.0 = None;
+            self.0 = Some((no_dependent_launch, load(args, no_dependent_launch)?));
+        }
+        Ok(&mut self.0.as_mut().context("loaded above")?.1)
     }
-    loaded.as_mut().context("loaded above")
 }
