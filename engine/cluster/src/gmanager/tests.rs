@@ -224,6 +224,19 @@ fn bandwidth_counts_as_distance() {
 }
 
 #[test]
+fn mapped_creditors_are_seen_by_the_planner_while_they_are_reported() {
+    let mut gm = pool(&[0, 10, 90]);
+    let link = |peer, mapped| Link { peer, mapped, ..Default::default() };
+    let mapped = |gm: &GManager| gm.pool.instances[&InstanceId(1)].mapped.iter().map(|id| id.0).collect::<Vec<_>>();
+    gm.on_heartbeat(&Heartbeat { links: vec![link(3, true), link(2, false)], ..heartbeat(1, 2, 0) }, 0);
+    assert_eq!(mapped(&gm), [3]);
+    gm.on_heartbeat(&Heartbeat { links: vec![link(3, false), link(2, true)], ..heartbeat(1, 3, 0) }, 0);
+    assert_eq!(mapped(&gm), [2]);
+    gm.on_heartbeat(&heartbeat(1, 4, 0), 0);
+    assert_eq!(mapped(&gm), [0u32; 0]);
+}
+
+#[test]
 fn tiers_and_who_borrows() {
     let mut gm = pool(&[0, 10, 90, 50]);
     gm.on_register(&Register { tier: MemoryTier::Host.into(), ..register(3) }, 0).unwrap();
