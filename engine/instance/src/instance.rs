@@ -107,7 +107,7 @@ impl Instance {
         self.pump_pulls();
         let due = due || self.is_due();
         if due {
-            self.divide();
+            self.batch.divide(&self.cx, self.creditor.has_target());
             self.cx.memory.rm.set_growth_reserve(self.growth_reserve());
             self.tell_waiting();
         }
@@ -196,8 +196,11 @@ impl Instance {
                 self.membership.pool_blocks_total = advice.pool_blocks_total;
                 self.cx.memory.rm.on_advice(&advice, self.cx.now_ms);
             }
-            ControlBody::Freeze(freeze) => self.on_freeze(&freeze),
-            ControlBody::Thaw(thaw) => self.on_thaw(thaw.cycle),
+            ControlBody::Freeze(freeze) => self.batch.on_freeze(&mut self.cx, &freeze),
+            ControlBody::Thaw(thaw) => {
+                let outcomes = self.batch.on_thaw(thaw.cycle);
+                self.hand_on(outcomes);
+            }
             ControlBody::MoveKvCache(order) => self.on_move_order(&order),
             ControlBody::Workers(workers) => self.on_workers(&workers),
             ControlBody::RoleOrder(order) => self.on_role_order(order),
@@ -319,8 +322,11 @@ impl Instance {
         self.creditor(CreditorEvent::Tick);
         self.expire_moves();
         self.expire_dialling();
-        self.expire_freeze();
-        self.break_up();
+        let thawed = self.batch.expire_freeze(now);
+        self.hand_on(thawed);
+        if self.batch.break_up(self.cx.now_ms, self.step.waits_since(Lane::Remote)) {
+            self.abort_lane(Lane::Remote);
+        }
         self.expire_steps();
         self.expire_waiting();
         self.expire_jobs();
@@ -353,6 +359,10 @@ impl Instance {
             Outcome::RecallMissed { debtor, missing } => {
                 let blocks = missing.min(self.missing_blocks());
                 self.creditor.handle(&mut self.cx, CreditorEvent::Revoke { debtor, blocks })
+            }
+            Outcome::Over { seq } => {
+                self.remove(seq);
+                Outcomes::new()
             }
         }
     }

@@ -1,5 +1,6 @@
 //! What an instance tells of itself, for `lagoon status`, metrics and tests.
 
+use crate::batch::freeze::FrozenDebt;
 use crate::batch::prefix::PrefixStatus;
 use crate::instance::Instance;
 use crate::moves::MoveStatus;
@@ -117,6 +118,18 @@ impl Instance {
     #[must_use]
     pub fn takes_bulk(&self) -> bool {
         self.creditor.takes_bulk()
+    }
+
+    /// Whether rows with and without KV elsewhere are one batch now.
+    #[must_use]
+    pub fn is_one_batch(&self) -> bool {
+        self.batch.is_one_batch()
+    }
+
+    /// The debt that is frozen now. At most one is.
+    #[must_use]
+    pub fn frozen(&self) -> Option<FrozenDebt> {
+        self.batch.frozen()
     }
 
     /// Bytes of its KV store, and of what it keeps beside: its pool's table, block tables, hashing state of leases on

@@ -155,7 +155,7 @@ impl Instance {
             if self.batch.sched.running_len() >= self.cx.config.sched.running {
                 return;
             }
-            let lane = self.lane_of(seq);
+            let lane = self.batch.lane_of(seq);
             let known = self.batch.seqs.get(&seq).map_or(0, |s| s.blocks.written());
             self.batch.admit(seq, lane, known);
             self.note_admitted(seq);

@@ -7,9 +7,11 @@
 //! that it protects is lost or of no use any more (the creditor is gone, the sequence is computed again): then a late
 //! order of its cycle finds nothing frozen and is refused.
 
+use super::Batch;
 use super::sequence::Sequence;
+use crate::cx::Cx;
 use crate::event::Effect;
-use crate::instance::Instance;
+use crate::outcome::{Outcome, Outcomes};
 use lagoon_kv::Placement;
 use lagoon_protocol::{ControlBody, Freeze, Frozen};
 use lagoon_types::limits::FREEZE_MS_MAX;
@@ -26,96 +28,89 @@ pub struct FrozenDebt {
     pub until_ms: u64,
 }
 
-impl Instance {
+impl Batch {
     /// The debt that is frozen now. At most one is.
-    #[must_use]
-    pub fn frozen(&self) -> Option<FrozenDebt> {
-        self.batch.frozen
+    pub(crate) fn frozen(&self) -> Option<FrozenDebt> {
+        self.frozen
     }
 
     /// Whether a sequence has frozen blocks.
     pub(crate) fn is_frozen(&self, seq: SeqId) -> bool {
-        self.batch.frozen.is_some_and(|f| f.seq == seq)
+        self.frozen.is_some_and(|f| f.seq == seq)
     }
 
     /// Freezes the sequence with most full blocks at the creditor, or refuses with 0 blocks. A repetition gets the same
     /// answer.
-    pub(crate) fn on_freeze(&mut self, m: &Freeze) {
+    pub(crate) fn on_freeze(&mut self, cx: &mut Cx, m: &Freeze) {
         let creditor = InstanceId(m.creditor);
-        let chosen = match self.batch.frozen {
-            Some(f) if f.cycle == m.cycle => self.batch.seq(f.seq).map(|s| (full_blocks_at(s, f.creditor), f.seq)),
+        let chosen = match self.frozen {
+            Some(f) if f.cycle == m.cycle => self.seq(f.seq).map(|s| (full_blocks_at(s, f.creditor), f.seq)),
             Some(_) => None,
             None => self.debt_to_freeze(creditor),
         };
         let (blocks, seq) = chosen.filter(|(blocks, _)| *blocks > 0).unwrap_or_default();
-        if blocks > 0 && self.batch.frozen.is_none() {
-            let until_ms = self.cx.now_ms + u64::from(m.ttl_ms).min(FREEZE_MS_MAX);
-            self.batch.frozen = Some(FrozenDebt { cycle: m.cycle, creditor, seq, until_ms });
+        if blocks > 0 && self.frozen.is_none() {
+            let until_ms = cx.now_ms + u64::from(m.ttl_ms).min(FREEZE_MS_MAX);
+            self.frozen = Some(FrozenDebt { cycle: m.cycle, creditor, seq, until_ms });
         }
         let blocks = blocks.min(m.blocks);
-        let answer = Frozen { cycle: m.cycle, blocks, free: self.cx.memory.rm.available(), seq: seq.0 };
-        self.cx.effects.push(Effect::ToGManager(ControlBody::Frozen(answer)));
+        let answer = Frozen { cycle: m.cycle, blocks, free: cx.memory.rm.available(), seq: seq.0 };
+        cx.effects.push(Effect::ToGManager(ControlBody::Frozen(answer)));
     }
 
     /// The running sequence with most full blocks at `creditor`; the oldest of several.
     fn debt_to_freeze(&self, creditor: InstanceId) -> Option<(u32, SeqId)> {
         let runs = |s: &&Sequence| s.is_running() && !s.is_ending();
-        let debts = self.batch.seqs().filter(runs).map(|s| (full_blocks_at(s, creditor), s.id));
+        let debts = self.seqs().filter(runs).map(|s| (full_blocks_at(s, creditor), s.id));
         debts.max_by_key(|(blocks, seq)| (*blocks, std::cmp::Reverse(*seq)))
     }
 
     /// The swap is over.
-    pub(crate) fn on_thaw(&mut self, cycle: u64) {
-        if self.batch.frozen.is_some_and(|f| f.cycle == cycle) {
-            self.thaw();
-        }
+    pub(crate) fn on_thaw(&mut self, cycle: u64) -> Outcomes {
+        let over = self.frozen.is_some_and(|f| f.cycle == cycle).then(|| self.thaw()).flatten();
+        over.map(|seq| Outcome::Over { seq }).into_iter().collect()
     }
 
     /// Thaws what was frozen for too long.
-    pub(crate) fn expire_freeze(&mut self) {
-        if self.batch.frozen.is_some_and(|f| f.until_ms <= self.cx.now_ms) {
-            self.thaw();
-        }
+    pub(crate) fn expire_freeze(&mut self, now_ms: u64) -> Outcomes {
+        let over = self.frozen.is_some_and(|f| f.until_ms <= now_ms).then(|| self.thaw()).flatten();
+        over.map(|seq| Outcome::Over { seq }).into_iter().collect()
     }
 
-    /// Ends the freeze, and the sequence if it is over.
-    fn thaw(&mut self) {
-        self.batch.due.touch();
-        if let Some(frozen) = self.batch.frozen.take()
-            && self.batch.is_over(frozen.seq)
-        {
-            self.remove(frozen.seq);
-        }
+    /// Ends the freeze. The sequence, if it is over: it can go now.
+    fn thaw(&mut self) -> Option<SeqId> {
+        self.due.touch();
+        self.frozen.take().map(|frozen| frozen.seq).filter(|seq| self.is_over(*seq))
     }
 
     /// A frozen sequence is over: it leaves the batch, and the rest of its end waits for the thaw. False if it is not
     /// frozen.
-    pub(crate) fn defer_end(&mut self, seq: SeqId) -> bool {
+    pub(super) fn defer_end(&mut self, cx: &mut Cx, seq: SeqId) -> bool {
         if !self.is_frozen(seq) {
             return false;
         }
-        self.stop_waiting(seq);
-        self.batch.keep_frozen(seq);
+        self.stop_waiting(cx, seq);
+        self.keep_frozen(seq);
         true
     }
 
-    /// A sequence lost KV at `creditor`. If that is what was frozen, nothing is any more; if the sequence was over, it
-    /// ends now, and true is returned.
-    pub(crate) fn lose_frozen(&mut self, seq: SeqId, creditor: InstanceId) -> bool {
-        let Some(frozen) = self.batch.frozen.filter(|f| f.seq == seq) else { return false };
-        let over = self.batch.is_over(seq);
-        if over {
-            self.thaw();
-        } else if frozen.creditor == creditor {
+    /// A sequence lost KV at `creditor`. If that is what was frozen, nothing is any more. The sequence, if it was over: it can
+    /// go now.
+    pub(super) fn lose_frozen(&mut self, seq: SeqId, creditor: InstanceId) -> Option<SeqId> {
+        let frozen = self.frozen.filter(|f| f.seq == seq)?;
+        if self.is_over(seq) {
+            return self.thaw();
+        }
+        if frozen.creditor == creditor {
             self.unfreeze(seq);
         }
-        over
+        None
     }
 
     /// What a freeze of this sequence protects is lost or given up.
     pub(crate) fn unfreeze(&mut self, seq: SeqId) {
-        self.batch.frozen.take_if(|f| f.seq == seq);
-        self.batch.due.touch();
+        self.frozen.take_if(|f| f.seq == seq);
+        self.due.touch();
     }
 }
 

@@ -90,7 +90,7 @@ impl Instance {
     }
 
     fn free_behind_window(&mut self, id: SeqId) {
-        if self.is_frozen(id) || self.prefill.is_job(id) {
+        if self.batch.is_frozen(id) || self.prefill.is_job(id) {
             return;
         }
         let (Some(window), Some(seq)) = (self.cx.config.window, self.batch.seqs.get_mut(&id)) else { return };
@@ -101,7 +101,7 @@ impl Instance {
         if !freed.is_empty() {
             self.end_moves_behind_window(id);
             self.give_back(id, &freed);
-            let lane = self.lane_of(id);
+            let lane = self.batch.lane_of(id);
             self.batch.sched.set_lane(id, lane);
         }
     }

@@ -13,7 +13,7 @@
 //! * one batch that waits for a creditor for much longer than usual is broken up, and stays so for a while: a creditor
 //!   that hangs stops the local rows for [`PATIENCE_MS`] or a few usual waits, not for a step's deadline.
 
-use crate::instance::Instance;
+use crate::cx::Cx;
 use lagoon_cluster::perf::Rates;
 use lagoon_types::{InstanceId, Lane, SeqId};
 use std::collections::BTreeMap;
@@ -98,41 +98,35 @@ impl MicroBatches {
     }
 }
 
-impl Instance {
-    /// Whether rows with and without KV elsewhere are one batch now.
-    #[must_use]
-    pub fn is_one_batch(&self) -> bool {
-        self.batch.micro.merged
-    }
-
+impl super::Batch {
     /// The lane that a sequence's next step is in.
     pub(crate) fn lane_of(&self, seq: SeqId) -> Lane {
-        let remote = self.batch.micro.merged || self.batch.seqs.get(&seq).is_some_and(|s| s.blocks.remote_blocks() > 0);
+        let remote = self.micro.merged || self.seqs.get(&seq).is_some_and(|s| s.blocks.remote_blocks() > 0);
         if remote { Lane::Remote } else { Lane::Local }
     }
 
-    /// Divides what runs anew, if something changed.
-    pub(crate) fn divide(&mut self) {
-        if !std::mem::take(&mut self.batch.micro.stale) {
+    /// Divides what runs anew, if something changed. `has_target`: peers' work here is bounded by a latency target.
+    pub(crate) fn divide(&mut self, cx: &Cx, has_target: bool) {
+        if !std::mem::take(&mut self.micro.stale) {
             return;
         }
-        let merged = self.one_batch_is_better();
-        if merged != self.batch.micro.merged {
-            self.batch.micro.merged = merged;
-            let running: Vec<SeqId> = self.batch.sched.running().collect();
+        let merged = self.one_batch_is_better(cx, has_target);
+        if merged != self.micro.merged {
+            self.micro.merged = merged;
+            let running: Vec<SeqId> = self.sched.running().collect();
             for seq in running {
                 let lane = self.lane_of(seq);
-                self.batch.sched.set_lane(seq, lane);
+                self.sched.set_lane(seq, lane);
             }
         }
     }
 
-    fn one_batch_is_better(&mut self) -> bool {
-        let block_tokens = f64::from(self.cx.config.block_tokens);
+    fn one_batch_is_better(&mut self, cx: &Cx, has_target: bool) -> bool {
+        let block_tokens = f64::from(cx.config.block_tokens);
         let (mut local, mut remote) = (Batch::default(), Batch::default());
         let mut there: BTreeMap<InstanceId, u32> = BTreeMap::new();
-        for id in self.batch.sched.running() {
-            let Some(seq) = self.batch.seqs.get(&id) else { continue };
+        for id in self.sched.running() {
+            let Some(seq) = self.seqs.get(&id) else { continue };
             let away = seq.blocks.remote_blocks() > 0;
             if away && seq.blocks.written() + 1 < seq.len() {
                 return false;
@@ -148,43 +142,45 @@ impl Instance {
         }
         if remote.rows == 0 {
             // What was measured was of others.
-            self.batch.micro.remote_us = None;
+            self.micro.remote_us = None;
             return false;
         }
-        if local.rows == 0 || self.creditor.has_target() || self.cx.now_ms < self.batch.micro.apart_until_ms {
+        if local.rows == 0 || has_target || cx.now_ms < self.micro.apart_until_ms {
             return false;
         }
-        let Some(rates) = self.cx.config.calibration.as_ref().and_then(|c| Rates::new(c, true)) else { return false };
-        let remote_us = self.batch.micro.remote_us.unwrap_or_else(|| self.remote_estimate_us(&rates, &there));
+        let Some(rates) = cx.config.calibration.as_ref().and_then(|c| Rates::new(c, true)) else { return false };
+        let remote_us = self.micro.remote_us.unwrap_or_else(|| remote_estimate_us(cx, &rates, &there));
         let (one, two) = predict(&rates, local, remote, remote_us);
-        let gain = if self.batch.micro.merged { 1.0 - GAIN_MIN } else { 1.0 + GAIN_MIN };
+        let gain = if self.micro.merged { 1.0 - GAIN_MIN } else { 1.0 + GAIN_MIN };
         one > two * gain
     }
 
-    /// The remote part of a step that was not measured yet: the slowest creditor's round trips and micro attention, if it
-    /// is as fast as this instance and does nothing else.
-    fn remote_estimate_us(&self, rates: &Rates<'_>, there: &BTreeMap<InstanceId, u32>) -> f64 {
-        let of = |(creditor, blocks): (&InstanceId, &u32)| {
-            let known = self.cx.peers.key(*creditor).and_then(|peer| self.cx.peers.known(peer));
-            let rtt_us = known.map_or(0.0, |k| f64::from(k.rtt_us)) * f64::from(self.cx.config.kv.layers);
-            rtt_us + f64::from(*blocks) * f64::from(self.cx.config.block_tokens) * rates.attention_us
-        };
-        there.iter().map(of).fold(0.0, f64::max)
+    /// Breaks one batch up that waits for a creditor, since then, for much longer than usual. Says whether its step is to end.
+    pub(crate) fn break_up(&mut self, now_ms: u64, waits_since_ms: Option<u64>) -> bool {
+        let late = waits_since_ms.is_some_and(|at| now_ms >= at + self.micro.patience_ms());
+        if !self.micro.merged || !late {
+            return false;
+        }
+        self.micro.apart_until_ms = now_ms + APART_MS;
+        self.changed();
+        true
     }
 
-    /// Breaks one batch up that waits for a creditor for much longer than usual.
-    pub(crate) fn break_up(&mut self) {
-        if !self.batch.micro.merged {
-            return;
-        }
-        let since = self.step.waits_since(Lane::Remote);
-        if since.is_none_or(|at| self.cx.now_ms < at + self.batch.micro.patience_ms()) {
-            return;
-        }
-        self.abort_lane(Lane::Remote);
-        self.batch.micro.apart_until_ms = self.cx.now_ms + APART_MS;
-        self.batch.changed();
+    /// Whether rows with and without KV elsewhere are one batch now.
+    pub(crate) fn is_one_batch(&self) -> bool {
+        self.micro.merged
     }
+}
+
+/// The remote part of a step that was not measured yet: the slowest creditor's round trips and micro attention, if it
+/// is as fast as this instance and does nothing else.
+fn remote_estimate_us(cx: &Cx, rates: &Rates<'_>, there: &BTreeMap<InstanceId, u32>) -> f64 {
+    let of = |(creditor, blocks): (&InstanceId, &u32)| {
+        let known = cx.peers.key(*creditor).and_then(|peer| cx.peers.known(peer));
+        let rtt_us = known.map_or(0.0, |k| f64::from(k.rtt_us)) * f64::from(cx.config.kv.layers);
+        rtt_us + f64::from(*blocks) * f64::from(cx.config.block_tokens) * rates.attention_us
+    };
+    there.iter().map(of).fold(0.0, f64::max)
 }
 
 #[cfg(test)]

@@ -1,11 +1,26 @@
 //! Preemption by recomputation, the end of a sequence, and what both give back.
 
+use super::Batch;
 use super::policy::{self, Candidate};
 use super::sequence::{Life, Need, Sequence};
+use crate::cx::Cx;
 use crate::instance::Instance;
 use lagoon_kv::Freed;
 use lagoon_types::limits::{ADMISSION_DEADLINE_MS, ADMISSION_RETRY_MS};
 use lagoon_types::{FinishReason, RequestError, SeqId, TokenEvent};
+
+impl Batch {
+    /// Ends what a sequence negotiates or waits for.
+    pub(crate) fn stop_waiting(&mut self, cx: &mut Cx, id: SeqId) {
+        let Some(seq) = self.seqs.get_mut(&id) else { return };
+        if let Some(Need::Borrowing(borrow)) = seq.need() {
+            cx.memory.rm.cancel(borrow, cx.now_ms);
+        }
+        seq.set_need(Need::Met);
+        let aside = std::mem::take(&mut seq.aside);
+        cx.memory.rm.free(id, &aside);
+    }
+}
 
 impl Instance {
     /// A running sequence cannot grow and nobody lends: another one gives its memory up, and what it gave goes first to
@@ -43,7 +58,7 @@ impl Instance {
             Candidate {
                 seq,
                 recompute_tokens: known.map_or(0, |s| s.blocks.written()),
-                preemptible: !self.is_frozen(seq)
+                preemptible: !self.batch.is_frozen(seq)
                     && known.is_some_and(|s| s.blocks.local_blocks() > 0 && !s.is_ending()),
             }
         };
@@ -70,7 +85,7 @@ impl Instance {
         };
         let short = |s: &Sequence| matches!(s.need(), Some(Need::RetryAt(_)));
         let wanted = self.batch.is_running(id) && self.batch.seqs.get(&id).is_some_and(short);
-        if wanted && self.batch.is_running(victim) && !self.is_frozen(victim) && !self.grow_here(id) {
+        if wanted && self.batch.is_running(victim) && !self.batch.is_frozen(victim) && !self.grow_here(id) {
             self.preempt_now_for(victim, id);
         }
     }
@@ -98,11 +113,11 @@ impl Instance {
     pub(crate) fn release_memory(&mut self, id: SeqId) {
         self.batch.due.touch();
         // What a freeze protects is given up: nothing is left to swap.
-        self.unfreeze(id);
+        self.batch.unfreeze(id);
         self.end_moves_of(id, "the sequence ended or was preempted");
         let Some(seq) = self.batch.seqs.get_mut(&id) else { return };
         seq.restore_by_ms = None;
-        self.stop_waiting(id);
+        self.batch.stop_waiting(&mut self.cx, id);
         let Some(seq) = self.batch.seqs.get_mut(&id) else { return };
         let freed = seq.blocks.clear();
         seq.leases.clear();
@@ -110,17 +125,6 @@ impl Instance {
         if !self.withhold(id, &freed.local) {
             self.give_back(id, &freed);
         }
-    }
-
-    /// Ends what a sequence negotiates or waits for.
-    pub(crate) fn stop_waiting(&mut self, id: SeqId) {
-        let Some(seq) = self.batch.seqs.get_mut(&id) else { return };
-        if let Some(Need::Borrowing(borrow)) = seq.need() {
-            self.cx.memory.rm.cancel(borrow, self.cx.now_ms);
-        }
-        seq.set_need(Need::Met);
-        let aside = std::mem::take(&mut seq.aside);
-        self.cx.memory.rm.free(id, &aside);
     }
 
     pub(crate) fn give_back(&mut self, id: SeqId, freed: &Freed) {
@@ -168,7 +172,7 @@ impl Instance {
 
     /// Forgets a sequence that is in no step, and gives its memory back; one that is frozen, at the thaw.
     pub(crate) fn remove(&mut self, seq: SeqId) {
-        if self.defer_end(seq) {
+        if self.batch.defer_end(&mut self.cx, seq) {
             return;
         }
         self.give_up_away(seq);

@@ -15,6 +15,7 @@
 
 use super::sequence::Sequence;
 use crate::config::InstanceConfig;
+use crate::cx::Cx;
 use crate::event::Effect;
 use crate::instance::Instance;
 use lagoon_backend::DeviceError;
@@ -74,11 +75,11 @@ impl PrefixCounts {
     }
 }
 
-impl Instance {
+impl super::Batch {
     /// Names of a sequence's first `blocks` blocks, all of whose tokens are known.
-    pub(crate) fn name_tokens(&mut self, id: SeqId, blocks: u32) {
-        let (Some(root), Some(seq)) = (self.cx.memory.prefix.root, self.batch.seqs.get_mut(&id)) else { return };
-        let (block_tokens, blocks) = (self.cx.config.block_tokens as usize, blocks as usize);
+    pub(crate) fn name_tokens(&mut self, cx: &Cx, id: SeqId, blocks: u32) {
+        let (Some(root), Some(seq)) = (cx.memory.prefix.root, self.seqs.get_mut(&id)) else { return };
+        let (block_tokens, blocks) = (cx.config.block_tokens as usize, blocks as usize);
         for block in seq.names.len()..blocks {
             let tokens = &seq.tokens[block * block_tokens..(block + 1) * block_tokens];
             let tokens: &[u32] = if mutants::is(Mutant::TokensUnnamed) { &[] } else { tokens };
@@ -86,7 +87,9 @@ impl Instance {
             seq.names.push(name);
         }
     }
+}
 
+impl Instance {
     /// Names the own blocks of a sequence that a step has filled.
     pub(crate) fn name_blocks(&mut self, id: SeqId) {
         let Some(seq) = self.batch.seqs.get(&id).filter(|_| self.cx.memory.prefix.root.is_some()) else { return };
@@ -94,7 +97,7 @@ impl Instance {
         if whole <= seq.named {
             return;
         }
-        self.name_tokens(id, whole);
+        self.batch.name_tokens(&self.cx, id, whole);
         let joins = self.joins(id);
         let Some(seq) = self.batch.seqs.get_mut(&id) else { return };
         for block in std::mem::replace(&mut seq.named, whole)..whole {
@@ -132,7 +135,7 @@ impl Instance {
         if !free || !known || seq.sharing.is_some() || first >= whole.min(seq.blocks.blocks()) {
             return;
         }
-        self.name_tokens(id, whole);
+        self.batch.name_tokens(&self.cx, id, whole);
         let Some(seq) = self.batch.seqs.get_mut(&id) else { return };
         let mut mapped = Vec::new();
         for block in first..whole.min(seq.blocks.blocks()) {
@@ -159,7 +162,7 @@ impl Instance {
         let waits = |seq: &&Sequence| self.cx.memory.prefix.root.is_some() && seq.blocks.blocks() == 0;
         let Some(seq) = self.batch.seqs.get(&id).filter(waits) else { return 0 };
         let whole = (seq.len() - 1) / self.cx.config.block_tokens;
-        self.name_tokens(id, whole);
+        self.batch.name_tokens(&self.cx, id, whole);
         whole as usize
     }
 

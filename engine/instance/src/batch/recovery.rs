@@ -40,8 +40,8 @@ impl Instance {
         if self.batch.sched.in_step(id) {
             self.abort_lane_of(id);
         }
-        if self.lose_frozen(id, creditor) {
-            return;
+        if let Some(over) = self.batch.lose_frozen(id, creditor) {
+            return self.remove(over);
         }
         let now = self.cx.now_ms;
         // Its step may have been all that kept it.
@@ -72,8 +72,8 @@ impl Instance {
             self.abort_lane_of(id);
         }
         // One that is over waits for a thaw only.
-        if self.lose_frozen(id, creditor) {
-            return;
+        if let Some(over) = self.batch.lose_frozen(id, creditor) {
+            return self.remove(over);
         }
         if self.batch.is_running(id) {
             self.make_holes(id, |b| (b.creditor, b.lease) == (creditor, lease) && entries.contains(&b.entry));
@@ -85,7 +85,7 @@ impl Instance {
     /// Takes the lost blocks out of the table of a running sequence that is in no step.
     fn make_holes(&mut self, id: SeqId, is_lost: impl Fn(&RemoteBlock) -> bool) {
         let swapped_out = self.batch.seqs.get(&id).is_some_and(Sequence::is_swapped_out);
-        self.stop_waiting(id);
+        self.batch.stop_waiting(&mut self.cx, id);
         let (now, window) = (self.cx.now_ms, self.cx.config.window);
         let Some(seq) = self.batch.seqs.get_mut(&id) else { return };
         let gone = seq.blocks.lose_where(is_lost);
@@ -100,7 +100,7 @@ impl Instance {
         gone.iter().for_each(|entries| self.cx.memory.rm.release(entries, now));
         if seq.blocks.can_restore(window) {
             self.batch.sched.set_lost(id, seq.blocks.lost());
-            let lane = self.lane_of(id);
+            let lane = self.batch.lane_of(id);
             self.batch.sched.set_lane(id, lane);
             self.batch.changed();
         } else {
@@ -159,7 +159,7 @@ impl Instance {
     /// Nobody lends what a sequence lost. It tries again with what it has, until its deadline or until the pool is too
     /// small for it.
     pub(crate) fn on_restore_failed(&mut self, id: SeqId, reason: &BorrowFailure) {
-        self.stop_waiting(id);
+        self.batch.stop_waiting(&mut self.cx, id);
         let late = self.batch.seqs.get(&id).and_then(|s| s.restore_by_ms).is_none_or(|at| at <= self.cx.now_ms);
         if late || matches!(reason, BorrowFailure::PoolTooSmall { .. }) {
             self.preempt_for(id);

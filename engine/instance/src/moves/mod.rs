@@ -230,7 +230,7 @@ impl Instance {
         let seq = SeqId(order.seq);
         let (blocks, first) = (order.blocks, order.first);
         let request = Request { seq, why, source, target, target_addr, blocks, first, purpose, deadline_ms };
-        let frozen = self.frozen().filter(|f| f.seq == seq);
+        let frozen = self.batch.frozen().filter(|f| f.seq == seq);
         let swap = order.reason() == MoveReason::Swap;
         let started = if swap != frozen.is_some() || frozen.is_some_and(|f| f.cycle != order.cycle) {
             Err("frozen debts move with their cycle only".to_owned())
@@ -251,7 +251,7 @@ impl Instance {
     /// Blocks of a sequence at `source` that can move now and are in no move, ascending. What is here and others share stays,
     /// as moving it frees nothing, but for a sequence that is to leave nothing here.
     fn candidates(&self, id: SeqId, source: Place, all: bool) -> Vec<(u32, Placement)> {
-        let movable = !self.prefill.is_job(id) && (self.batch.is_running(id) || self.is_frozen(id));
+        let movable = !self.prefill.is_job(id) && (self.batch.is_running(id) || self.batch.is_frozen(id));
         let Some(seq) = self.batch.seq(id).filter(|_| movable) else {
             return Vec::new();
         };
@@ -518,7 +518,7 @@ impl Instance {
         }
         self.free_sources(id, &freed);
         if self.batch.is_running(id) {
-            let lane = self.lane_of(id);
+            let lane = self.batch.lane_of(id);
             self.batch.set_lane(id, lane);
             self.batch.changed();
         }

@@ -17,7 +17,8 @@ impl Instance {
         self.cx.memory.rm.pause_creditor(creditor, self.cx.now_ms + u64::from(recall.pause_ms).min(MOVE_MS_MAX));
         let deadline_ms = self.cx.now_ms + u64::from(recall.deadline_ms).min(MOVE_MS_MAX);
         let mut left = recall.blocks;
-        let seqs: Vec<SeqId> = self.batch.seqs().rev().map(|s| s.id).filter(|seq| !self.is_frozen(*seq)).collect();
+        let seqs: Vec<SeqId> =
+            self.batch.seqs().rev().map(|s| s.id).filter(|seq| !self.batch.is_frozen(*seq)).collect();
         for seq in seqs {
             let there =
                 u32::try_from(self.candidates(seq, Place::At(creditor), false).len()).unwrap_or(u32::MAX).min(left);

@@ -4,7 +4,8 @@
 //! Beginnings are known by the names of every [`STRIDE`]th of their blocks. What was used longest ago is forgotten first,
 //! and of one prompt the deepest, as it is of use only with all that precedes it.
 
-use crate::instance::Instance;
+use crate::batch::Batch;
+use crate::cx::Cx;
 use lagoon_kv::BlockIdentity;
 use lagoon_types::limits::AFFINITY_NAMES_MAX;
 use lagoon_types::{InstanceId, SeqId};
@@ -62,24 +63,24 @@ impl Affinity {
     }
 }
 
-impl Instance {
+impl super::Prefills {
     /// Tokens of a prompt that workers may not have to compute, by worker.
-    pub(super) fn known_elsewhere(&mut self, id: SeqId) -> BTreeMap<InstanceId, u32> {
+    pub(super) fn known_elsewhere(&self, cx: &Cx, batch: &mut Batch, id: SeqId) -> BTreeMap<InstanceId, u32> {
         // The last token is computed in any case.
-        let whole = self.batch.seq(id).map_or(0, |seq| (seq.len() - 1) / self.cx.config.block_tokens);
-        self.name_tokens(id, whole);
-        let Some(seq) = self.batch.seq(id) else { return BTreeMap::new() };
-        let mut found = self.prefill.affinity.found(&seq.names[..seq.names.len().min(whole as usize)]);
-        found.values_mut().for_each(|blocks| *blocks *= self.cx.config.block_tokens);
+        let whole = batch.seq(id).map_or(0, |seq| (seq.len() - 1) / cx.config.block_tokens);
+        batch.name_tokens(cx, id, whole);
+        let Some(seq) = batch.seq(id) else { return BTreeMap::new() };
+        let mut found = self.affinity.found(&seq.names[..seq.names.len().min(whole as usize)]);
+        found.values_mut().for_each(|blocks| *blocks *= cx.config.block_tokens);
         found
     }
 
     /// A worker computed the first `tokens` tokens of a sequence.
-    pub(super) fn remember_worker(&mut self, id: SeqId, worker: InstanceId, tokens: u32) {
-        let whole = tokens / self.cx.config.block_tokens;
-        self.name_tokens(id, whole);
-        let Some(seq) = self.batch.seq(id) else { return };
-        self.prefill.affinity.remember(worker, &seq.names[..seq.names.len().min(whole as usize)]);
+    pub(super) fn remember_worker(&mut self, cx: &Cx, batch: &mut Batch, id: SeqId, worker: InstanceId, tokens: u32) {
+        let whole = tokens / cx.config.block_tokens;
+        batch.name_tokens(cx, id, whole);
+        let Some(seq) = batch.seq(id) else { return };
+        self.affinity.remember(worker, &seq.names[..seq.names.len().min(whole as usize)]);
     }
 }
 

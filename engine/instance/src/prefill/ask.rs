@@ -329,7 +329,7 @@ impl Instance {
         if candidates.is_empty() {
             return None;
         }
-        let known = self.known_elsewhere(seq);
+        let known = self.prefill.known_elsewhere(&self.cx, &mut self.batch, seq);
         let known = |id: InstanceId| known.get(&id).copied().unwrap_or(0);
         // The prompt is as long everywhere: only what need not be computed of it tells workers apart.
         let rank = |(id, (decodes, queued)): &(InstanceId, (bool, u64))| {
@@ -434,7 +434,7 @@ impl Instance {
             let why = if sensible { "the worker's answer came too late" } else { "the worker's answer makes no sense" };
             return self.redo(seq, why);
         }
-        self.remember_worker(seq, from, tokens);
+        self.prefill.remember_worker(&self.cx, &mut self.batch, seq, from, tokens);
         let handed = Handed {
             lease,
             tokens,

@@ -354,7 +354,7 @@ impl Instance {
         let tokens = seq.len();
         self.cx.memory.rm.mark_written(&advance);
         self.cx.memory.rm.release(&handed.entries(left), now_ms);
-        let lane = self.lane_of(id);
+        let lane = self.batch.lane_of(id);
         self.batch.resume(id, lane, tokens, handed.tokens);
         self.batch.changed();
     }
