@@ -107,7 +107,7 @@ impl Instance {
         self.pump_pulls();
         let due = due || self.is_due();
         if due {
-            self.batch.divide(&self.cx, self.creditor.has_target());
+            self.batch.divide(&self.cx, self.creditor.has_target(), |creditor| self.step.mapped.maps(creditor));
             self.cx.memory.rm.set_growth_reserve(self.growth_reserve());
             self.tell_waiting();
         }

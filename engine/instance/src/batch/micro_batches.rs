@@ -105,12 +105,13 @@ impl super::Batch {
         if remote { Lane::Remote } else { Lane::Local }
     }
 
-    /// Divides what runs anew, if something changed. `has_target`: peers' work here is bounded by a latency target.
-    pub(crate) fn divide(&mut self, cx: &Cx, has_target: bool) {
+    /// Divides what runs anew, if something changed. `has_target`: peers' work here is bounded by a latency target. `maps`: whether
+    /// a creditor's memory is mapped here.
+    pub(crate) fn divide(&mut self, cx: &Cx, has_target: bool, maps: impl Fn(InstanceId) -> bool) {
         if !std::mem::take(&mut self.micro.stale) {
             return;
         }
-        let merged = self.one_batch_is_better(cx, has_target);
+        let merged = self.one_batch_is_better(cx, has_target, maps);
         if merged != self.micro.merged {
             self.micro.merged = merged;
             let running: Vec<SeqId> = self.sched.running().collect();
@@ -121,7 +122,7 @@ impl super::Batch {
         }
     }
 
-    fn one_batch_is_better(&mut self, cx: &Cx, has_target: bool) -> bool {
+    fn one_batch_is_better(&mut self, cx: &Cx, has_target: bool, maps: impl Fn(InstanceId) -> bool) -> bool {
         let block_tokens = f64::from(cx.config.block_tokens);
         let (mut local, mut remote) = (Batch::default(), Batch::default());
         let mut there: BTreeMap<InstanceId, u32> = BTreeMap::new();
@@ -136,7 +137,7 @@ impl super::Batch {
             batch.tokens += f64::from(seq.blocks.local_blocks()) * block_tokens;
             if away {
                 let leases = seq.leases.iter().map(|((creditor, _), held)| (*creditor, held.blocks));
-                let mapped = attended_elsewhere(leases, |creditor| self.step.mapped.maps(creditor), &mut there);
+                let mapped = attended_elsewhere(leases, &maps, &mut there);
                 batch.tokens += f64::from(mapped) * block_tokens;
             }
         }
