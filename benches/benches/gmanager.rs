@@ -174,7 +174,7 @@ impl Pool {
                 batch: if self.creditor(i).is_some() { self.requests } else { self.requests / 4 },
                 context_tokens: u64::from(self.requests) * if self.creditor(i).is_some() { 2_000 } else { 500 },
                 remote_tokens: if self.creditor(i).is_some() { 20_000 } else { 0 },
-                guest_tokens: 0,
+                remote_request_tokens: 0,
                 queue_blocks: if self.creditor(i).is_some() { vec![200; 8] } else { vec![] },
                 batch_max: 256,
                 step_us: 30_000,

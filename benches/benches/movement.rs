@@ -16,7 +16,7 @@
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
 use lagoon_backend::PaceProfile;
-use lagoon_benches::cluster::{Lagoon, PATIENCE, Process, Times, late_share, listen, number, status};
+use lagoon_benches::cluster::{Lagoon, Process, TIMEOUT, Times, late_share, listen, number, status};
 use lagoon_benches::measure::{mean, median};
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -149,7 +149,7 @@ impl Watch<'_> {
             if wanted(&status)? {
                 return Ok(said);
             }
-            ensure!(since.elapsed() < PATIENCE, "not {what} after {PATIENCE:?}: {status}");
+            ensure!(since.elapsed() < TIMEOUT, "not {what} after {TIMEOUT:?}: {status}");
             std::thread::sleep(Duration::from_millis(3));
         }
     }
@@ -181,7 +181,7 @@ fn measure(bench: &Bench, args: &Args, tokens: u32, overlap: bool) -> Result<Run
     let http = debtor.said("http")?;
     let since = Instant::now();
     while number(&status(http)?, "/pool_blocks_total")? <= number(&status(http)?, "/blocks_total")? {
-        ensure!(since.elapsed() < PATIENCE, "the other instance does not come");
+        ensure!(since.elapsed() < TIMEOUT, "the other instance does not come");
         std::thread::sleep(Duration::from_millis(20));
     }
     let times = listen(http, args.context, length)?;
@@ -227,7 +227,7 @@ fn measure(bench: &Bench, args: &Args, tokens: u32, overlap: bool) -> Result<Run
 fn order_when_known(bench: &Bench, quic: &str, request: &str, blocks: u32, since: Instant) -> Result<()> {
     loop {
         match bench.order(quic, request, blocks) {
-            Err(_) if since.elapsed() < PATIENCE => std::thread::sleep(Duration::from_millis(50)),
+            Err(_) if since.elapsed() < TIMEOUT => std::thread::sleep(Duration::from_millis(50)),
             ended => return ended,
         }
     }

@@ -20,7 +20,7 @@
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
 use lagoon_backend::PaceProfile;
-use lagoon_benches::cluster::{Lagoon, PATIENCE, Process, Times, late_share, listen, number, status};
+use lagoon_benches::cluster::{Lagoon, Process, TIMEOUT, Times, late_share, listen, number, status};
 use lagoon_benches::measure::median;
 use lagoon_cluster::perf::{LinkView, ModelConfig, ModelShape};
 use lagoon_plot::{Panel, Series};
@@ -170,7 +170,7 @@ fn said(times: &Times) -> Result<usize> {
 fn wait_until(what: &str, mut done: impl FnMut() -> Result<bool>) -> Result<()> {
     let since = Instant::now();
     while !done()? {
-        ensure!(since.elapsed() < PATIENCE, "not {what} after {PATIENCE:?}");
+        ensure!(since.elapsed() < TIMEOUT, "not {what} after {TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(20));
     }
     Ok(())

@@ -11,7 +11,7 @@
 
 use anyhow::{Context as _, Result, bail, ensure};
 use clap::Parser;
-use lagoon_benches::cluster::{Lagoon, PATIENCE, Process, Times, listen, number, status};
+use lagoon_benches::cluster::{Lagoon, Process, TIMEOUT, Times, listen, number, status};
 use lagoon_benches::measure::median;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -83,7 +83,7 @@ fn wait_for(times: &Times, tokens: usize) -> Result<Vec<Instant>> {
         if heard.0.len() >= tokens {
             return Ok(heard.0);
         }
-        ensure!(since.elapsed() < PATIENCE, "{} tokens after {PATIENCE:?}", heard.0.len());
+        ensure!(since.elapsed() < TIMEOUT, "{} tokens after {TIMEOUT:?}", heard.0.len());
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -91,7 +91,7 @@ fn wait_for(times: &Times, tokens: usize) -> Result<Vec<Instant>> {
 fn wait_until(http: &str, what: &str, satisfied: impl Fn(&Value) -> Result<bool>) -> Result<Instant> {
     let since = Instant::now();
     while !satisfied(&status(http)?)? {
-        ensure!(since.elapsed() < PATIENCE, "not {what} after {PATIENCE:?}");
+        ensure!(since.elapsed() < TIMEOUT, "not {what} after {TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(3));
     }
     Ok(Instant::now())

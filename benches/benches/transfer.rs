@@ -61,7 +61,7 @@ mod run {
         blocks: Vec<u32>,
         /// Numbers of QUIC connections.
         #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4])]
-        lanes: Vec<usize>,
+        streams: Vec<usize>,
         /// Threads that copy over shared memory.
         #[arg(long, value_delimiter = ',', default_values_t = [1, 2])]
         threads: Vec<usize>,
@@ -126,10 +126,10 @@ mod run {
         }
         out.push(Party::new("tcp".to_owned(), "tcp", What::Tcp));
         out.push(Party::new("quinn".to_owned(), "quinn", What::Quinn));
-        for lanes in &args.lanes {
+        for streams in &args.streams {
             for marked in schemes {
-                let name = format!("quic, {lanes} connections{}", marks(marked));
-                out.push(Party::new(name, "quinn", What::Transfer(Way::Quic(*lanes), scheme(marked))));
+                let name = format!("quic, {streams} connections{}", marks(marked));
+                out.push(Party::new(name, "quinn", What::Transfer(Way::Quic(*streams), scheme(marked))));
             }
         }
         let message = Scheme { verify: true, coalesce: false, one_by_one: true };
@@ -215,11 +215,11 @@ mod run {
         let mut args = Args::parse();
         let _ = args.bench;
         if args.quick {
-            (args.rounds, args.block_kib, args.blocks, args.lanes) = (3, vec![4, 64, 512], vec![1024], vec![1, 2]);
+            (args.rounds, args.block_kib, args.blocks, args.streams) = (3, vec![4, 64, 512], vec![1024], vec![1, 2]);
         }
         if args.smoke {
             (args.rounds, args.block_kib, args.blocks) = (1, vec![4, 64], vec![128]);
-            (args.lanes, args.threads) = (vec![1, 2], vec![1, 2]);
+            (args.streams, args.threads) = (vec![1, 2], vec![1, 2]);
         }
         let mut sizes = Vec::new();
         for blocks in &args.blocks {

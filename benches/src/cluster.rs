@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Longest wait of a benchmark for anything.
-pub const PATIENCE: Duration = Duration::from_secs(120);
+pub const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The `lagoon` binary, the bundled model, and a folder for certificates that is removed when dropped.
 #[derive(Debug)]
@@ -194,7 +194,7 @@ impl Process {
 pub fn request(http: &str, head: &str, body: &str) -> Result<BufReader<TcpStream>> {
     let mut stream = TcpStream::connect(http.parse::<SocketAddr>()?)?;
     stream.set_nodelay(true)?;
-    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_read_timeout(Some(TIMEOUT))?;
     let length = body.len();
     let fields = "Connection: close\r\nContent-Type: application/json";
     write!(stream, "{head} HTTP/1.1\r\nHost: {http}\r\n{fields}\r\nContent-Length: {length}\r\n\r\n{body}")?;

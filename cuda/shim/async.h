@@ -5,7 +5,7 @@
 // between (3); copies overtake each other. The asynchronous proxy sees another copy of shared memory: what threads wrote
 // becomes visible there when all lanes of their warp have fenced. Refused are: addresses and sizes that are not
 // aligned, barriers that are not initialized or were overwritten, bytes that a barrier does not expect, products without a
-// fence after the last wait, and whatever is still under way when a block ends.
+// fence after the last wait, and whatever is still in flight when a block ends.
 #pragma once
 
 inline void barrier_init(SharedAddress barrier, uint32_t arrivals) { shim::init_barrier(barrier, arrivals); }

@@ -46,7 +46,7 @@ KERNEL(faulty, 64, 1, GatherParams) {
         case 7:  // a copy to an address that is not aligned
             copy_async(shared_address(shared + 4 * thread), at<unsigned char>(p.x), true);
             break;
-        case 8:  // a thread that ends while its copy is under way
+        case 8:  // a thread that ends while its copy is in progress
             copy_async(shared_address(shared), at<unsigned char>(p.x), true);
             copy_commit();
             break;

@@ -117,7 +117,7 @@ struct Product {
 
 struct Warp {
     Barrier barrier;
-    // Products under way, the one that lanes are issuing, and how many there were.
+    // Products in flight, the one that lanes are issuing, and how many there were.
     std::deque<Product> products;
     Product next;
     size_t issued = 0;
@@ -236,12 +236,12 @@ void fence_async();
 void keep_registers(uint32_t n);
 void take_registers(uint32_t n);
 void start_product(Factors factors, float* d, const uint32_t* registers, float (*widen)(uint16_t));
-// Waits until at most `but` of this thread's groups are under way.
+// Waits until at most `but` of this thread's groups are in progress.
 void finish_products(uint32_t but);
-// Whether there was such a copy under way, or a product of that warp; it happens now.
+// Whether there was such a copy in flight, or a product of that warp; it happens now.
 bool finish_copy(size_t which);
 bool finish_product(uint32_t warp);
-// Reports what is under way though all threads have ended.
+// Reports what is in progress though all threads have ended.
 void finish_block();
 
 }  // namespace shim

@@ -348,15 +348,15 @@ impl VirtualKv {
         state.carry_out(plan)
     }
 
-    /// A row for a guest.
+    /// A row for a lent row.
     ///
     /// # Errors
     /// [`VmmError::NoRow`].
-    pub fn open_guest(&self) -> Result<usize, VirtualKvError> {
-        Ok(self.lock().vmm.open_guest()?)
+    pub fn open_lent_row(&self) -> Result<usize, VirtualKvError> {
+        Ok(self.lock().vmm.open_lent_row()?)
     }
 
-    /// Lends rBlocks to a guest. See [`Vmm::lend`].
+    /// Lends rBlocks to a lent row. See [`Vmm::lend`].
     ///
     /// # Errors
     /// As [`VirtualKv::step`].
@@ -366,7 +366,7 @@ impl VirtualKv {
         state.carry_out(plan)
     }
 
-    /// Takes rBlocks of a guest back, from anywhere in its runs. See [`Vmm::recall`].
+    /// Takes rBlocks of a lent row back, from anywhere in its runs. See [`Vmm::recall`].
     ///
     /// # Errors
     /// What the driver says.
@@ -376,7 +376,7 @@ impl VirtualKv {
         state.carry_out(plan)
     }
 
-    /// Moves a guest's rBlocks together, by mapping. See [`Vmm::compact`].
+    /// Moves a lent row's rBlocks together, by mapping. See [`Vmm::compact`].
     ///
     /// # Errors
     /// What the driver says.
@@ -386,13 +386,13 @@ impl VirtualKv {
         state.carry_out(plan)
     }
 
-    /// Ends a guest.
+    /// Ends a lent row.
     ///
     /// # Errors
     /// What the driver says.
-    pub fn close_guest(&self, row: usize) -> Result<(), VirtualKvError> {
+    pub fn close_lent_row(&self, row: usize) -> Result<(), VirtualKvError> {
         let mut state = self.lock();
-        let plan = state.vmm.close_guest(row);
+        let plan = state.vmm.close_lent_row(row);
         state.carry_out(plan)
     }
 
@@ -402,10 +402,10 @@ impl VirtualKv {
         self.lock().vmm.runs(row, tokens)
     }
 
-    /// The runs of a guest.
+    /// The runs of a lent row.
     #[must_use]
-    pub fn guest_runs(&self, row: usize) -> Vec<KvRun> {
-        self.lock().vmm.guest_runs(row)
+    pub fn lent_row_runs(&self, row: usize) -> Vec<KvRun> {
+        self.lock().vmm.lent_row_runs(row)
     }
 
     /// The slot of a row's first token. It changes where a row grows out of its range, in [`VirtualKv::step`].

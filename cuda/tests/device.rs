@@ -231,7 +231,7 @@ fn windowed_alibi<D: Device>(device: &mut D, kv: &D::Kv, queries: &[f32], runs: 
     (o, lse, out.count[0])
 }
 
-/// A guest's rBlocks, lent, recalled from the middle and moved together, attend as the same tokens do on the host backend:
+/// A lent row's rBlocks, lent, recalled from the middle and moved together, attend as the same tokens do on the host backend:
 /// positions stay right under a window and ALiBi.
 #[test]
 fn lent_recalled_and_compacted_runs_attend_as_on_the_host() {
@@ -250,8 +250,8 @@ fn lent_recalled_and_compacted_runs_attend_as_on_the_host() {
             direct_blocks: 0,
             batch_max: 1,
             context_max: 256,
-            guests_max: 1,
-            guest_blocks_max: 6,
+            lent_rows_max: 1,
+            lent_row_blocks_max: 6,
             stripes: 8,
             address_bytes_max: 1 << 40,
             grow: false,
@@ -268,12 +268,12 @@ fn lent_recalled_and_compacted_runs_attend_as_on_the_host() {
         let mut host_kv = host.kv(SHAPE, 768).unwrap();
         host.kv_write(&mut host_kv, 1, 0, &bytes).unwrap();
 
-        let guest = memory.open_guest().unwrap();
-        memory.lend(guest, 6, 0).unwrap();
-        let base = memory.guest_runs(guest)[0].base;
+        let lent_row = memory.open_lent_row().unwrap();
+        memory.lend(lent_row, 6, 0).unwrap();
+        let base = memory.lent_row_runs(lent_row)[0].base;
         device.kv_write(&mut kv, 1, base, &bytes).unwrap();
         let mut compare = |device: &mut CudaDevice, runs: &[KvRun]| {
-            let there: Vec<KvRun> = memory.guest_runs(guest);
+            let there: Vec<KvRun> = memory.lent_row_runs(lent_row);
             let positions = |runs: &[KvRun]| runs.iter().flat_map(KvRun::positions).collect::<Vec<_>>();
             assert_eq!(positions(&there), positions(runs));
             let want = windowed_alibi(&mut host, &host_kv, &queries, runs);
@@ -284,12 +284,12 @@ fn lent_recalled_and_compacted_runs_attend_as_on_the_host() {
             }
         };
         compare(device, &[KvRun { base: 0, len: 768, first_pos: 0 }]);
-        memory.recall(guest, 3..4).unwrap();
+        memory.recall(lent_row, 3..4).unwrap();
         let cut = [KvRun { base: 0, len: 384, first_pos: 0 }, KvRun { base: 512, len: 256, first_pos: 512 }];
         compare(device, &cut);
-        assert_eq!(memory.guest_runs(guest)[1].base, base + 512, "a hole in the addresses");
-        memory.compact(guest).unwrap();
-        assert_eq!(memory.guest_runs(guest)[1].base, base + 384, "no hole any more");
+        assert_eq!(memory.lent_row_runs(lent_row)[1].base, base + 512, "a hole in the addresses");
+        memory.compact(lent_row).unwrap();
+        assert_eq!(memory.lent_row_runs(lent_row)[1].base, base + 384, "no hole any more");
         compare(device, &cut);
     });
 }

@@ -14,7 +14,7 @@ mod shim;
 use fake::{Fake, OUT_OF_MEMORY};
 use lagoon_backend::conformance::Data;
 use lagoon_backend::{
-    AttnBatch, AttnRows, CpuDevice, Device, DeviceError, Partials, PeerAccess, PeerMemory, Queued, Window,
+    AttnBatch, AttnRows, CpuDevice, Device, DeviceError, Partials, PeerAccess, PeerMemory, Queued, SharedRegion,
 };
 use lagoon_cuda::{CudaDevice, CudaKv, CudaOptions, LinearLayers};
 use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape};
@@ -233,7 +233,7 @@ fn what_is_no_lent_memory_is_refused_and_leaves_nothing() {
 
     let (kv, window) = device.kv_lent(SHAPE, BLOCKS, BLOCK).unwrap();
     let memory =
-        |of: &dyn Window, bytes| PeerMemory { device: of.device(), bytes, descriptor: of.descriptor().unwrap() };
+        |of: &dyn SharedRegion, bytes| PeerMemory { device: of.device(), bytes, descriptor: of.descriptor().unwrap() };
     let whole = window.bytes();
     // More than there is, less than is said, no whole pages, and another device's.
     for (blocks, bytes) in [(100 * BLOCKS, whole), (BLOCKS, 4096), (BLOCKS, whole + 8), (u32::MAX, whole), (0, whole)] {

@@ -216,12 +216,12 @@ fn a_release_that_fails_is_done_later() {
     fake.finish();
 }
 
-/// What is left of an own step that was given up is written before what a guest writes to the same memory, which was released and
+/// What is left of an own step that was given up is written before what a lent row writes to the same memory, which was released and
 /// stayed mapped, or is that of a flat store.
 #[test]
-fn a_guest_writes_after_a_step_that_was_given_up() {
+fn a_remote_request_writes_after_a_step_that_was_given_up() {
     for seed in 2..32 {
-        let Some(fake) = driver("a_guest_writes_after_a_step_that_was_given_up", seed) else { return };
+        let Some(fake) = driver("a_remote_request_writes_after_a_step_that_was_given_up", seed) else { return };
         let (mut device, rows) = (open(), seed % 2 == 0);
         let space = KvSpace::flat(6, TOKENS);
         let mut kv = device.kv_in(SHAPE, &if rows { space.with_rows(3, 4) } else { space }).unwrap();
@@ -248,10 +248,10 @@ fn a_guest_writes_after_a_step_that_was_given_up() {
     }
 }
 
-/// What the engine does with blocks of addresses: sequences' in rows, guests' in loose ones.
+/// What the engine does with blocks of addresses: sequences' in rows, lent rows' in loose ones.
 #[derive(Clone, Debug)]
 enum Op {
-    /// A step, or a guest's write: memory, and KV in all of it.
+    /// A step, or a lent row's write: memory, and KV in all of it.
     Write {
         at: u32,
         blocks: u32,

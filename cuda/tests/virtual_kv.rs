@@ -1,4 +1,4 @@
-//! KV in virtual memory against the fake driver: any sequence of requests, guests, shares and failures keeps contents,
+//! KV in virtual memory against the fake driver: any sequence of requests, lent rows, shares and failures keeps contents,
 //! leaks nothing, maps nothing twice, and unmaps nothing that queued kernels still use.
 #![allow(clippy::unwrap_used, reason = "tests")]
 
@@ -26,8 +26,8 @@ const CONFIG: VmmConfig = VmmConfig {
     direct_blocks: 0,
     batch_max: 3,
     context_max: 40,
-    guests_max: 2,
-    guest_blocks_max: 4,
+    lent_rows_max: 2,
+    lent_row_blocks_max: 4,
     stripes: 40,
     address_bytes_max: 1 << 30,
     grow: false,
@@ -48,7 +48,7 @@ struct Fill {
 struct Rig {
     context: Arc<Context>,
     kv: VirtualKv,
-    /// Own work, and guests'.
+    /// Own work, and lent rows'.
     streams: [Stream; 2],
     kernel: Function,
 }
@@ -136,7 +136,7 @@ type Tokens = BTreeMap<u32, u32>;
 struct World<'a> {
     rig: &'a Rig,
     requests: BTreeMap<usize, (u32, Tokens)>,
-    guests: BTreeMap<usize, (u32, Tokens)>,
+    lent_rows: BTreeMap<usize, (u32, Tokens)>,
     values: u32,
 }
 
@@ -187,19 +187,19 @@ impl World<'_> {
                 }
             }
             Op::Open => {
-                if let Some(row) = Self::did(kv.open_guest()) {
-                    self.guests.insert(row, (0, Tokens::new()));
+                if let Some(row) = Self::did(kv.open_lent_row()) {
+                    self.lent_rows.insert(row, (0, Tokens::new()));
                 }
             }
             Op::Lend(n, blocks, gap) => {
-                let Some(row) = pick(&self.guests, n) else { return };
-                let (next, tokens) = self.guests.get_mut(&row).unwrap();
+                let Some(row) = pick(&self.lent_rows, n) else { return };
+                let (next, tokens) = self.lent_rows.get_mut(&row).unwrap();
                 let first = *next + gap;
                 if Self::did(kv.lend(row, blocks, first)).is_none() {
                     return;
                 }
                 *next = first + blocks * Self::per();
-                let run = kv.guest_runs(row).into_iter().last().unwrap();
+                let run = kv.lent_row_runs(row).into_iter().last().unwrap();
                 for pos in first..*next {
                     self.values += 1;
                     self.rig.write(1, run.base + (pos - run.first_pos), self.values);
@@ -208,34 +208,34 @@ impl World<'_> {
             }
             Op::Recall(n, block) => self.recall(n, block),
             Op::Compact(n) => {
-                let Some(row) = pick(&self.guests, n) else { return };
-                let before: u32 = kv.guest_runs(row).iter().map(|run| run.len).sum();
+                let Some(row) = pick(&self.lent_rows, n) else { return };
+                let before: u32 = kv.lent_row_runs(row).iter().map(|run| run.len).sum();
                 if Self::did(kv.compact(row)).is_some() {
-                    let runs = kv.guest_runs(row);
+                    let runs = kv.lent_row_runs(row);
                     let base = runs.first().map_or(0, |run| run.base);
                     assert!(runs.last().is_none_or(|run| run.base + run.len == base + before), "{runs:?}");
                 }
             }
             Op::Close(n) => {
-                let Some(row) = pick(&self.guests, n) else { return };
-                if Self::did(kv.close_guest(row)).is_some() {
-                    self.guests.remove(&row);
+                let Some(row) = pick(&self.lent_rows, n) else { return };
+                if Self::did(kv.close_lent_row(row)).is_some() {
+                    self.lent_rows.remove(&row);
                 }
             }
         }
     }
 
-    /// Recalls the rBlock of a guest's token, wherever it lies.
+    /// Recalls the rBlock of a lent row's token, wherever it lies.
     fn recall(&mut self, n: usize, block: u32) {
-        let Some(row) = pick(&self.guests, n) else { return };
+        let Some(row) = pick(&self.lent_rows, n) else { return };
         let base = self.rig.kv.slot0(row);
-        let runs = self.rig.kv.guest_runs(row);
+        let runs = self.rig.kv.lent_row_runs(row);
         let Some(run) = runs.iter().find(|run| (run.base..run.base + run.len).contains(&(base + block * 8))) else {
             return;
         };
         let first = run.first_pos + base + block * 8 - run.base;
         if Self::did(self.rig.kv.recall(row, block..block + 1)).is_some() {
-            let (_, tokens) = self.guests.get_mut(&row).unwrap();
+            let (_, tokens) = self.lent_rows.get_mut(&row).unwrap();
             tokens.retain(|pos, _| !(first..first + 8).contains(pos));
         }
     }
@@ -280,8 +280,8 @@ impl World<'_> {
         for (row, (len, tokens)) in &self.requests {
             holds(self.rig.kv.runs(*row, *len), tokens);
         }
-        for (row, (_, tokens)) in &self.guests {
-            holds(self.rig.kv.guest_runs(*row), tokens);
+        for (row, (_, tokens)) in &self.lent_rows {
+            holds(self.rig.kv.lent_row_runs(*row), tokens);
         }
     }
 }
@@ -312,7 +312,7 @@ proptest! {
             }
         };
         let rig = Rig::new(config).unwrap();
-        let mut world = World { rig: &rig, requests: BTreeMap::new(), guests: BTreeMap::new(), values: 0 };
+        let mut world = World { rig: &rig, requests: BTreeMap::new(), lent_rows: BTreeMap::new(), values: 0 };
         for (at, (op, fail)) in ops.into_iter().enumerate() {
             if let Some(nth) = fail {
                 // Not the background thread's call: it would be mended by the next step unseen.
@@ -358,8 +358,8 @@ const DIRECT: VmmConfig = VmmConfig {
     direct_blocks: DIRECT_BLOCKS,
     batch_max: 0,
     context_max: 0,
-    guests_max: 0,
-    guest_blocks_max: 0,
+    lent_rows_max: 0,
+    lent_row_blocks_max: 0,
     eager_stripes: 0,
     ..CONFIG
 };
@@ -490,13 +490,13 @@ fn when_undoing_fails_too_nothing_is_mapped_any_more_and_all_is_released() {
     let fake = fake_or_skip!(1 << 24, PAGE, 6);
     let rig = Rig::new(VmmConfig { eager_stripes: 0, reclaim_below: 0, ..CONFIG }).unwrap();
     let row = rig.kv.alloc_reqid().unwrap();
-    let guest = rig.kv.open_guest().unwrap();
-    rig.kv.lend(guest, 2, 0).unwrap();
-    rig.kv.recall(guest, 0..1).unwrap();
+    let lent_row = rig.kv.open_lent_row().unwrap();
+    rig.kv.lend(lent_row, 2, 0).unwrap();
+    rig.kv.recall(lent_row, 0..1).unwrap();
     // The second mapping of the compaction fails: the first is taken back.
     fake.fail("cuMemMap", 2, UNKNOWN);
-    assert!(matches!(rig.kv.compact(guest), Err(VirtualKvError::Driver(_))));
-    assert_eq!(rig.kv.guest_runs(guest), [KvRun { base: rig.kv.slot0(guest) + 8, len: 8, first_pos: 8 }]);
+    assert!(matches!(rig.kv.compact(lent_row), Err(VirtualKvError::Driver(_))));
+    assert_eq!(rig.kv.lent_row_runs(lent_row), [KvRun { base: rig.kv.slot0(lent_row) + 8, len: 8, first_pos: 8 }]);
     // A mapping fails, and so does every call after it.
     let mut lengths = [0; 3];
     lengths[row] = 40;
@@ -514,12 +514,12 @@ fn kernels_in_flight_end_before_their_memory_is_unmapped() {
     for seed in 0..20 {
         let fake = fake_or_skip!(1 << 24, PAGE, seed * 7);
         let rig = Rig::new(VmmConfig { stripes: 6, eager_stripes: 0, reclaim_below: 0, ..CONFIG }).unwrap();
-        let (guest, row) = (rig.kv.open_guest().unwrap(), rig.kv.alloc_reqid().unwrap());
-        rig.kv.lend(guest, 2, 0).unwrap();
-        let base = rig.kv.slot0(guest);
+        let (lent_row, row) = (rig.kv.open_lent_row().unwrap(), rig.kv.alloc_reqid().unwrap());
+        rig.kv.lend(lent_row, 2, 0).unwrap();
+        let base = rig.kv.slot0(lent_row);
         (0..16).for_each(|i| rig.write(1, base + i, i));
         // Recalled with the writes still queued, and at once given to a request that writes, too.
-        rig.kv.recall(guest, 0..2).unwrap();
+        rig.kv.recall(lent_row, 0..2).unwrap();
         let mut lengths = [0; 3];
         lengths[row] = 16;
         rig.kv.step(&lengths).unwrap();

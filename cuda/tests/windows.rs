@@ -14,7 +14,8 @@ mod shim;
 use fake::{Fake, OUT_OF_MEMORY};
 use lagoon_backend::conformance::Data;
 use lagoon_backend::{
-    CpuDevice, Device, DeviceError, DeviceUuid, KvPiece, Queued, SharedRegions, VirtualMemory, Window, WindowMove, Xxh3,
+    CpuDevice, Device, DeviceError, DeviceUuid, KvPiece, Queued, RegionCopy, SharedRegion, SharedRegions,
+    VirtualMemory, Xxh3,
 };
 use lagoon_cuda::{CudaDevice, CudaKv, CudaOptions, LinearLayers};
 use lagoon_types::{DType, KvShape, KvSpace};
@@ -133,15 +134,15 @@ fn kv_goes_from_process_to_process() {
         }
         let half = BYTES / 2 / 16 * 16;
         let moves = [(0, half), (half, BYTES - half)];
-        peer.copy(&moves.map(|(at, bytes)| WindowMove { from: THERE + at, to: HERE + at, bytes })).unwrap();
+        peer.copy(&moves.map(|(at, bytes)| RegionCopy { from: THERE + at, to: HERE + at, bytes })).unwrap();
         let packed: Vec<u8> = (0..LAYERS).flat_map(|layer| tokens(1, layer, TOKENS)).collect();
         assert_hashes(own.as_ref(), &packed);
         let mut there = vec![0; packed.len()];
         peer.read(THERE, &mut there).unwrap();
         assert!(there == packed, "what the writer has");
         assert!(peer.rates().unwrap().0 > 0.0);
-        peer.copy(&[WindowMove { from: given[1] - 16, to: 0, bytes: 32 }]).unwrap_err();
-        peer.copy(&[WindowMove { from: 0, to: own.bytes() - 16, bytes: 32 }]).unwrap_err();
+        peer.copy(&[RegionCopy { from: given[1] - 16, to: 0, bytes: 32 }]).unwrap_err();
+        peer.copy(&[RegionCopy { from: 0, to: own.bytes() - 16, bytes: 32 }]).unwrap_err();
         drop(peer);
         assert_eq!(own.mapped(), 0);
         device.kv_hold(&mut kv, slice::from_ref(&(600..600 + TOKENS))).unwrap();
@@ -156,7 +157,7 @@ fn kv_goes_from_process_to_process() {
 
 /// What lies in the window is hashed as on the host: by the kernel where it can, short and odd ranges too.
 #[track_caller]
-fn assert_hashes(own: &dyn Window, packed: &[u8]) {
+fn assert_hashes(own: &dyn SharedRegion, packed: &[u8]) {
     let all = packed.len() as u64;
     let mut ranges = vec![(0, all), (0, 16), (0, 240), (0, 256), (16, 1024), (16, 1040), (32, 1088), (48, 2048 + 16)];
     ranges.extend([(8, 512), (0, 300), (1, 3000), (0, 0), (64, 241)]);

@@ -135,7 +135,7 @@ pub(crate) fn open(choice: &AdapterChoice) -> Result<Opened, DeviceError> {
 
 /// Says that no adapter fits, and what there is instead.
 fn absent(choice: &AdapterChoice, all: &[AdapterSummary]) -> String {
-    let wish = match choice {
+    let requested = match choice {
         AdapterChoice::Gpu => "no GPU adapter (Vulkan, Metal or DX12)".to_owned(),
         AdapterChoice::Software => "no software adapter (lavapipe, WARP)".to_owned(),
         AdapterChoice::Numbered(number) => format!("no adapter with number {number}"),
@@ -143,7 +143,7 @@ fn absent(choice: &AdapterChoice, all: &[AdapterSummary]) -> String {
     let names: Vec<String> =
         all.iter().map(|s| format!("{}{}", s.name, if s.software { " (software)" } else { "" })).collect();
     match names.is_empty() {
-        true => format!("{wish} on this machine: there is no adapter at all"),
-        false => format!("{wish} on this machine: there is {}", names.join(", ")),
+        true => format!("{requested} on this machine: there is no adapter at all"),
+        false => format!("{requested} on this machine: there is {}", names.join(", ")),
     }
 }

@@ -16,7 +16,7 @@ use std::ops::Range;
 const MATVEC_ROWS_MAX: usize = 8;
 /// Room for the parts of split attention tiles, in bytes; a call that needs more runs in rounds.
 const SCRATCH_BYTES_MAX: u64 = 64 << 20;
-/// Plans of attention calls that are kept: the layers of a step repeat a few (each lane's, and those of guests).
+/// Plans of attention calls that are kept: the layers of a step repeat a few (each lane's, and those of remote requests).
 const PLANS_KEPT: usize = 16;
 
 /// Gives up some of what an adapter has, so that tests on one adapter cover what others lack.

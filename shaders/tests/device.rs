@@ -224,8 +224,8 @@ fn what_cannot_be_done_is_an_error() {
 #[test]
 fn an_absent_adapter_is_named() {
     let error = WgpuDevice::open(&AdapterChoice::Numbered(usize::MAX)).unwrap_err();
-    let wish = format!("number {}", usize::MAX);
-    assert!(matches!(&error, DeviceError::Unsupported(text) if text.contains(&wish)), "{error}");
+    let requested = format!("number {}", usize::MAX);
+    assert!(matches!(&error, DeviceError::Unsupported(text) if text.contains(&requested)), "{error}");
 }
 
 #[test]

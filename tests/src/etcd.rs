@@ -62,7 +62,7 @@ impl EtcdServer {
     }
 
     fn wait(&self) {
-        let deadline = Instant::now() + crate::process::PATIENCE;
+        let deadline = Instant::now() + crate::process::TIMEOUT;
         while std::net::TcpStream::connect(("127.0.0.1", self.client)).is_err() {
             let log = || std::fs::read_to_string(self.dir.path().join("log")).unwrap_or_default();
             assert!(Instant::now() < deadline, "etcd does not answer: {}", log());

@@ -6,7 +6,7 @@
 
 use crate::golden::max_diff;
 use crate::partition::Place;
-use crate::process::{Client, Ended, PATIENCE, Server, completion, lagoon_at, logits, run, signal, token_ids};
+use crate::process::{Client, Ended, Server, TIMEOUT, completion, lagoon_at, logits, run, signal, token_ids};
 use lagoon_backend::PaceProfile;
 use lagoon_types::limits::{RESTORE_DEADLINE_MS, STEP_DEADLINE_MS};
 use serde_json::{Value, json};
@@ -324,7 +324,9 @@ impl FaultPool {
             self.wait(&name, "nothing left", |s| {
                 let none = |field: &str| s[field].as_u64() == Some(0);
                 s["blocks_free"] == s["blocks_total"]
-                    && ["blocks_lent", "blocks_borrowed", "guest_frames", "running", "waiting"].into_iter().all(none)
+                    && ["blocks_lent", "blocks_borrowed", "remote_request_frames", "running", "waiting"]
+                        .into_iter()
+                        .all(none)
                     && s["sequences"].as_array().is_some_and(Vec::is_empty)
             });
         }
@@ -358,7 +360,7 @@ impl FaultPool {
     /// If nobody does in time.
     #[must_use]
     pub fn creditor(&self, debtor: &str) -> String {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             let lent = self.creditors(debtor);
             if let Some((name, _)) = lent.into_iter().max_by_key(|(_, blocks)| *blocks) {

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use tokio::runtime::Runtime;
 
 /// Time that anything gets which should take a second or a few; generous, because the machine may be busy.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The binary of package `name`, which has the same name.
 ///
@@ -82,14 +82,14 @@ pub fn run(arguments: &[&str]) -> Ended {
 
 /// Waits for the end, for as long as the demo may take on a busy machine.
 fn wait(child: &mut Child) -> std::process::ExitStatus {
-    let deadline = Instant::now() + 3 * PATIENCE;
+    let deadline = Instant::now() + 3 * TIMEOUT;
     loop {
         if let Some(status) = child.try_wait().unwrap() {
             return status;
         }
         if Instant::now() > deadline {
             let _ = child.kill();
-            panic!("the command did not end within {:?}", 3 * PATIENCE);
+            panic!("the command did not end within {:?}", 3 * TIMEOUT);
         }
         std::thread::sleep(Duration::from_millis(10));
     }
@@ -181,7 +181,7 @@ impl Server {
             let _ = std::io::copy(&mut stdout, &mut std::io::sink());
         });
         let mut server = Self { child, stdin, stderr, ready: Value::Null };
-        let line = line.recv_timeout(PATIENCE).unwrap();
+        let line = line.recv_timeout(TIMEOUT).unwrap();
         if line.is_empty() {
             return Err(server.ended());
         }
@@ -196,7 +196,7 @@ impl Server {
     #[must_use]
     pub fn ended(&mut self) -> Ended {
         let status = wait(&mut self.child);
-        Ended { code: status.code(), stdout: String::new(), stderr: self.stderr.recv_timeout(PATIENCE).unwrap() }
+        Ended { code: status.code(), stdout: String::new(), stderr: self.stderr.recv_timeout(TIMEOUT).unwrap() }
     }
 
     /// Asks it to stop, as a parent that goes away does, and waits until it has.
@@ -312,7 +312,7 @@ impl Client {
     #[must_use]
     pub fn new(addr: SocketAddr) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-        let http = reqwest::Client::builder().no_proxy().timeout(2 * PATIENCE).build().unwrap();
+        let http = reqwest::Client::builder().no_proxy().timeout(2 * TIMEOUT).build().unwrap();
         Self { runtime, http, base: format!("http://{addr}"), key: None }
     }
 
@@ -386,9 +386,9 @@ impl Client {
     /// # Panics
     /// If it does not in time.
     pub fn wait_for_text(&self, path: &str, text: &str) {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while !self.get(path).text.contains(text) {
-            assert!(Instant::now() < deadline, "no {text} in {path} within {PATIENCE:?}");
+            assert!(Instant::now() < deadline, "no {text} in {path} within {TIMEOUT:?}");
             std::thread::sleep(Duration::from_millis(50));
         }
     }
@@ -398,13 +398,13 @@ impl Client {
     /// # Panics
     /// If it does not in time.
     pub fn wait_until(&self, path: &str, what: &str, satisfied: impl Fn(&Value) -> bool) -> Value {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             let value = self.get(path).json();
             if satisfied(&value) {
                 return value;
             }
-            assert!(Instant::now() < deadline, "not {what} within {PATIENCE:?}: {value}");
+            assert!(Instant::now() < deadline, "not {what} within {TIMEOUT:?}: {value}");
             std::thread::sleep(Duration::from_millis(50));
         }
     }

@@ -5,7 +5,7 @@ use lagoon_model::{Checkpoint, LlamaWeights, ModelConfig, Rope};
 use lagoon_runner::{
     Command, Executor, ExecutorConfig, Model, RemoteWork, Report, SampleOut, SampleSpec, SeqRows, StepWork,
 };
-use lagoon_types::{DType, KvRun, KvSpace, Lane, SamplingParams, SeqId, StepId};
+use lagoon_types::{DType, KvRun, KvSpace, MicroBatch, SamplingParams, SeqId, StepId};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -71,7 +71,7 @@ impl<D: Device> Session<D> {
         };
         let work = StepWork {
             step: StepId(self.steps),
-            lane: Lane::Local,
+            micro_batch: MicroBatch::Local,
             tokens: tokens.to_vec(),
             slots: (start as u32..end as u32).collect(),
             seqs: vec![seq],

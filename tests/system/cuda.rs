@@ -1,5 +1,5 @@
 //! The CUDA backend in a pool, where there is no GPU: the fake driver (cuda/fake) runs the kernels through the host shim.
-//! Sequences lie in rows of addresses, guests in loose ones, and memory is mapped behind what is used.
+//! Sequences lie in rows of addresses, remote requests in loose ones, and memory is mapped behind what is used.
 
 #[path = "../../cuda/tests/support/fake.rs"]
 #[allow(dead_code, unused_macros, reason = "each test binary uses some of it")]
@@ -258,7 +258,7 @@ fn shared_prefixes_come_and_go() {
     assert!(shared > 0 && crossed > 0, "{shared} page groups were shared, {crossed} partials sent");
 }
 
-/// What the device draws from logits is what the host draws from them, also where the two lanes have draws under way at once.
+/// What the device draws from logits is what the host draws from them, also where the two micro-batches have draws in flight at once.
 #[test]
 fn the_device_draws_what_the_host_draws() {
     let Some(fake) = driver("the_device_draws_what_the_host_draws", 17) else { return };
@@ -269,7 +269,7 @@ fn the_device_draws_what_the_host_draws() {
     .unwrap();
     let (rows, vocab) = (5, 301);
     let (mut data, mut sampler) = (Data::new(18), Sampler::new());
-    let mut lanes = [device.tensor(rows, vocab).unwrap(), device.tensor(rows, vocab).unwrap()];
+    let mut micro_batches = [device.tensor(rows, vocab).unwrap(), device.tensor(rows, vocab).unwrap()];
     let some = |i: u64| SamplingParams {
         temperature: [0.0, 1.0, 0.7, 1.5, 2.0][i as usize % 5],
         top_k: [0, 40, 3][i as usize % 3],
@@ -281,32 +281,32 @@ fn the_device_draws_what_the_host_draws() {
     for round in 0..12u64 {
         let count = 1 + round as usize % rows;
         let mut expected = [Vec::new(), Vec::new()];
-        for (lane, tensor) in lanes.iter_mut().enumerate() {
+        for (micro_batch, tensor) in micro_batches.iter_mut().enumerate() {
             let logits: Vec<f32> = data.values(rows * vocab).iter().map(|x| x * 3.0).collect();
             device.write(tensor, 0, &logits).unwrap();
-            let params = (0..count as u64).map(|row| some(round * 8 + row * 2 + lane as u64));
+            let params = (0..count as u64).map(|row| some(round * 8 + row * 2 + micro_batch as u64));
             let draws: Vec<_> = params.clone().map(|p| Sampler::row(&p, round).unwrap()).collect();
-            device.sample_ahead(lane, tensor, &draws).unwrap();
+            device.sample_ahead(micro_batch, tensor, &draws).unwrap();
             let drawn =
                 params.zip(logits.chunks(vocab)).map(|(p, logits)| sampler.sample(logits, &p, round).unwrap().id);
-            expected[lane].extend(drawn);
+            expected[micro_batch].extend(drawn);
         }
-        for (lane, expected) in expected.iter().enumerate() {
+        for (micro_batch, expected) in expected.iter().enumerate() {
             let mut drawn = Vec::new();
-            device.sampled(lane, &mut drawn).unwrap();
+            device.sampled(micro_batch, &mut drawn).unwrap();
             let drawn: Vec<u32> = drawn.into_iter().map(|row| Sampler::drawn(row).unwrap()).collect();
-            assert_eq!(&drawn, expected, "round {round}, lane {lane}");
+            assert_eq!(&drawn, expected, "round {round}, micro_batch {micro_batch}");
         }
     }
     let mut logits = vec![0.0; vocab];
     logits[7] = f32::NAN;
-    device.write(&mut lanes[0], 0, &logits).unwrap();
-    device.sample_ahead(0, &lanes[0], &[Sampler::row(&some(0), 0).unwrap()]).unwrap();
+    device.write(&mut micro_batches[0], 0, &logits).unwrap();
+    device.sample_ahead(0, &micro_batches[0], &[Sampler::row(&some(0), 0).unwrap()]).unwrap();
     let mut drawn = Vec::new();
     device.sampled(0, &mut drawn).unwrap();
     let bad = SampleError::BadLogit { token: 7, value: "not finite".to_owned() };
     assert_eq!(Sampler::drawn(drawn[0]), Err(bad));
-    drop((lanes, device));
+    drop((micro_batches, device));
     fake.finish();
 }
 

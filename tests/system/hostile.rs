@@ -64,11 +64,11 @@ fn a_failing_device_fails_what_ran_on_it() {
     let request = world.submit(0, greedy(prompt(104, 80, 128), 8));
     let beside = world.submit(1, greedy(prompt(105, 8, 128), 8));
     run_to_token(&mut world, request, 2);
-    world.break_device(1, Fault::Guest);
+    world.break_device(1, Fault::RemoteRequest);
     world.run();
     assert_eq!(world.nodes[0].live().status().recoveries, 1);
     assert!(world.requests[beside].end.as_ref().is_some_and(Result::is_ok));
-    assert_equals_single("a guest's failure", &world, &pool());
+    assert_equals_single("a remote request's failure", &world, &pool());
     // The debtor's own device fails: the request ends in an error.
     let failed = world.submit(0, greedy(prompt(106, 80, 128), 8));
     run_to_token(&mut world, failed, 2);
@@ -94,7 +94,7 @@ fn an_aborted_step_costs_its_other_sequences_nothing() {
         run_to_token(&mut world, first, 1);
         assert!(world.nodes[1].live().status().blocks_lent > 0, "{}", world.describe());
         (0..turns).for_each(|_| world.step());
-        world.break_device(2, Fault::Guest);
+        world.break_device(2, Fault::RemoteRequest);
         world.run();
         assert!(world.requests[second].end.is_some());
         assert_eq!(world.nodes[0].live().status().recoveries, 1, "after {turns} steps: {}", world.describe());

@@ -91,7 +91,7 @@ fn blocks_leave_the_middle_of_a_run() {
             assert_eq!(placed(&world, request)[&1], 6);
             moved_from(&mut world, request, Some(8), 1, 1, 2);
             assert_eq!((placed(&world, request)[&1], placed(&world, request)[&2]), (5, 1));
-            // From a hole that was filled, and from before it.
+            // From a lost block that was filled, and from before it.
             moved_from(&mut world, request, Some(6), 1, 0, 2);
             moved_from(&mut world, request, Some(1), 1, 0, 2);
             assert_eq!((placed(&world, request)[&1], placed(&world, request)[&2]), (5, 3));
@@ -238,9 +238,9 @@ fn a_creditor_takes_what_nobody_returns() {
     for name in ["llama3_old", "mpt"] {
         let pool = PoolSpec::golden(name, 4);
         let mut world = World::pool(pool.clone(), None, &[Spec::cpu(12), Spec::cpu(20)]);
-        let guest = world.submit(0, greedy(prompt(213, 80, 128), 4));
-        run_to_token(&mut world, guest, 1);
-        assert_eq!(placed(&world, guest)[&1], 9);
+        let remote_request = world.submit(0, greedy(prompt(213, 80, 128), 4));
+        run_to_token(&mut world, remote_request, 1);
+        assert_eq!(placed(&world, remote_request)[&1], 9);
         world.stall(0, 1, 5_000);
         let own = world.submit(1, greedy(prompt(214, 40, 128), 24));
         world.run();
@@ -259,8 +259,8 @@ fn a_creditor_takes_what_nobody_returns() {
 #[test]
 fn what_was_taken_is_told_again_after_a_reconnect() {
     let mut world = World::pool(pool(), None, &[Spec::cpu(12), Spec::cpu(20)]);
-    let guest = world.submit(0, greedy(prompt(213, 80, 128), 4));
-    run_to_token(&mut world, guest, 1);
+    let remote_request = world.submit(0, greedy(prompt(213, 80, 128), 4));
+    run_to_token(&mut world, remote_request, 1);
     world.stall(0, 1, 5_000);
     world.submit(1, greedy(prompt(214, 40, 128), 24));
     world.run_until(|w| moves(w, 1).blocks_revoked > 0);
@@ -323,10 +323,10 @@ fn a_creditor_gets_its_blocks_back_to_grow() {
         let pool = PoolSpec::golden(name, 4);
         let mut world = World::pool(pool.clone(), None, &[Spec::cpu(24), Spec::cpu(20)]);
         let first = world.submit(0, greedy(prompt(209, 40, 128), 4));
-        let guest = world.submit(0, greedy(prompt(210, 80, 128), 30));
-        run_to_token(&mut world, guest, 1);
+        let remote_request = world.submit(0, greedy(prompt(210, 80, 128), 30));
+        run_to_token(&mut world, remote_request, 1);
         world.run_until(|w| w.requests[first].is_over());
-        assert!(placed(&world, guest).get(&1).is_some_and(|n| *n > 4), "{:?}", placed(&world, guest));
+        assert!(placed(&world, remote_request).get(&1).is_some_and(|n| *n > 4), "{:?}", placed(&world, remote_request));
         let own = world.submit(1, greedy(prompt(211, 40, 128), 20));
         world.run();
         let (debtor, creditor) = (moves(&world, 0), moves(&world, 1));

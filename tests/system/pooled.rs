@@ -115,7 +115,7 @@ fn a_window_is_cut_across_creditors_and_frees_what_is_behind_it() {
         world.submit(0, greedy(prompt(5, 100, 144), 30));
         // Two blocks are here, the oldest 24 are lent. From the first token on, what is lent and what is here is the
         // window (4 or 5 blocks of it), the block that grows, and one more that was borrowed with it; a release may
-        // be under way for a step of the network.
+        // be in progress for a step of the network.
         let lent = |w: &World| w.nodes[1..].iter().map(|n| n.live().status().blocks_lent).sum::<u32>();
         let (mut cut, mut late) = (0, 0);
         world.run_until(|w| lent(w) == 24);

@@ -121,7 +121,7 @@ fn what_others_are_using_is_shared() {
             world.submit(0, greedy(beginning.clone(), 4));
             world.run_until(|w| w.requests[0].tokens.len() == 2);
             if fails {
-                world.break_device(0, Fault::Guest);
+                world.break_device(0, Fault::RemoteRequest);
             }
             world.submit(0, greedy(joined(&[&beginning, &prompt(2, 30, 128)]), 9));
             world.submit(0, greedy(joined(&[&beginning, &prompt(3, 3, 128)]), 9));

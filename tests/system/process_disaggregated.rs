@@ -4,7 +4,7 @@
 use lagoon_tests::faults::{FaultPool, Watched, number, passkey, prompt};
 use lagoon_tests::golden::max_diff;
 use lagoon_tests::partition::Place;
-use lagoon_tests::process::{Client, PATIENCE, Server, logits, token_ids};
+use lagoon_tests::process::{Client, Server, TIMEOUT, logits, token_ids};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
@@ -35,7 +35,7 @@ fn is_empty(status: &Value) -> bool {
 
 /// Waits until an instance's metrics have a series: they are recorded now and then.
 fn measured(client: &Client, series: &str) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let metrics = client.get("/metrics").text;
         if metrics.contains(series) {
@@ -72,7 +72,7 @@ fn a_pool_of_prefill_and_decode_workers_says_what_one_instance_says() {
         assert_eq!((sum("prefill/pulled"), sum("prefill/own"), sum("prefill/damaged_blocks")), (3, 0, 0), "{path}");
         assert!(sum("prefill/bytes") > 0);
         // The time is told now and then.
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while sum("prefill/reading_us") == 0 {
             assert!(Instant::now() < deadline, "{path}");
             std::thread::sleep(Duration::from_millis(10));
@@ -310,7 +310,7 @@ fn a_balancer_turns_a_worker_where_prompts_queue() {
     let http = gateway.said("http").parse().unwrap();
     let stream = |seed| Watched::start(http, &prompt(seed, 1200, VOCAB), 2, &json!({}));
     assert!(!pool.gmanager_metrics().contains(series), "{}", pool.gmanager_metrics());
-    let (mut streams, mut seed, deadline) = (Vec::new(), 100, Instant::now() + PATIENCE);
+    let (mut streams, mut seed, deadline) = (Vec::new(), 100, Instant::now() + TIMEOUT);
     let is_prefill = |name: &&str| pool.status(name)["role"] == "prefill";
     while !decoders.iter().any(is_prefill) {
         assert!(Instant::now() < deadline, "{} {}", pool.ask(&["status"]), pool.gmanager_metrics());

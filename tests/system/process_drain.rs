@@ -2,7 +2,7 @@
 
 use crate::process_cluster::{Cluster, TWO, certificates, wait_for_pool};
 use crate::process_up::{golden_prompt, single};
-use lagoon_tests::process::{Client, Ended, Events, PATIENCE, Server, completion, run, signal, token_ids};
+use lagoon_tests::process::{Client, Ended, Events, Server, TIMEOUT, completion, run, signal, token_ids};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
@@ -20,7 +20,7 @@ fn ask_json(cluster: &Cluster, tls: &[String; 3], command: &[&str]) -> Value {
 
 /// The request placement map, once a request's blocks are on several instances: heartbeats tell it.
 fn placements(cluster: &Cluster, tls: &[String; 3]) -> Vec<Value> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let rows = ask_json(cluster, tls, &["kv", "ls"])["placements"].as_array().unwrap().clone();
         if rows.len() > 1 {
@@ -63,7 +63,7 @@ fn metric(client: &Client, name: &str) -> Option<f64> {
 
 /// Waits until a metric, which is recorded twice a second, is at least `least`.
 fn wait_for_metric(client: &Client, name: &str, least: f64) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while metric(client, name).is_none_or(|value| value < least) {
         assert!(Instant::now() < deadline, "{name}: {:?}\n{}", metric(client, name), client.get("/metrics").text);
         std::thread::sleep(Duration::from_millis(100));
@@ -124,7 +124,7 @@ fn a_drained_creditor_stops_without_losing_a_request() {
         wait_for_metric(&client, &format!("{name}_count"), 1.0);
         assert!(metric(&client, &format!("{name}_bucket{{le=\"0.00005\"}}")).is_some(), "{name} has fine buckets");
     }
-    for (name, labels) in [("recalls", "state=\"missed\""), ("preemptions", "kind=\"parked\"")] {
+    for (name, labels) in [("recalls", "state=\"missed\""), ("preemptions", "kind=\"swap\"")] {
         wait_for_metric(&client, &format!("lagoon_{name}_total{{{labels}}}"), 0.0);
     }
     stream.finish(&model, &prompt, 700);
@@ -179,7 +179,7 @@ fn moves_by_hand_are_done_counted_and_explained() {
         let [verb, blocks, rest @ ..] = command else { panic!("{command:?}") };
         let blocks = format!("--blocks={blocks}");
         let command = [&["kv", verb, &request, "--wait", "--json", &blocks][..], rest].concat();
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         let ended = loop {
             let ended = ask(&cluster, &tls, &command);
             // Four heartbeats a second tell the gManager what can move: what just moved may not be known yet.

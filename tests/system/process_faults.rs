@@ -197,7 +197,7 @@ fn a_partition_between_two_instances() {
     stream.wait_for(10);
     let creditor = pool.creditor("debtor");
 
-    // Shorter than anybody's patience: the stream waits, and nothing is lost.
+    // Shorter than any timeout: the stream waits, and nothing is lost.
     net.cut("debtor", &creditor);
     std::thread::sleep(Duration::from_millis(1_000));
     assert!(!stream.is_over());

@@ -51,7 +51,7 @@ impl Pair {
 }
 
 fn reach(client: &Client, field: &str) -> u64 {
-    number(&client.get("/lagoon/status").json(), &format!("reach/{field}"))
+    number(&client.get("/lagoon/status").json(), &format!("peer_access/{field}"))
 }
 
 #[track_caller]
@@ -79,12 +79,12 @@ fn a_request_that_outgrows_its_process_is_attended_to_in_anothers_memory() {
         let client = pair.debtor.client();
         // The first request connects the two; memory is mapped meanwhile.
         assert_eq!(client.complete(&prompt, 1, &json!({})).status, 200);
-        let settled = |s: &Value| number(s, "reach/mapped") + number(s, "reach/refused") == 1;
+        let settled = |s: &Value| number(s, "peer_access/mapped") + number(s, "peer_access/refused") == 1;
         client.wait_until("/lagoon/status", "its memory asked for", settled);
         let before = reach(&client, "attended_mapped") + reach(&client, "attended_shipped");
         assert_says(&client.complete(&prompt, 14, &extra).json(), &expected);
         let status = client.get("/lagoon/status").json();
-        let of = |field: &str| number(&status, &format!("reach/{field}"));
+        let of = |field: &str| number(&status, &format!("peer_access/{field}"));
         assert_eq!((of("mapped"), of("refused"), of("reused")), (1 - refused, refused, 0), "{status}");
         assert!(of("attended_mapped") + of("attended_shipped") >= before + 14, "{status}");
         if refused == 0 {
@@ -98,7 +98,7 @@ fn a_request_that_outgrows_its_process_is_attended_to_in_anothers_memory() {
         let mapped = format!("lagoon_remote_attentions_total{{how=\"mapped\"}} {}", of("attended_mapped"));
         client.wait_for_text("/metrics", &mapped);
         let lent = pair.lender.client().wait_until("/lagoon/status", "given back", |s| {
-            number(s, "lent/blocks_free") == LENT && number(s, "lent/reach/sealed") > 0
+            number(s, "lent/blocks_free") == LENT && number(s, "lent/peer_access/sealed") > 0
         });
         assert_eq!((&lent["lent"]["name"], &lent["lent"]["role"]), (&json!("lender-lent"), &json!("kv")), "{lent}");
         pair.lender.client().wait_for_text("/metrics", &format!("lagoon_lent_kv_blocks_free {LENT}"));
@@ -118,14 +118,14 @@ fn an_instance_attends_to_what_it_lends_itself() {
     let client = server.client();
     wait_for_pool(&client, 8 + LENT);
     assert_eq!(client.complete(&prompt, 1, &json!({})).status, 200);
-    client.wait_until("/lagoon/status", "its own memory mapped", |s| number(s, "reach/mapped") == 1);
+    client.wait_until("/lagoon/status", "its own memory mapped", |s| number(s, "peer_access/mapped") == 1);
     let extra = json!({"return_logits": true});
     assert_says(
         &client.complete(&prompt, 14, &extra).json(),
         &single(&on, &model).client().complete(&prompt, 14, &extra).json(),
     );
     let status = client.wait_until("/lagoon/status", "given back", |s| number(s, "lent/blocks_free") == LENT);
-    let of = |field: &str| number(&status, &format!("reach/{field}"));
+    let of = |field: &str| number(&status, &format!("peer_access/{field}"));
     assert!(of("attended_mapped") > of("attended_shipped") && of("reused") == 0, "{status}");
 }
 
@@ -141,14 +141,14 @@ fn a_killed_lender_costs_what_it_lent_and_nothing_else() {
     let client = debtor.client();
     wait_for_pool(&client, 8 + LENT + 32);
     assert_eq!(client.complete(&prompt, 1, &json!({})).status, 200);
-    client.wait_until("/lagoon/status", "its memory mapped", |s| number(s, "reach/mapped") == 1);
+    client.wait_until("/lagoon/status", "its memory mapped", |s| number(s, "peer_access/mapped") == 1);
     let mut stream = client.stream("/v1/completions", &completion(&prompt, 120, &json!({"stream": true})));
-    client.wait_until("/lagoon/status", "attended to there", |s| number(s, "reach/attended_mapped") > 2);
+    client.wait_until("/lagoon/status", "attended to there", |s| number(s, "peer_access/attended_mapped") > 2);
     lender.kill();
     let (events, done) = stream.rest();
     assert!(done, "{events:?}");
     let said: Vec<u32> = events.iter().flat_map(token_ids).collect();
-    let status = client.wait_until("/lagoon/status", "unmapped", |s| number(s, "reach/mapped") == 0);
+    let status = client.wait_until("/lagoon/status", "unmapped", |s| number(s, "peer_access/mapped") == 0);
     assert!(number(&status, "recoveries") > 0 && number(&status, "recomputed_tokens") > 0, "{status}");
     let reference = single(&on, &model);
     assert_eq!(said, token_ids(&reference.client().complete(&prompt, 120, &json!({})).json()));

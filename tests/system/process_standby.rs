@@ -3,7 +3,7 @@
 use crate::process_cluster::{TWO, certificates, equals_single, new_ca, wait_for_pool};
 use crate::process_up::{golden_prompt, single};
 use lagoon_tests::etcd::EtcdServer;
-use lagoon_tests::process::{Ended, PATIENCE, Server, completion, kill, run, signal, token_ids};
+use lagoon_tests::process::{Ended, Server, TIMEOUT, completion, kill, run, signal, token_ids};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
@@ -63,7 +63,7 @@ impl Pair {
 
     /// The leader's place and term, waiting for one.
     fn leader(&self, gmanagers: &str) -> (usize, u64) {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             let ended = self.ask(gmanagers);
             if ended.code == Some(0) {
@@ -156,7 +156,7 @@ fn without_etcd_nobody_leads_and_requests_go_on() {
         if ended.code != Some(0) {
             break ended;
         }
-        assert!(stopped.elapsed() < PATIENCE, "it leads without a lease");
+        assert!(stopped.elapsed() < TIMEOUT, "it leads without a lease");
     };
     println!("nobody led {:?} after etcd's end (lease {LEASE_S} s)", stopped.elapsed());
     assert!(refused.stderr.contains("no gManager leads") && refused.stderr.contains("hint:"), "{refused:?}");

@@ -192,7 +192,7 @@ fn a_pool_starts_again_what_dies_and_says_so() {
     });
     // Neither of them holds it alone.
     let long = completion(&[7; 1200], 5, &json!({}));
-    let deadline = std::time::Instant::now() + lagoon_tests::process::PATIENCE;
+    let deadline = std::time::Instant::now() + lagoon_tests::process::TIMEOUT;
     while client.post("/v1/completions", &long).status != 200 {
         assert!(std::time::Instant::now() < deadline, "the two do not lend each other");
         std::thread::sleep(std::time::Duration::from_millis(100));

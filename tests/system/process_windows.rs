@@ -3,12 +3,12 @@
 
 use crate::process_disaggregated::connected;
 use crate::process_up::golden_prompt;
-use lagoon_backend::{SharedRegions, Window};
+use lagoon_backend::{SharedRegion, SharedRegions};
 use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers};
 use lagoon_tests::faults::number;
 use lagoon_tests::golden::max_diff;
 use lagoon_tests::process::{Client, Server, completion, kill, logits, signal, token_ids};
-use lagoon_transport::direct::{ArenaServer, HostError, fetch_arena, fetch_window};
+use lagoon_transport::direct::{ArenaServer, HostError, fetch_arena, fetch_region};
 use serde_json::{Value, json};
 use std::ffi::OsStr;
 use std::path::PathBuf;
@@ -109,21 +109,21 @@ fn cuda_workers_on_one_device_hand_kv_over_on_it() {
         let prefill = |field: &str| number(&status, &format!("prefill/{field}"));
         assert_eq!((prefill("pulled"), prefill("own"), prefill("damaged_blocks")), (3, 0, 0), "{what}: {status}");
         let of = |field: &str| number(&status, &format!("carried/{field}"));
-        assert_eq!((of("windows_mapped"), of("windows_refused")), (mapped, refused), "{what}: {status}");
+        assert_eq!((of("regions_mapped"), of("regions_refused")), (mapped, refused), "{what}: {status}");
         decoder.wait_for_text("/metrics", &format!("lagoon_transfer_windows_refused_total {refused}"));
         let said = pool.stop().stderr;
         assert_eq!(said.contains("goes through the host's memory"), refused > 0, "{what}: {said}");
     }
 }
 
-/// A prefill worker is killed with prompts under way and its device memory mapped: they are computed by the other one, and its
+/// A prefill worker is killed with prompts in flight and its device memory mapped: they are computed by the other one, and its
 /// memory is unmapped.
 #[test]
 fn a_killed_worker_leaves_no_device_memory_mapped() {
     let Some(on) = OnFake::find("a_killed_worker_leaves_no_device_memory_mapped") else { return };
     let (_, prompt) = golden_prompt();
     let (pool, decoder) = on.pool(2, &[], &[]);
-    decoder.wait_until("/lagoon/status", "both mapped", |s| number(s, "carried/windows_mapped") == 2);
+    decoder.wait_until("/lagoon/status", "both mapped", |s| number(s, "carried/regions_mapped") == 2);
     let client = pool.client();
     let bodies: Vec<Value> = (0..3)
         .map(|n| {
@@ -146,7 +146,7 @@ fn a_killed_worker_leaves_no_device_memory_mapped() {
         said.push(events.iter().flat_map(token_ids).collect::<Vec<u32>>());
     }
     let status = decoder.wait_until("/lagoon/status", "one is left", |s| {
-        number(s, "carried/windows_mapped") == 1 && number(s, "prefill/stage_blocks_used") == 0
+        number(s, "carried/regions_mapped") == 1 && number(s, "prefill/stage_blocks_used") == 0
     });
     assert_eq!((number(&status, "prefill/own"), number(&status, "prefill/pulled")), (0, 3), "{status}");
     assert!(number(&status, "prefill/retried") > 0, "{status}");
@@ -172,25 +172,25 @@ fn a_window_is_handed_out_for_its_token_only() {
     )
     .unwrap();
     let theirs = device.region(5000).unwrap().1;
-    let own: Arc<dyn Window> = device.region(5000).unwrap().1;
+    let own: Arc<dyn SharedRegion> = device.region(5000).unwrap().1;
     theirs.write(7, b"written").unwrap();
-    let server = ArenaServer::of_window(&dir.path().join("a.sock"), theirs.as_ref()).unwrap();
+    let server = ArenaServer::of_region(&dir.path().join("a.sock"), theirs.as_ref()).unwrap();
     let offer = server.arenas()[0].clone();
     assert_eq!((offer.bytes, offer.device.len()), (theirs.bytes(), 16));
     let mut forged = offer.clone();
     forged.token[0] ^= 1;
-    assert!(matches!(fetch_window(&forged, &own), Err(HostError::Refused)));
+    assert!(matches!(fetch_region(&forged, &own), Err(HostError::Refused)));
     forged.token.pop();
-    assert!(matches!(fetch_window(&forged, &own), Err(HostError::Token(31))));
+    assert!(matches!(fetch_region(&forged, &own), Err(HostError::Token(31))));
     for (device, bytes) in [(vec![1; 15], offer.bytes), (vec![1; 16], offer.bytes), (offer.device.clone(), 4096)] {
         let other = lagoon_protocol::TransferArena { device, bytes, ..offer.clone() };
-        assert!(fetch_window(&other, &own).is_err(), "{other:?}");
+        assert!(fetch_region(&other, &own).is_err(), "{other:?}");
     }
     assert!(matches!(fetch_arena(&offer, offer.bytes), Err(HostError::Io { .. })), "it is no sealed file");
     assert_eq!(own.mapped(), 0);
-    let mapped = fetch_window(&offer, &own).unwrap();
+    let mapped = fetch_region(&offer, &own).unwrap();
     drop((server, theirs));
-    fetch_window(&offer, &own).unwrap_err();
+    fetch_region(&offer, &own).unwrap_err();
     let mut out = [0; 7];
     mapped.read(7, &mut out).unwrap();
     assert_eq!((&out, own.mapped()), (b"written", 1));

@@ -128,7 +128,7 @@ fn fault(world: &mut World, rng: &mut Rng) {
         2 => world.cut(a, b, rng.below(3_000)),
         3 if world.coordinator.is_some() => world.kill_gmanager(),
         3 => world.start_gmanager(),
-        4 => world.break_device(a, Fault::Guest),
+        4 => world.break_device(a, Fault::RemoteRequest),
         5 => world.fill_queue(rng.below(3) as usize, kinds[rng.below(8) as usize]),
         _ => {}
     }

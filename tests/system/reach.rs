@@ -2,7 +2,7 @@
 //! every logit is that of a single host instance, whatever becomes of that memory.
 
 use crate::cuda::{driver, fake};
-use lagoon_instance::{ReachStatus, RemotePolicy};
+use lagoon_instance::{PeerAccessStatus, RemotePolicy};
 use lagoon_protocol::{MemoryTier, Role};
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
 use lagoon_tests::cluster::{Backend, PoolSpec, Spec, World, greedy};
@@ -12,15 +12,22 @@ const BLOCK: u32 = 16;
 
 fn debtor(blocks: u32, remote: RemotePolicy) -> Spec {
     // Nothing is fetched: what is not in reach is shipped, so that every difference is the memory's.
-    Spec { backend: Backend::Cuda, remote, step_rows: 2 * BLOCK, reaches: true, fetch_tokens: 0, ..Spec::cpu(blocks) }
+    Spec {
+        backend: Backend::Cuda,
+        remote,
+        step_rows: 2 * BLOCK,
+        peer_access: true,
+        fetch_tokens: 0,
+        ..Spec::cpu(blocks)
+    }
 }
 
 fn lender(blocks: u32) -> Spec {
     Spec { backend: Backend::Cuda, role: Role::Kv, lends: true, ..Spec::cpu(blocks) }
 }
 
-fn reach(world: &World, node: usize) -> ReachStatus {
-    world.nodes[node].live().status().reach
+fn reach(world: &World, node: usize) -> PeerAccessStatus {
+    world.nodes[node].live().status().peer_access
 }
 
 /// A debtor and a lender; a request that outgrows the debtor has said its first tokens, and everything it lent is sealed.
@@ -75,7 +82,7 @@ fn memory_that_is_somebody_elses_by_then_is_computed_again() {
     world.overwrite(1, block);
     world.run();
     let status = world.nodes[0].live().status();
-    assert_eq!((status.reach.reused, status.recoveries), (1, 1), "{status:?}");
+    assert_eq!((status.peer_access.reused, status.recoveries), (1, 1), "{status:?}");
     assert!(status.recomputed_tokens > 0);
     assert_equals_single("overwritten", &world, &PoolSpec::golden("head_dim_64", BLOCK));
     world.check_empty();
@@ -94,7 +101,7 @@ fn a_lender_that_dies_takes_what_it_lent() {
     world.kill(1);
     world.run();
     let status = world.nodes[0].live().status();
-    assert_eq!((status.reach.mapped, status.reach.reused), (0, 0), "{status:?}");
+    assert_eq!((status.peer_access.mapped, status.peer_access.reused), (0, 0), "{status:?}");
     assert!(status.recoveries > 0 && status.recomputed_tokens > 0, "{status:?}");
     assert_equals_single("killed", &world, &PoolSpec::golden("head_dim_64", BLOCK));
     // Whoever died is told of releases until its leases' time is over.

@@ -178,7 +178,7 @@ fn refused_blocks_are_computed_again() {
     run_to_token(&mut world, 0, 2);
     let (&creditor, &blocks) = seq(&world).remote_blocks.iter().next().unwrap();
     let node = node_of(&world, creditor);
-    world.break_device(node, lagoon_tests::cluster::Fault::Guest);
+    world.break_device(node, lagoon_tests::cluster::Fault::RemoteRequest);
     world.run();
     assert_eq!(status(&world).recomputed_tokens, u64::from(blocks * BLOCK));
     assert_equals_single("refused", &world, &pool());

@@ -109,7 +109,7 @@ fn copies_that_are_given_up_leave_nothing() {
         match what {
             "cancelled" => world.cancel(request),
             "killed" => world.kill((0..2).find(|n| world.nodes[*n].live().status().prefill.jobs_done > 0).unwrap()),
-            _ => world.break_device(2, Fault::Guest),
+            _ => world.break_device(2, Fault::RemoteRequest),
         }
         world.run();
         if what == "failed" {
@@ -130,7 +130,7 @@ fn a_copy_out_of_the_store_that_fails_costs_another_prefill() {
         let spec = PoolSpec::golden("llama3_old", 4);
         let decode = Spec { push, ..Spec::decode(40) };
         let mut world = pool(&spec, &[staged(Role::Prefill, 60, 60), decode]);
-        world.break_device(0, Fault::Guest);
+        world.break_device(0, Fault::RemoteRequest);
         world.submit(1, greedy(prompt(1, 60, 128), 8));
         world.run();
         let status = world.nodes[1].live().status().prefill;

@@ -1,4 +1,4 @@
-//! The threshold on lending compute: an instance with a latency target keeps it, and its guests find another home.
+//! The threshold on lending compute: an instance with a latency target keeps it, and its remote requests find another home.
 
 use lagoon_tests::cluster::compare::{assert_equals_single, prompt};
 use lagoon_tests::cluster::{PoolSpec, Spec, World, greedy};
@@ -19,11 +19,11 @@ fn a_busy_instance_lends_nothing_until_it_has_time() {
     world.submit(1, greedy(prompt(300, 10, 128), 100));
     run_to_token(&mut world, 0, 20);
     let start = world.now_ms;
-    let guest = world.submit(0, greedy(prompt(301, 60, 128), 6));
+    let remote_request = world.submit(0, greedy(prompt(301, 60, 128), 6));
     world.run_until(|w| w.requests[0].is_over());
     let status = world.nodes[1].live().status();
     assert!(world.now_ms > start + 2_000 && status.blocks_lent == 0, "it lent over its target");
-    assert!(world.requests[guest].tokens.is_empty() && world.sent("ticket").0 == 0);
+    assert!(world.requests[remote_request].tokens.is_empty() && world.sent("ticket").0 == 0);
     // It decodes no more, and lends again.
     world.run();
     assert!(world.sent("ticket").0 > 0);
@@ -32,21 +32,22 @@ fn a_busy_instance_lends_nothing_until_it_has_time() {
     world.check_empty();
 }
 
-/// Guests that were there before are sent away once, when they make own steps far too long; they go elsewhere with what
+/// Remote requests that were there before are sent away once, when they make own steps far too long; they go elsewhere with what
 /// they lost, and stay there.
 #[test]
-fn a_guest_that_breaks_the_target_is_sent_away_once() {
-    // A guest's layer of 52 keys takes 25 ms, measured and estimated: 256 operations a key.
+fn a_remote_request_that_breaks_the_target_is_sent_away_once() {
+    // A remote request's layer of 52 keys takes 25 ms, measured and estimated: 256 operations a key.
     let attention_flops = 256.0 * 52.0 / 0.025;
-    let creditor = Spec { target_step_ms: Some(20), step_ms: 10, guest_ms: 25, attention_flops, ..Spec::cpu(60) };
+    let creditor =
+        Spec { target_step_ms: Some(20), step_ms: 10, remote_request_ms: 25, attention_flops, ..Spec::cpu(60) };
     let mut world = World::pool(pool(), None, &[Spec::cpu(8), creditor]);
-    let guest = world.submit(0, greedy(prompt(302, 80, 128), 60));
-    run_to_token(&mut world, guest, 1);
+    let remote_request = world.submit(0, greedy(prompt(302, 80, 128), 60));
+    run_to_token(&mut world, remote_request, 1);
     assert!(world.nodes[1].live().status().blocks_lent >= 13);
     world.add(Spec::cpu(60));
     let own = world.submit(1, greedy(prompt(303, 10, 128), 140));
     world.run_until(|w| w.nodes[1].live().status().steps_shed > 0);
-    assert!(!world.requests[guest].is_over());
+    assert!(!world.requests[remote_request].is_over());
     let (shed_ms, said) = (world.now_ms, world.requests[own].tokens.len());
     assert!(said >= 20, "sent away after {said} steps");
     // Whoever was sent away does not come back while this one is busy.

@@ -169,7 +169,7 @@ impl Answer {
     }
 }
 
-/// A streamed answer under way.
+/// A streamed answer in flight.
 struct Frames {
     answer: Answer,
     pieces: Pieces,

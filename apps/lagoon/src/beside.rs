@@ -111,7 +111,7 @@ impl Tier {
             lend_reserve_blocks: 0,
             transfer: None,
             lent,
-            reaches: None,
+            peer_access: None,
             ..of.clone()
         };
         let about = About::new(&config);

@@ -11,9 +11,10 @@ use anyhow::{Context, bail};
 use lagoon_backend::{AttnRows, Device};
 use lagoon_protocol::{BatchPoint, Calibration};
 use lagoon_runner::{
-    Command, Executor, GuestQuery, GuestRead, GuestTag, GuestWrite, RemoteWork, Report, SampleSpec, SeqRows, StepWork,
+    Command, Executor, RemoteQuery, RemoteRead, RemoteTag, RemoteWork, RemoteWrite, Report, SampleSpec, SeqRows,
+    StepWork,
 };
-use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape, Lane, SamplingParams, SeqId, StepId};
+use lagoon_types::{AttentionGeometry, DType, KvRun, KvShape, MicroBatch, SamplingParams, SeqId, StepId};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -91,7 +92,7 @@ impl<D: Device> Bench<'_, D> {
         while self.executor.turn(&mut note) {}
         match last.context("the device did not answer")? {
             Report::Failed { error, .. } => bail!("a step failed: {error}"),
-            Report::GuestFailed { error, .. } => bail!("the device failed: {error}"),
+            Report::RemoteFailed { error, .. } => bail!("the device failed: {error}"),
             report => Ok(report),
         }
     }
@@ -169,7 +170,7 @@ impl<D: Device> Bench<'_, D> {
         self.step += 1;
         let work = StepWork {
             step: StepId(self.step),
-            lane: Lane::Local,
+            micro_batch: MicroBatch::Local,
             tokens: vec![0; rows as usize],
             slots: (0..rows).collect(),
             seqs,
@@ -213,8 +214,8 @@ impl<D: Device> Bench<'_, D> {
         let queries: bytes::Bytes = vec![0; self.subject.geometry.q_dim() * DType::F32.size()].into();
         self.fastest(|bench| {
             for layer in 0..bench.subject.kv.layers {
-                bench.run(Command::GuestQuery(GuestQuery {
-                    tag: GuestTag(0),
+                bench.run(Command::RemoteQuery(RemoteQuery {
+                    tag: RemoteTag(0),
                     layer,
                     dtype: DType::F32,
                     queries: queries.clone(),
@@ -244,15 +245,20 @@ impl<D: Device> Bench<'_, D> {
     }
 
     fn read(&mut self, layer: u32, tokens: u32) -> anyhow::Result<()> {
-        let read = GuestRead { tag: GuestTag(0), layer, pieces: vec![(0, tokens)] };
-        self.run(Command::GuestRead(read)).map(drop)
+        let read = RemoteRead { tag: RemoteTag(0), layer, pieces: vec![(0, tokens)] };
+        self.run(Command::RemoteRead(read)).map(drop)
     }
 
     /// Zeroes the first `tokens` slots in every layer.
     fn clear(&mut self, tokens: u32) -> anyhow::Result<()> {
         let kv: bytes::Bytes = vec![0; tokens as usize * self.subject.kv.layer_token_bytes()].into();
         for layer in 0..self.subject.kv.layers {
-            self.run(Command::GuestWrite(GuestWrite { tag: None, layer, pieces: vec![(0, tokens)], kv: kv.clone() }))?;
+            self.run(Command::RemoteWrite(RemoteWrite {
+                tag: None,
+                layer,
+                pieces: vec![(0, tokens)],
+                kv: kv.clone(),
+            }))?;
         }
         Ok(())
     }
@@ -317,8 +323,8 @@ mod tests {
 
         let mut bench = Bench { executor: &mut executor, subject, step: 0 };
         for layer in 0..subject.kv.layers {
-            let read = GuestRead { tag: GuestTag(1), layer, pieces: vec![(0, SLOTS)] };
-            let Report::GuestKv { kv, .. } = bench.run(Command::GuestRead(read)).unwrap() else { panic!("no KV") };
+            let read = RemoteRead { tag: RemoteTag(1), layer, pieces: vec![(0, SLOTS)] };
+            let Report::RemoteKv { kv, .. } = bench.run(Command::RemoteRead(read)).unwrap() else { panic!("no KV") };
             assert!(kv.iter().all(|byte| *byte == 0), "layer {layer} was written");
         }
     }

@@ -12,7 +12,7 @@ use lagoon_cuda::kernels::attention::{Precision, Tuning};
 use lagoon_cuda::{CudaDevice, CudaOptions, kernels};
 use lagoon_model::{LlamaWeights, Rope};
 use lagoon_protocol::Calibration;
-use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, KvMemory, KvWindow, Model, Report};
+use lagoon_runner::{Executor, ExecutorConfig, ExecutorThread, KvMemory, KvRegion, Model, Report};
 use lagoon_shaders::{AdapterChoice, WgpuDevice};
 use lagoon_types::KvSpace;
 use std::fmt::{self, Debug, Formatter};
@@ -32,9 +32,9 @@ pub struct Running {
     pub(crate) memory: KvMemory,
     pub(crate) stage_blocks: u32,
     /// The memory of its KV, if that is lent to be mapped.
-    pub(crate) lent: Option<KvWindow>,
+    pub(crate) lent: Option<KvRegion>,
     /// Its device may map such memory of others.
-    pub(crate) reaches: bool,
+    pub(crate) peer_access: bool,
     /// What it measured of itself, now or earlier.
     pub(crate) calibration: Option<Calibration>,
 }
@@ -55,7 +55,7 @@ pub(crate) struct Sizes {
 }
 
 /// A row of addresses for each sequence that runs or is about to, as long as the model's longest.
-fn wished_space(args: &EngineArgs, model: &OpenModel, sizes: Sizes) -> KvSpace {
+fn requested_space(args: &EngineArgs, model: &OpenModel, sizes: Sizes) -> KvSpace {
     let rows = u32::try_from(args.max_running).unwrap_or(u32::MAX).saturating_add(SPARE_ROWS);
     let row_blocks = model.config.max_positions.div_ceil(args.block_tokens);
     KvSpace::flat(sizes.blocks_total, args.block_tokens).with_rows(rows, row_blocks)
@@ -165,7 +165,7 @@ impl<'a> Loading<'a> {
         device.set_tuning(Tuning { precision, ..*device.tuning() });
         attention.apply(&mut device, geometry, dtype);
         let shape = model.config.kv_shape(sizes.kv_dtype);
-        let why_flat = (!sizes.lend).then(|| device.why_flat(shape, &wished_space(args, model, *sizes))).flatten();
+        let why_flat = (!sizes.lend).then(|| device.why_flat(shape, &requested_space(args, model, *sizes))).flatten();
         if let Some(why) = why_flat {
             tracing::warn!("sequences are contiguous in memory only by chance: {why}");
         }
@@ -193,7 +193,7 @@ impl<'a> Loading<'a> {
         // Stores that debtors map are flat, and so are those of devices without virtual memory.
         let space = match device.virtual_memory() {
             Some(memory) if !sizes.lend => {
-                memory.kv_space(model.config.kv_shape(sizes.kv_dtype), wished_space(args, model, sizes))
+                memory.kv_space(model.config.kv_shape(sizes.kv_dtype), requested_space(args, model, sizes))
             }
             _ => KvSpace::flat(sizes.blocks_total, args.block_tokens),
         };
@@ -223,10 +223,10 @@ impl<'a> Loading<'a> {
         };
         let calibration = measured(&mut executor, subject, (args, cached), model, &info)?;
         let memory = executor.memory().clone();
-        let (lent, reaches) = (executor.lent().cloned(), executor.maps_peers());
+        let (lent, peer_access) = (executor.lent().cloned(), executor.maps_peers());
         let stage_blocks = if executor.stages() { sizes.stage_blocks } else { 0 };
         let thread = lagoon_runner::spawn(executor, report);
-        Ok(Running { thread, info, space, memory, stage_blocks, lent, reaches, calibration })
+        Ok(Running { thread, info, space, memory, stage_blocks, lent, peer_access, calibration })
     }
 }
 

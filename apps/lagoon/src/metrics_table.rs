@@ -72,12 +72,12 @@ const REQUESTS: &[Metric] = &[
         &[],
         "Sequences that wait for memory or for their prompt to be computed elsewhere.",
     ),
-    Metric::gauge("lagoon_requests_parked", "sequences", &[], "Sequences swapped out to host memory."),
+    Metric::gauge("lagoon_requests_swapped_out", "sequences", &[], "Sequences swapped out to host memory."),
     Metric::counter(
         "lagoon_preemptions_total",
         "preemptions",
-        &[("kind", &["recompute", "parked"])],
-        "Preemptions: to be recomputed, or swapped out to host memory (parked).",
+        &[("kind", &["recompute", "swap"])],
+        "Preemptions: to be recomputed, or swapped out to host memory.",
     ),
     Metric::counter(
         "lagoon_preempted_tokens_total",
@@ -99,7 +99,7 @@ const REQUESTS: &[Metric] = &[
         "Times that the gManager declared this instance dead while it lived.",
     ),
     Metric::counter(
-        "lagoon_guest_steps_shed_total",
+        "lagoon_remote_steps_shed_total",
         "steps",
         &[],
         "Steps of remote attention refused to hold --target-tbt-ms.",

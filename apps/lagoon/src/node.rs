@@ -8,7 +8,7 @@ use crate::partial_waits::PartialWaits;
 use crate::pool_client::role_name;
 use crate::reach::{Fetched, Fetches};
 use crate::tier_kind::TierKind;
-use crate::transfers::{Told, Transfers};
+use crate::transfers::{Completion, Transfers};
 use anyhow::Context as _;
 use lagoon_backend::DeviceError;
 use lagoon_instance::{Effect, Event, Instance, InstanceStatus, PeerKey, TICK_MS};
@@ -88,7 +88,7 @@ enum Happened {
     Partials(Inbound<PartialsFrame>),
     Bulk(Inbound<BulkFrame>),
     Input(Input),
-    Told(Told),
+    Completion(Completion),
     Fetched(Fetched),
     Tick,
     /// The loop polls: the network had its turn.
@@ -242,8 +242,8 @@ impl NodeLoop {
                     }
                 }
                 Happened::Input(input) => self.on_input(input),
-                Happened::Told(told) => {
-                    let event = self.transfers.as_mut().and_then(|transfers| transfers.on_told(told));
+                Happened::Completion(told) => {
+                    let event = self.transfers.as_mut().and_then(|transfers| transfers.on_completion(told));
                     event.into_iter().for_each(|event| self.step(Event::Transfer(event)));
                 }
                 Happened::Fetched(fetched) => self.on_fetched(fetched),
@@ -278,7 +278,7 @@ impl NodeLoop {
             report = reports.recv() => report.map_or(Happened::DeviceEnded, Happened::Report),
             Some(inbound) = recv(partials) => Happened::Partials(inbound),
             Some(input) = inputs.recv() => Happened::Input(input),
-            Some(told) = next_told(transfers.as_mut()) => Happened::Told(told),
+            Some(told) = next_completion(transfers.as_mut()) => Happened::Completion(told),
             Some(fetched) = fetches.next() => Happened::Fetched(fetched),
             _ = tick.tick() => Happened::Tick,
             Some(inbound) = recv(bulk), if instance.takes_bulk() => Happened::Bulk(inbound),
@@ -595,7 +595,7 @@ async fn recv<T>(inbox: Option<&mut lagoon_transport::Inbox<T>>) -> Option<T> {
     }
 }
 
-async fn next_told(transfers: Option<&mut Transfers>) -> Option<Told> {
+async fn next_completion(transfers: Option<&mut Transfers>) -> Option<Completion> {
     match transfers {
         Some(transfers) => transfers.next().await,
         None => std::future::pending().await,

@@ -6,7 +6,7 @@ use crate::node_status::NodeStatus;
 use crate::tier_kind::TierKind;
 use crate::transfers::Carried;
 use lagoon_backend::{KvCounters, LaunchCounters};
-use lagoon_instance::{LastTimes, MoveStatus, PrefillStatus, PrefixStatus, ReachStatus};
+use lagoon_instance::{LastTimes, MoveStatus, PeerAccessStatus, PrefillStatus, PrefixStatus};
 use metrics::{counter, gauge, histogram};
 use std::time::Duration;
 
@@ -35,7 +35,7 @@ impl NodeMetrics {
                 gauge!("lagoon_lent_kv_blocks_total").set(of.blocks_total);
                 gauge!("lagoon_lent_kv_blocks_free").set(of.blocks_free);
                 gauge!("lagoon_lent_kv_blocks_lent").set(of.blocks_lent);
-                counter!("lagoon_lent_kv_blocks_sealed_total").absolute(of.reach.sealed);
+                counter!("lagoon_lent_kv_blocks_sealed_total").absolute(of.peer_access.sealed);
                 return;
             }
             None => {}
@@ -48,19 +48,19 @@ impl NodeMetrics {
         gauge!("lagoon_requests_running").set(as_f64(of.running));
         gauge!("lagoon_requests_waiting").set(as_f64(of.waiting));
         counter!("lagoon_preemptions_total", "kind" => "recompute").absolute(of.preemptions);
-        counter!("lagoon_preemptions_total", "kind" => "parked").absolute(of.offloads);
-        gauge!("lagoon_requests_parked").set(as_f64(of.parked));
+        counter!("lagoon_preemptions_total", "kind" => "swap").absolute(of.offloads);
+        gauge!("lagoon_requests_swapped_out").set(as_f64(of.swapped_out));
         counter!("lagoon_preempted_tokens_total").absolute(of.preempted_tokens);
         counter!("lagoon_recoveries_total").absolute(of.recoveries);
         counter!("lagoon_recomputed_tokens_total").absolute(of.recomputed_tokens);
         counter!("lagoon_fences_total").absolute(of.fences);
-        counter!("lagoon_guest_steps_shed_total").absolute(of.steps_shed);
+        counter!("lagoon_remote_steps_shed_total").absolute(of.steps_shed);
         record_moves(&of.moves, of.block_tokens);
         of.memory.iter().for_each(record_memory);
         of.launches.iter().for_each(record_launches);
         record_prefill(&of.prefill);
         record_prefix(&of.prefix);
-        record_reach(&of.reach);
+        record_peer_access(&of.peer_access);
         for row in &status.paths {
             let labels = [("worker", row.worker.to_string()), ("path", row.path.to_owned())];
             gauge!("lagoon_transfer_path_bytes_per_second", &labels).set(row.bytes_per_s);
@@ -95,7 +95,7 @@ fn record_prefix(of: &PrefixStatus) {
     }
 }
 
-fn record_reach(of: &ReachStatus) {
+fn record_peer_access(of: &PeerAccessStatus) {
     let ways = [("mapped", of.attended_mapped), ("shipped", of.attended_shipped), ("fetched", of.attended_fetched)];
     ways.iter().for_each(|(how, n)| counter!("lagoon_remote_attentions_total", "how" => *how).absolute(*n));
     gauge!("lagoon_creditors_mapped").set(as_f64(of.mapped));
@@ -153,8 +153,8 @@ fn record_prefill(of: &PrefillStatus) {
 fn record_carried(of: &Carried) {
     let paths = of.bytes.iter();
     paths.for_each(|(path, bytes)| counter!("lagoon_transfer_path_bytes_total", "path" => *path).absolute(*bytes));
-    gauge!("lagoon_transfer_windows_mapped").set(as_f64(of.windows_mapped));
-    counter!("lagoon_transfer_windows_refused_total").absolute(of.windows_refused);
+    gauge!("lagoon_transfer_windows_mapped").set(as_f64(of.regions_mapped));
+    counter!("lagoon_transfer_windows_refused_total").absolute(of.regions_refused);
 }
 
 fn record_moves(moves: &MoveStatus, block_tokens: u32) {

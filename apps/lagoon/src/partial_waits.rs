@@ -6,7 +6,7 @@ use metrics::histogram;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// Steps that are followed at once: one for each lane, and one that is ending.
+/// Steps that are followed at once: one for each micro-batch, and one that is ending.
 const STEPS_MAX: usize = 4;
 
 #[derive(Debug)]

@@ -44,11 +44,11 @@ impl DeviceArg {
         };
         let Some(found) = found else {
             let listed: Vec<String> = names.iter().enumerate().map(|(n, name)| format!("{n}: {name}")).collect();
-            let wish = match self {
+            let requested = match self {
                 Self::Number(number) => format!("number {number}"),
                 Self::Name(name) => format!("{name:?} in its name"),
             };
-            bail!("no device with {wish}; there is {}\nhint: `lagoon doctor` lists them", listed.join(", "))
+            bail!("no device with {requested}; there is {}\nhint: `lagoon doctor` lists them", listed.join(", "))
         };
         Ok(found)
     }

@@ -3,7 +3,7 @@
 
 use crate::scratch::Scratch;
 use lagoon_protocol::{LentMemory, TransferArena};
-use lagoon_runner::{KvWindow, MapId, PeerMemory};
+use lagoon_runner::{KvRegion, MapId, PeerMemory};
 use std::thread;
 use tokio::sync::mpsc;
 
@@ -20,17 +20,17 @@ pub(crate) struct Offer {
 
 /// What a debtor is told of the store of so many rBlocks that a window is, and what hands it out.
 #[cfg(target_os = "linux")]
-pub(crate) fn offer(window: &KvWindow, blocks: u32) -> anyhow::Result<(LentMemory, Offer)> {
+pub(crate) fn offer(window: &KvRegion, blocks: u32) -> anyhow::Result<(LentMemory, Offer)> {
     use anyhow::Context as _;
     let socket = Scratch::new("lent")?;
     let server =
-        ArenaServer::of_window(&socket.path().join("arena"), window.as_ref()).context("offer device memory")?;
+        ArenaServer::of_region(&socket.path().join("arena"), window.as_ref()).context("offer device memory")?;
     let lent = LentMemory { memory: server.arenas().first().cloned(), host: host_identity(), blocks };
     Ok((lent, Offer { _server: server, _socket: socket }))
 }
 
 #[cfg(not(target_os = "linux"))]
-pub(crate) fn offer(window: &KvWindow, _blocks: u32) -> anyhow::Result<(LentMemory, Offer)> {
+pub(crate) fn offer(window: &KvRegion, _blocks: u32) -> anyhow::Result<(LentMemory, Offer)> {
     match *window {}
 }
 

@@ -258,7 +258,7 @@ fn reason(error: reqwest::Error) -> String {
     format!("{:#}", anyhow::Error::from(error.without_url()))
 }
 
-/// An event stream under way.
+/// An event stream in flight.
 struct Events {
     attempts: Attempts,
     backend: Backend,

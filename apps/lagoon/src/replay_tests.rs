@@ -282,7 +282,7 @@ async fn a_client_that_leaves_while_another_instance_is_looked_for_is_forgotten(
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     drop(response);
-    // Once what was under way has ended, nobody is asked any more.
+    // Once what was in progress has ended, nobody is asked any more.
     let mut seen = asked();
     loop {
         tokio::time::sleep(Duration::from_millis(100)).await;

@@ -326,8 +326,8 @@ pub(crate) async fn run(args: ServeArgs, devices: &dyn Devices) -> anyhow::Resul
         ..instance_config(&args, &model, sizes, running.info.backend, http_addr, quic_addr)
     };
     let transfer = sizes.shared.then(|| transfers::config(&config, running.stage_blocks, &args.engine)).transpose()?;
-    let reaches = reach::host().filter(|_| running.reaches && args.role != RoleArg::Kv);
-    let config = InstanceConfig { transfer, reaches, ..config };
+    let peer_access = reach::host().filter(|_| running.peer_access && args.role != RoleArg::Kv);
+    let config = InstanceConfig { transfer, peer_access, ..config };
     let transfers = start_transfers(&args, &config, &running)?;
     let beside = start_beside(&args, chosen, &model, &config, &stop)?;
     let transfer_addr = transfers.as_ref().map(Transfers::addr);
@@ -450,7 +450,7 @@ fn instance_config(
         target_step_ms: engine.target_tbt_ms,
         transfer: None,
         lent: None,
-        reaches: None,
+        peer_access: None,
     }
 }
 

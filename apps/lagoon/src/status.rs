@@ -133,7 +133,7 @@ fn path_lines(row: &Value) -> Vec<String> {
     let carried = row["carried"]["bytes"].as_object().into_iter().flatten();
     let carried = carried.filter_map(|(path, bytes)| Some(format!("{:.1} MB by {path}", bytes.as_f64()? / 1e6)));
     let carried = carried.collect::<Vec<_>>().join(", ");
-    let refused = row["carried"]["windows_refused"].as_u64().filter(|times| *times > 0);
+    let refused = row["carried"]["regions_refused"].as_u64().filter(|times| *times > 0);
     let refused = refused.map_or(String::new(), |times| format!("; {times} times device memory could not be mapped"));
     lines.extend((!carried.is_empty()).then(|| format!("KV read: {carried}{refused}")));
     lines
@@ -218,7 +218,7 @@ fn state(row: &Value) -> &'static str {
     }
 }
 
-/// Moves under way, or rBlocks that moved for its requests since it started.
+/// Moves in flight, or rBlocks that moved for its requests since it started.
 fn moves(row: &Value, fields: &[&str]) -> String {
     let numbers: Option<Vec<String>> = fields.iter().map(|f| Some(row["moves"][*f].as_u64()?.to_string())).collect();
     numbers.map_or_else(|| "-".to_owned(), |n| n.join("/"))
@@ -266,7 +266,7 @@ mod tests {
     #[test]
     fn paths_say_what_they_carried() {
         let path = json!({"worker": 3, "path": "same device", "bytes_per_s": 2e9});
-        let carried = json!({"bytes": {"quic": 400_000, "same device": 12_300_000}, "windows_refused": 2});
+        let carried = json!({"bytes": {"quic": 400_000, "same device": 12_300_000}, "regions_refused": 2});
         let lines = path_lines(&json!({"paths": [path], "carried": carried}));
         assert_eq!(lines[0], "KV of prefill worker 3: 2.00 GB/s by same device when it was opened");
         let said = "KV read: 0.4 MB by quic, 12.3 MB by same device; 2 times device memory could not be mapped";

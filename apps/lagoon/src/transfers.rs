@@ -10,13 +10,13 @@ use crate::writers_here::{self, KnownHere};
 use anyhow::Context;
 use lagoon_instance::{InstanceConfig, TransferConfig, TransferEffect, TransferEvent};
 use lagoon_protocol::TransferArena;
-use lagoon_runner::{KvArena, KvMemory, KvWindow};
+use lagoon_runner::{KvArena, KvMemory, KvRegion};
 use lagoon_transfer::{
-    Check, ConnId, Layout, PeerRegions, Region, Span, WindowRegion, Writer, WriterConfig, WriterOutput, check_blocks,
+    Check, ConnId, DeviceRegion, Layout, PeerRegions, Region, Span, Writer, WriterConfig, WriterOutput, check_blocks,
 };
 use lagoon_transport::direct::{
-    ArenaServer, ExportServer, HostError, Landing, LanesConfig, MemoryPath, OnEvent, Path, PathEvent, Probe, ReadJob,
-    fetch_arena, fetch_window, host_identity,
+    ArenaServer, ExportServer, HostError, Landing, MemoryPath, OnEvent, Path, PathEvent, Probe, ReadJob, StreamsConfig,
+    fetch_arena, fetch_region, host_identity,
 };
 use lagoon_transport::{Bound, Identity, Node, TransportConfig};
 use lagoon_types::limits::WORKERS_MAX;
@@ -36,7 +36,7 @@ const COPIERS: usize = 2;
 
 /// What a node's own threads tell its loop.
 #[derive(Debug)]
-pub(crate) enum Told {
+pub(crate) enum Completion {
     Event(TransferEvent),
     /// The checks of blocks that are to be exported.
     Checks {
@@ -51,7 +51,7 @@ pub(crate) enum Told {
     /// What a path carries.
     Probed(Result<PathRow, String>),
     /// A worker's window could not be mapped, and why: its KV passes the host.
-    NoWindow {
+    NoRegion {
         writer: InstanceId,
         why: String,
     },
@@ -81,7 +81,7 @@ pub(crate) struct Transfers {
     server: Arc<ExportServer>,
     regions: Arc<[Arc<dyn Region>]>,
     /// The memory that they are in, if that is the device's.
-    window: Option<KvWindow>,
+    window: Option<KvRegion>,
     node: Node,
     /// Nobody talks to this endpoint but readers; what else comes is never read.
     _bound: Bound,
@@ -96,9 +96,9 @@ pub(crate) struct Transfers {
     measured: Vec<PathRow>,
     probed: BTreeSet<InstanceId>,
     announce: bool,
-    /// Bounded by the reads that the instance has under way and the exports that it asked for.
-    tell: mpsc::UnboundedSender<Told>,
-    told: mpsc::UnboundedReceiver<Told>,
+    /// Bounded by the reads that the instance has in flight and the exports that it asked for.
+    tell: mpsc::UnboundedSender<Completion>,
+    told: mpsc::UnboundedReceiver<Completion>,
 }
 
 /// What paths have carried, and the device's memory that is shared.
@@ -107,8 +107,8 @@ pub(crate) struct Carried {
     /// Bytes of KV that arrived, by the name of the path.
     pub(crate) bytes: BTreeMap<&'static str, u64>,
     /// Other workers' windows that are mapped, and how often one could not be.
-    pub(crate) windows_mapped: usize,
-    pub(crate) windows_refused: u64,
+    pub(crate) regions_mapped: usize,
+    pub(crate) regions_refused: u64,
 }
 
 /// The time in which anything is being read.
@@ -259,21 +259,21 @@ impl Transfers {
 
     /// What paths have carried.
     pub(crate) fn carried(&self) -> Carried {
-        let windows_mapped = self.window.as_ref().map_or(0, |window| window.mapped());
-        Carried { windows_mapped, ..self.carried.clone() }
+        let regions_mapped = self.window.as_ref().map_or(0, |window| window.mapped());
+        Carried { regions_mapped, ..self.carried.clone() }
     }
 
     /// What happened next.
-    pub(crate) async fn next(&mut self) -> Option<Told> {
+    pub(crate) async fn next(&mut self) -> Option<Completion> {
         self.told.recv().await
     }
 
     fn event(&self, event: TransferEvent) {
         // The receiver is this struct's own.
-        let _ = self.tell.send(Told::Event(event));
+        let _ = self.tell.send(Completion::Event(event));
     }
 
-    fn blocking(&self, work: impl FnOnce() -> Told + Send + 'static) {
+    fn blocking(&self, work: impl FnOnce() -> Completion + Send + 'static) {
         let tell = self.tell.clone();
         if let Some(runtime) = &self.runtime {
             // The loop may be gone by then.
@@ -316,7 +316,7 @@ impl Transfers {
                 let regions = Arc::clone(&self.regions);
                 self.blocking(move || {
                     let check = of.check_landed(piece, &regions).map_err(|error| error.to_string());
-                    Told::Event(TransferEvent::Checked { pull, piece, check })
+                    Completion::Event(TransferEvent::Checked { pull, piece, check })
                 });
             }
         }
@@ -324,9 +324,9 @@ impl Transfers {
     }
 
     /// What the loop was told; an event for the instance, if it is one.
-    pub(crate) fn on_told(&mut self, told: Told) -> Option<TransferEvent> {
+    pub(crate) fn on_completion(&mut self, told: Completion) -> Option<TransferEvent> {
         match told {
-            Told::Event(event) => {
+            Completion::Event(event) => {
                 match &event {
                     TransferEvent::Down { conn } => {
                         self.paths.remove(conn);
@@ -342,7 +342,7 @@ impl Transfers {
                 }
                 Some(event)
             }
-            Told::Checks { of: Part { job, reader, request, part, blocks }, checks } => {
+            Completion::Checks { of: Part { job, reader, request, part, blocks }, checks } => {
                 let export = checks.and_then(|checks| {
                     let made = self.server.with(|w, now| w.export(reader, request, part, blocks, checks, now));
                     made.map_err(|error| error.to_string())
@@ -352,16 +352,16 @@ impl Transfers {
                 self.drain();
                 Some(drained)
             }
-            Told::Opened { conn, path } => {
+            Completion::Opened { conn, path } => {
                 self.on_opened(conn, path);
                 None
             }
-            Told::Probed(row) => {
+            Completion::Probed(row) => {
                 self.on_probed(row);
                 None
             }
-            Told::NoWindow { writer, why } => {
-                self.carried.windows_refused += 1;
+            Completion::NoRegion { writer, why } => {
+                self.carried.regions_refused += 1;
                 tracing::warn!(
                     "KV of prefill worker {writer} goes through the host's memory: its device memory cannot be mapped: {why}\n\
                      hint: both need the same GPU or GPUs with peer access, and one user and mount namespace; \
@@ -399,7 +399,7 @@ impl Transfers {
                 let checks = check_blocks(&layout, &view, &of.blocks, of.part.tokens, server.regions());
                 checks.map_err(|error| error.to_string())
             });
-            Told::Checks { of, checks }
+            Completion::Checks { of, checks }
         });
     }
 
@@ -414,7 +414,7 @@ impl Transfers {
                 }
             };
             // The loop may be gone.
-            let _ = tell.send(Told::Event(event));
+            let _ = tell.send(Completion::Event(event));
         });
         Landing { regions: Arc::clone(&self.regions), verify: true, on_event }
     }
@@ -441,13 +441,13 @@ impl Transfers {
                 Ok(path) => Ok(Box::new(path) as Box<dyn Path>),
                 Err(reason) => {
                     tracing::info!(conn = conn.0, reason, "KV is read over QUIC");
-                    let config = LanesConfig { reader, epoch, lanes: LANES };
+                    let config = StreamsConfig { reader, epoch, streams: LANES };
                     let addr = addr.parse::<SocketAddr>().map_err(|error| format!("{addr:?}: {error}"));
                     if let (true, Ok(addr), Some(runtime)) = (first, &addr, runtime) {
                         runtime.spawn(probe_quic(
                             node.clone(),
                             *addr,
-                            LanesConfig { lanes: 1, ..config },
+                            StreamsConfig { streams: 1, ..config },
                             writer,
                             tell,
                         ));
@@ -455,7 +455,7 @@ impl Transfers {
                     addr.map(|addr| Box::new(node.open_direct(addr, config, &landing)) as Box<dyn Path>)
                 }
             };
-            Told::Opened { conn, path }
+            Completion::Opened { conn, path }
         });
     }
 
@@ -494,14 +494,14 @@ impl Transfers {
 async fn probe_quic(
     node: Node,
     addr: SocketAddr,
-    config: LanesConfig,
+    config: StreamsConfig,
     writer: InstanceId,
-    tell: mpsc::UnboundedSender<Told>,
+    tell: mpsc::UnboundedSender<Completion>,
 ) {
     let (expected, expected_as) = path_probe::expect_quic(addr);
     let probe = node.probe_direct(addr, config, path_probe::QUIC_PROBE_BYTES, expected).await;
     // The loop may be gone.
-    let _ = tell.send(Told::Probed(probe.map(|probe| PathRow::quic(writer.0, probe, expected_as))));
+    let _ = tell.send(Completion::Probed(probe.map(|probe| PathRow::quic(writer.0, probe, expected_as))));
 }
 
 /// What a worker offers to whoever is near it.
@@ -510,7 +510,7 @@ struct Near {
     layout: Arc<Layout>,
     arenas: Vec<TransferArena>,
     /// The own window.
-    window: Option<KvWindow>,
+    window: Option<KvRegion>,
     /// The reader, the writer, and the writer's acceptance.
     of: (InstanceId, InstanceId, u64),
 }
@@ -518,24 +518,29 @@ struct Near {
 impl Near {
     /// A path on the own device or a peer of it, within this process or on this host, if the writer is there. It is measured if
     /// it is the `first` one.
-    fn open(&self, landing: &Landing, tell: &mpsc::UnboundedSender<Told>, first: bool) -> Result<MemoryPath, String> {
+    fn open(
+        &self,
+        landing: &Landing,
+        tell: &mpsc::UnboundedSender<Completion>,
+        first: bool,
+    ) -> Result<MemoryPath, String> {
         let (reader, writer, epoch) = self.of;
         // The loop may be gone.
         let told = |told| _ = tell.send(told);
         let measured = |probe: Result<Probe, String>, bytes: usize| {
-            told(Told::Probed(probe.map(|probe| PathRow::memory(writer.0, probe, bytes))));
+            told(Completion::Probed(probe.map(|probe| PathRow::memory(writer.0, probe, bytes))));
         };
         match self.map_window() {
             Some(Ok((regions, is_peer))) => {
                 if first {
-                    let probe = Probe::of_window(if is_peer { PEER_DEVICE } else { SAME_DEVICE }, regions.window());
+                    let probe = Probe::of_region(if is_peer { PEER_DEVICE } else { SAME_DEVICE }, regions.window());
                     let bytes = usize::try_from(regions.window().bytes()).unwrap_or(usize::MAX);
                     measured(probe, bytes);
                 }
                 let path = MemoryPath::on_device(regions, is_peer, COPIERS, landing);
                 return path.map_err(|error| error.to_string());
             }
-            Some(Err(why)) => told(Told::NoWindow { writer, why }),
+            Some(Err(why)) => told(Completion::NoRegion { writer, why }),
             None => {}
         }
         if let Some(server) = writers_here::find(&self.arenas) {
@@ -556,7 +561,7 @@ impl Near {
     fn map_window(&self) -> Option<Result<(PeerRegions, bool), String>> {
         let offer = self.arenas.iter().find(|arena| !arena.device.is_empty())?;
         let own = self.window.as_ref()?;
-        let regions = fetch_window(offer, own)
+        let regions = fetch_region(offer, own)
             .map_err(|error| error.to_string())
             .and_then(|window| PeerRegions::new(window, self.layout.region_bytes()).map_err(|error| error.to_string()));
         Some(regions.map(|regions| (regions, offer.device != own.device())))
@@ -584,7 +589,7 @@ fn offer(socket: &std::path::Path, memory: &KvMemory) -> Result<ArenaServer, Hos
             let offered: Vec<(u32, KvArena)> = (0..).zip(arenas.iter().cloned()).collect();
             ArenaServer::start(socket, &offered)
         }
-        KvMemory::Device { window, .. } => ArenaServer::of_window(socket, window.as_ref()),
+        KvMemory::Device { window, .. } => ArenaServer::of_region(socket, window.as_ref()),
     }
 }
 
@@ -593,7 +598,7 @@ fn regions(memory: &KvMemory) -> Vec<Arc<dyn Region>> {
     match memory {
         KvMemory::Host(arenas) => arenas.iter().map(|arena| Arc::new(arena.clone()) as _).collect(),
         KvMemory::Device { window, layers, layer_bytes } => {
-            WindowRegion::consecutive(window, *layers, *layer_bytes as u64)
+            DeviceRegion::consecutive(window, *layers, *layer_bytes as u64)
         }
     }
 }

@@ -12,13 +12,13 @@ use std::net::SocketAddr;
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub(crate) struct Carried {
     pub(crate) bytes: std::collections::BTreeMap<&'static str, u64>,
-    pub(crate) windows_mapped: usize,
-    pub(crate) windows_refused: u64,
+    pub(crate) regions_mapped: usize,
+    pub(crate) regions_refused: u64,
 }
 
 /// Nothing is ever told.
 #[derive(Debug)]
-pub(crate) enum Told {}
+pub(crate) enum Completion {}
 
 /// There is none.
 #[derive(Debug)]
@@ -63,7 +63,7 @@ impl Transfers {
         match *self {}
     }
 
-    pub(crate) async fn next(&mut self) -> Option<Told> {
+    pub(crate) async fn next(&mut self) -> Option<Completion> {
         match *self {}
     }
 
@@ -71,7 +71,7 @@ impl Transfers {
         match *self {}
     }
 
-    pub(crate) fn on_told(&mut self, told: Told) -> Option<TransferEvent> {
+    pub(crate) fn on_completion(&mut self, told: Completion) -> Option<TransferEvent> {
         match told {}
     }
 

@@ -14,7 +14,7 @@ const BLOCK_TOKENS: u32 = 4;
 const BLOCKS: u32 = 6;
 const KV: KvShape = KvShape { layers: 2, kv_heads: 2, head_dim: 8, dtype: DType::F32 };
 /// No test takes so long.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn config(incarnation: u64) -> InstanceConfig {
     let geometry = AttentionGeometry { heads: 2, kv_heads: 2, head_dim: 8 };
@@ -48,7 +48,7 @@ fn config(incarnation: u64) -> InstanceConfig {
         attention_flops: 1e9,
         transfer: Some(transfer),
         lent: None,
-        reaches: None,
+        peer_access: None,
         prefix_cache: false,
         target_step_ms: None,
     }
@@ -120,12 +120,12 @@ impl Pair {
         }
     }
 
-    fn on_told(&mut self, told: Told) {
+    fn on_completion(&mut self, told: Completion) {
         let opened = match &told {
-            Told::Opened { path: Ok(path), .. } => Some(path.name()),
+            Completion::Opened { path: Ok(path), .. } => Some(path.name()),
             _ => None,
         };
-        match self.own.on_told(told) {
+        match self.own.on_completion(told) {
             Some(TransferEvent::Read { conn, read, result }) => self.reader.on_read(conn, read, result, 0),
             Some(TransferEvent::Checked { pull, piece, check }) => self.reader.on_checked(pull, piece, check, 0),
             Some(other) => panic!("{other:?}"),
@@ -140,8 +140,8 @@ impl Pair {
         }
     }
 
-    fn on_writer_told(&mut self, told: Told) {
-        match self.writer.on_told(told) {
+    fn on_writer_told(&mut self, told: Completion) {
+        match self.writer.on_completion(told) {
             Some(TransferEvent::FromWriter { body, .. }) => self.reader.on_control(WRITER, &body, 0),
             Some(TransferEvent::Exported { export, .. }) => assert!(export.is_ok(), "{export:?}"),
             Some(TransferEvent::Freed { .. }) | None => {}
@@ -165,7 +165,7 @@ async fn read(host: String) -> (&'static str, Option<&'static str>) {
     let mut reader = Reader::new(layout, ReaderConfig { incarnation: 2, host, ..ReaderConfig::default() });
     reader.connect(WRITER, 0).unwrap();
     let mut pair = Pair { writer, own, reader, path: None, done: false };
-    let until = tokio::time::Instant::now() + PATIENCE;
+    let until = tokio::time::Instant::now() + TIMEOUT;
     while !pair.done || pair.own.measured().is_empty() {
         pair.pump();
         let told = async {
@@ -175,7 +175,7 @@ async fn read(host: String) -> (&'static str, Option<&'static str>) {
             }
         };
         match tokio::time::timeout_at(until, told).await {
-            Ok((true, told)) => pair.on_told(told),
+            Ok((true, told)) => pair.on_completion(told),
             Ok((false, told)) => pair.on_writer_told(told),
             Err(_elapsed) => panic!("{:?}, done: {}", pair.path, pair.done),
         }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 /// How often what was ordered is looked at.
 const EVERY: Duration = Duration::from_millis(250);
 
-/// The output of such a command, and its patience.
+/// The output of such a command, and its timeout.
 #[derive(Debug)]
 pub(crate) struct Watch {
     json: bool,

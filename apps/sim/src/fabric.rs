@@ -55,7 +55,7 @@ pub enum Net {
 
 /// What a process is told.
 #[derive(Debug)]
-pub enum Told<F> {
+pub enum Delivery<F> {
     Up { at: Place, peer: Place },
     Down { at: Place, peer: Place },
     Unreachable { at: Place, peer: Place },
@@ -198,7 +198,7 @@ impl<F> Fabric<F> {
         self.links.get(&pair(a, b)).is_some_and(|l| l.standing && l.view == [Some(l.generation); 2])
     }
 
-    /// Frames under way, in all streams.
+    /// Frames in flight, in all streams.
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.streams.values().map(|s| s.items.len()).sum()
@@ -231,7 +231,7 @@ impl<F> Fabric<F> {
         self.link(at, peer).standing = false;
     }
 
-    /// Loses the connection of two processes: some of what is under way still arrives, each side learns of it by
+    /// Loses the connection of two processes: some of what is in progress still arrives, each side learns of it by
     /// itself.
     pub fn cut(&mut self, a: Place, b: Place, agenda: &mut Agenda<impl From<Net>>) {
         let link = self.link(a, b);
@@ -360,7 +360,7 @@ impl<F> Fabric<F> {
         what: Net,
         agenda: &mut Agenda<impl From<Net>>,
         accepts: impl Fn(Place, usize) -> bool,
-        told: &mut Vec<Told<F>>,
+        told: &mut Vec<Delivery<F>>,
     ) {
         match what {
             Net::Pump(key) => self.pump(key, agenda, accepts, told),
@@ -378,7 +378,7 @@ impl<F> Fabric<F> {
         peer: Place,
         generation: u64,
         agenda: &mut Agenda<impl From<Net>>,
-        told: &mut Vec<Told<F>>,
+        told: &mut Vec<Delivery<F>>,
     ) {
         let now = agenda.now_us();
         let silent = |&(from, until): &(u64, u64)| until > now && now >= from + SILENCE_US;
@@ -400,7 +400,7 @@ impl<F> Fabric<F> {
         key: StreamKey,
         agenda: &mut Agenda<impl From<Net>>,
         accepts: impl Fn(Place, usize) -> bool,
-        told: &mut Vec<Told<F>>,
+        told: &mut Vec<Delivery<F>>,
     ) {
         let (from, to, class) = key;
         let now = agenda.now_us();
@@ -431,7 +431,7 @@ impl<F> Fabric<F> {
             return;
         }
         if let Some((_, _, frame)) = stream.items.pop_front() {
-            told.push(Told::Frame { at: to, peer: from, frame });
+            told.push(Delivery::Frame { at: to, peer: from, frame });
         }
         if let Some((ready_us, _, _)) = stream.items.front() {
             stream.armed = true;
@@ -443,7 +443,7 @@ impl<F> Fabric<F> {
         self.live.get(place).copied().unwrap_or(false)
     }
 
-    fn dial(&mut self, from: Place, to: Place, agenda: &mut Agenda<impl From<Net>>, told: &mut Vec<Told<F>>) {
+    fn dial(&mut self, from: Place, to: Place, agenda: &mut Agenda<impl From<Net>>, told: &mut Vec<Delivery<F>>) {
         let now = agenda.now_us();
         let reachable = self.is_live(to) && self.paused_until(to).is_none();
         let (live, paused) = (self.is_live(from), self.paused_until(from));
@@ -463,7 +463,7 @@ impl<F> Fabric<F> {
             let pause = (REDIAL_US << failures.min(16)).min(REDIAL_MAX_US) * spread / 100;
             self.dial_after(pause, from, to, agenda);
             if failures == 1 {
-                told.push(Told::Unreachable { at: from, peer: to });
+                told.push(Delivery::Unreachable { at: from, peer: to });
             }
             return;
         }
@@ -481,7 +481,7 @@ impl<F> Fabric<F> {
         peer: Place,
         generation: u64,
         agenda: &mut Agenda<impl From<Net>>,
-        told: &mut Vec<Told<F>>,
+        told: &mut Vec<Delivery<F>>,
     ) {
         if let Some(until) = self.paused_until(at) {
             agenda.at(until + 1, Net::Up { at, peer, generation });
@@ -494,9 +494,9 @@ impl<F> Fabric<F> {
             return;
         }
         if view.replace(generation).is_some() {
-            told.push(Told::Down { at, peer });
+            told.push(Delivery::Down { at, peer });
         }
-        told.push(Told::Up { at, peer });
+        told.push(Delivery::Up { at, peer });
         for class in Class::ALL {
             let key = (peer, at, class.index());
             if let Some(stream) = self.streams.get_mut(&key)
@@ -514,7 +514,7 @@ impl<F> Fabric<F> {
         peer: Place,
         generation: u64,
         agenda: &mut Agenda<impl From<Net>>,
-        told: &mut Vec<Told<F>>,
+        told: &mut Vec<Delivery<F>>,
     ) {
         if let Some(until) = self.paused_until(at) {
             agenda.at(until + 1, Net::Down { at, peer, generation });
@@ -527,7 +527,7 @@ impl<F> Fabric<F> {
             return;
         }
         link.view[end(at, peer)] = None;
-        told.push(Told::Down { at, peer });
+        told.push(Delivery::Down { at, peer });
         if link.wanted[end(at, peer)] {
             link.dial_until_us = now + CONNECT_DEADLINE_MS * 1000;
             self.dial_after(REDIAL_US * spread / 100, at, peer, agenda);

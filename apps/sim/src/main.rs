@@ -43,7 +43,7 @@ struct SimArgs {
     #[arg(long, value_name = "BOOL")]
     roles: Option<bool>,
     /// Beside everything else, in every pool: taken-back has role orders taken back that may have been heard; fenced has instances
-    /// declared dead that were told of a role or have asked for prompts; with unheard, workers find full queues when they answer; with
+    /// declared dead that were told of a role or have asked for prompts; with not acknowledged, workers find full queues when they answer; with
     /// late-writes, prompts are read where writes of peers are still to be done. Overrides --nodes and --roles.
     #[arg(long, value_name = "WHAT", value_parser = parse_aim)]
     aim: Option<Aim>,
@@ -62,7 +62,7 @@ struct SimArgs {
 }
 
 fn parse_aim(text: &str) -> Result<Aim, String> {
-    Aim::named(text).ok_or_else(|| "expected taken-back, fenced, unheard or late-writes".to_owned())
+    Aim::named(text).ok_or_else(|| "expected taken-back, fenced, unacknowledged or late-writes".to_owned())
 }
 
 fn parse_seeds(text: &str) -> Result<Range<u64>, String> {

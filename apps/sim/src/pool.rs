@@ -123,7 +123,7 @@ impl NodeSpec {
             target_step_ms: None,
             transfer: self.transfers.then(|| self.transfer(pool)),
             lent: None,
-            reaches: None,
+            peer_access: None,
         }
     }
 

@@ -61,7 +61,7 @@ pub enum DeviceFault {
     /// In an own step.
     Step,
     /// In a peer's query.
-    Guest,
+    RemoteRequest,
 }
 
 impl DeviceFault {
@@ -70,14 +70,14 @@ impl DeviceFault {
     pub fn strike(self, report: &Report) -> Option<Report> {
         let error = DeviceError::Lost("pulled out".to_owned());
         Some(match (self, report) {
-            (Self::Step, Report::Done { step, lane, .. }) => {
-                Report::Failed { step: *step, lane: *lane, error: error.into() }
+            (Self::Step, Report::Done { step, micro_batch, .. }) => {
+                Report::Failed { step: *step, micro_batch: *micro_batch, error: error.into() }
             }
-            (Self::Guest, Report::GuestPartial { tag, .. } | Report::GuestKv { tag, .. }) => {
-                Report::GuestFailed { tag: *tag, error }
+            (Self::RemoteRequest, Report::RemotePartial { tag, .. } | Report::RemoteKv { tag, .. }) => {
+                Report::RemoteFailed { tag: *tag, error }
             }
-            (Self::Guest, Report::Shared { share, .. }) => Report::Shared { share: *share, error: Some(error) },
-            (Self::Guest, Report::Staged { stage, .. }) => Report::Staged { stage: *stage, error: Some(error) },
+            (Self::RemoteRequest, Report::Shared { share, .. }) => Report::Shared { share: *share, error: Some(error) },
+            (Self::RemoteRequest, Report::Staged { stage, .. }) => Report::Staged { stage: *stage, error: Some(error) },
             _ => return None,
         })
     }

@@ -26,7 +26,7 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kv {
     /// A process's loop hears what its transports did.
-    Told { place: Place, life: u64 },
+    Released { place: Place, life: u64 },
     /// Blocks that are to be exported are checked.
     Checked { place: Place, life: u64, part: u64 },
     /// A path reaches its writer.
@@ -70,7 +70,7 @@ struct Endpoint {
     writer: Writer,
     paths: BTreeMap<ConnId, u64>,
     told: VecDeque<TransferEvent>,
-    /// A [`Kv::Told`] is planned.
+    /// A [`Kv::Released`] is planned.
     armed: bool,
     parts: BTreeMap<u64, Part>,
     /// Exports of which the loop has not heard that nobody reads them: the sequence that computed them, and its blocks.
@@ -249,7 +249,7 @@ impl<R: SimRunner> World<R> {
         let Some(of) = self.kv.endpoints.get_mut(&place) else { return };
         of.told.push_back(event);
         if !std::mem::replace(&mut of.armed, true) {
-            self.agenda.after(after, Kv::Told { place, life: of.life });
+            self.agenda.after(after, Kv::Released { place, life: of.life });
         }
     }
 
@@ -377,13 +377,13 @@ impl<R: SimRunner> World<R> {
         match what {
             Kv::Arrived { .. } | Kv::Down { .. } | Kv::Late { .. } => self.paused(of.reader.0),
             Kv::Opened { .. } | Kv::Asked { .. } | Kv::Served { .. } | Kv::Lost { .. } => self.paused(of.writer),
-            Kv::Silent { .. } | Kv::Told { .. } | Kv::Checked { .. } => None,
+            Kv::Silent { .. } | Kv::Released { .. } | Kv::Checked { .. } => None,
         }
     }
 
     pub(crate) fn on_kv(&mut self, what: Kv) {
         let stopped = match what {
-            Kv::Told { place, .. } | Kv::Checked { place, .. } => self.paused(place),
+            Kv::Released { place, .. } | Kv::Checked { place, .. } => self.paused(place),
             Kv::Opened { path } | Kv::Late { path } | Kv::Silent { path } | Kv::Down { path } | Kv::Lost { path } => {
                 self.stopped(path, what)
             }
@@ -393,7 +393,7 @@ impl<R: SimRunner> World<R> {
             return self.agenda.at(until + 1, what);
         }
         match what {
-            Kv::Told { place, life } => self.on_told(place, life),
+            Kv::Released { place, life } => self.on_released(place, life),
             Kv::Checked { place, life, part } => self.on_blocks_checked(place, life, part),
             Kv::Opened { path } => self.on_opened(path),
             Kv::Late { path } => {
@@ -415,7 +415,7 @@ impl<R: SimRunner> World<R> {
         }
     }
 
-    fn on_told(&mut self, place: Place, life: u64) {
+    fn on_released(&mut self, place: Place, life: u64) {
         let Some(of) = self.kv.endpoints.get_mut(&place).filter(|of| of.life == life) else { return };
         of.armed = false;
         for event in std::mem::take(&mut of.told) {

@@ -6,7 +6,7 @@
 
 use crate::agenda::Agenda;
 use crate::clock::Clock;
-use crate::fabric::{Fabric, GMANAGER, LinkProfile, Net, Place, Told};
+use crate::fabric::{Delivery, Fabric, GMANAGER, LinkProfile, Net, Place};
 use crate::process::{Coordinator, Process, place_of};
 use crate::rng::Rng;
 use crate::runner::SimRunner;
@@ -120,7 +120,7 @@ pub struct World<R> {
     pub fired_us: Option<u64>,
     /// Set to keep a trace.
     pub trace: Option<Trace>,
-    told: Vec<Told<Bytes>>,
+    told: Vec<Delivery<Bytes>>,
     rng: Rng,
     events: u64,
     /// Frames and bytes sent, by class.
@@ -363,21 +363,21 @@ impl<R: SimRunner> World<R> {
         self.fabric.happen(net, &mut self.agenda, accepts, &mut told);
         for what in told.drain(..) {
             match what {
-                Told::Up { at: GMANAGER, .. } | Told::Unreachable { at: GMANAGER, .. } => {}
-                Told::Down { at: GMANAGER, peer } => {
+                Delivery::Up { at: GMANAGER, .. } | Delivery::Unreachable { at: GMANAGER, .. } => {}
+                Delivery::Down { at: GMANAGER, peer } => {
                     if let Some(coordinator) = &mut self.coordinator {
                         coordinator.registered.lose(peer);
                     }
                 }
-                Told::Up { at, peer: GMANAGER } => self.handle(at, Event::GManagerUp),
-                Told::Down { at, peer: GMANAGER } => self.handle(at, Event::GManagerDown),
-                Told::Unreachable { peer: GMANAGER, .. } => {}
-                Told::Up { at, peer } => self.handle(at, Event::PeerUp { peer: PeerKey(peer as u64) }),
-                Told::Down { at, peer } | Told::Unreachable { at, peer } => {
+                Delivery::Up { at, peer: GMANAGER } => self.handle(at, Event::GManagerUp),
+                Delivery::Down { at, peer: GMANAGER } => self.handle(at, Event::GManagerDown),
+                Delivery::Unreachable { peer: GMANAGER, .. } => {}
+                Delivery::Up { at, peer } => self.handle(at, Event::PeerUp { peer: PeerKey(peer as u64) }),
+                Delivery::Down { at, peer } | Delivery::Unreachable { at, peer } => {
                     self.handle(at, Event::PeerDown { peer: PeerKey(peer as u64) });
                 }
-                Told::Frame { at: GMANAGER, peer, frame } => self.on_gmanager_frame(peer, frame),
-                Told::Frame { at, peer, frame } => self.on_frame(at, peer, frame),
+                Delivery::Frame { at: GMANAGER, peer, frame } => self.on_gmanager_frame(peer, frame),
+                Delivery::Frame { at, peer, frame } => self.on_frame(at, peer, frame),
             }
         }
         self.told = told;

@@ -74,7 +74,7 @@ fn no_seed_fails_that_is_aimed() {
 /// Seeds that found something once and are not among those that CI runs.
 #[test]
 fn seeds_that_failed_once() {
-    // A sequence was parked while the gManager had ordered another move of it.
+    // A sequence was swapped out while the gManager had ordered another move of it.
     assert_eq!(run(&Scenario::draw(4778, Limits { roles: Some(false), ..Limits::default() })).err(), None);
     // The only worker refused prompts that wait for memory between two attempts: none was ever computed here instead.
     assert_eq!(run(&Scenario::draw(773, Limits { roles: Some(true), ..Limits::default() })).err(), None);

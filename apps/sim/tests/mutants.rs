@@ -79,7 +79,7 @@ fn a_source_that_is_freed_before_the_switch_is_found() {
 
 #[test]
 fn a_dropped_seal_is_found() {
-    let (_, failure) = hunt(Mutant::SealUntold);
+    let (_, failure) = hunt(Mutant::SealUnreported);
     assert_eq!(failure.checker, "acknowledgement");
 }
 
@@ -122,7 +122,7 @@ fn what_is_freed_under_a_read_is_found() {
 
 #[test]
 fn an_answer_that_is_said_once_is_found() {
-    let (_, failure) = hunt_aimed(Mutant::AnswerUnrepeated, Aim::Unheard);
+    let (_, failure) = hunt_aimed(Mutant::AnswerUnrepeated, Aim::Unacknowledged);
     assert!(["hang", "leak"].contains(&failure.checker.as_str()), "{failure}");
 }
 
@@ -164,7 +164,7 @@ fn an_order_that_dies_with_a_life_is_found() {
 
 #[test]
 fn an_order_that_is_taken_for_heard_is_found() {
-    let (_, failure) = hunt_aimed(Mutant::RoleUnheard, Aim::TakenBack);
+    let (_, failure) = hunt_aimed(Mutant::RoleUnacknowledged, Aim::TakenBack);
     assert_eq!(failure.checker, "role");
 }
 

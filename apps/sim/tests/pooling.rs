@@ -34,7 +34,7 @@ fn gain(name: &str, study: Study, seeds: u64) -> (f64, f64) {
     (mean, least)
 }
 
-/// One seed says little: which instance is done last decides it. 0.95 and 0.85 before admission went by age and lanes by
+/// One seed says little: which instance is done last decides it. 0.95 and 0.85 before admission went by age and micro-batches by
 /// useful work.
 #[test]
 fn a_pool_does_not_lose_on_a_trace_that_fits() {

@@ -91,7 +91,7 @@ fn instance_config(scenario: &Scenario, blocks: u32, quic: Option<SocketAddr>) -
         target_step_ms: None,
         transfer: None,
         lent: None,
-        reaches: None,
+        peer_access: None,
     }
 }
 
@@ -219,7 +219,7 @@ impl Side {
         }
         let stage = match &event {
             Event::Runner(Report::Queries { frames, .. }) if !frames.is_empty() => Some((1, Some(2))),
-            Event::Runner(Report::GuestPartial { .. }) => Some((6, Some(7))),
+            Event::Runner(Report::RemotePartial { .. }) => Some((6, Some(7))),
             Event::Partials { frame: PartialsFrame::Query { .. }, .. } => Some((3, None)),
             Event::Partials { frame: PartialsFrame::Partial { .. }, .. } => Some((8, None)),
             _ => None,

@@ -1,4 +1,4 @@
-//! A host device that notes when layers wait and when guests are served, and that computes decode steps only.
+//! A host device that notes when layers wait and when remote requests are served, and that computes decode steps only.
 //!
 //! Prefill (steps of more than [`DECODE_ROWS_MAX`] rows) moves all its bytes and keeps all its counts but computes
 //! nothing: a benchmark of decoding over 64k tokens must not first spend minutes on attention over them. What attention
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 /// Steps with more rows than this are prefill.
 pub(crate) const DECODE_ROWS_MAX: usize = 64;
 
-/// What one layer in the remote lane waited.
+/// What one layer in the remote micro-batch waited.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wait {
     /// From the hand-out of the queries until the device thread begins to merge.
@@ -39,8 +39,8 @@ struct Notes {
     stages: [Vec<f64>; STAGES],
     queries_at: Option<Instant>,
     attended_at: Option<Instant>,
-    guest_at: Option<Instant>,
-    /// This is a creditor, whose tensors are written for guests only.
+    remote_request_at: Option<Instant>,
+    /// This is a creditor, whose tensors are written for remote requests only.
     serves: bool,
     waits: Vec<Wait>,
     served: Vec<Duration>,
@@ -84,9 +84,9 @@ impl Clock {
                 notes.queries_at = Some(Instant::now());
                 notes.mark(0);
             }
-            Report::GuestPartial { .. } => {
+            Report::RemotePartial { .. } => {
                 notes.mark(5);
-                let served = notes.guest_at.take().map(|at| at.elapsed());
+                let served = notes.remote_request_at.take().map(|at| at.elapsed());
                 notes.served.extend(served);
             }
             _ => {}
@@ -97,7 +97,7 @@ impl Clock {
         self.notes().waits.clone()
     }
 
-    /// How long each guest's query took, from the first write of its queries to the encoded partial.
+    /// How long each remote request's query took, from the first write of its queries to the encoded partial.
     pub(crate) fn served(&self) -> Vec<Duration> {
         self.notes().served.clone()
     }
@@ -106,11 +106,11 @@ impl Clock {
         self.notes().served.len()
     }
 
-    /// Tensors are written when a pass starts, when a guest's queries come, and when partials are merged.
+    /// Tensors are written when a pass starts, when a remote request's queries come, and when partials are merged.
     fn on_write(&self) {
         let mut notes = self.notes();
         let now = Instant::now();
-        notes.guest_at = Some(now);
+        notes.remote_request_at = Some(now);
         if notes.serves {
             notes.mark(4);
         }

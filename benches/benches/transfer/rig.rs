@@ -8,7 +8,7 @@ use lagoon_transfer::{
 };
 use lagoon_transport::{
     Bound, ClusterCa, Node, TransportConfig,
-    direct::{ArenaServer, ExportServer, Landing, LanesConfig, MemoryPath, Path, PathEvent, ReadJob, fetch_arena},
+    direct::{ArenaServer, ExportServer, Landing, MemoryPath, Path, PathEvent, ReadJob, StreamsConfig, fetch_arena},
 };
 use lagoon_types::{DType, InstanceId, ModelHash};
 use serde_json::{Value, json};
@@ -26,7 +26,7 @@ const READER: InstanceId = InstanceId(1);
 const WRITER: InstanceId = InstanceId(2);
 const TOKENS: u32 = 16;
 const HEAD_DIM: u32 = 64;
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
@@ -178,9 +178,9 @@ impl Rig {
                 (0..self.bytes()).step_by(1 << 20).try_for_each(|at| view.copy(at, &mut [0], None))?;
                 Box::new(MemoryPath::shared(vec![view], threads, &run.landing())?)
             }
-            Way::Quic(lanes) => {
+            Way::Quic(streams) => {
                 self.writer_node.node.serve_direct(Some(Arc::clone(&run.server)));
-                let config = LanesConfig { reader: READER, epoch: run.epoch, lanes };
+                let config = StreamsConfig { reader: READER, epoch: run.epoch, streams };
                 let addr = self.writer_node.node.local_addr();
                 // Connected before the clock starts: a reader connects once, not for each request.
                 let path = self.reader_node.node.open_direct(addr, config, &run.landing());
@@ -192,7 +192,7 @@ impl Rig {
         let seconds = run.pull()?;
         let stats = run.reader.stats();
         run.path.take().context("a path")?.close();
-        while !matches!(run.events.1.recv_timeout(PATIENCE)?, PathEvent::Down { .. }) {}
+        while !matches!(run.events.1.recv_timeout(TIMEOUT)?, PathEvent::Down { .. }) {}
         let equal = *self.local.window(0, self.local.bytes())? == *self.remote.window(0, self.remote.bytes())?;
         if !equal {
             bail!("{way:?}, {scheme:?}: the bytes differ");
@@ -322,7 +322,7 @@ impl Run {
         let start = Instant::now();
         self.exchange()?;
         while self.reader.pulling() > 0 {
-            let mut event = Some(self.events.1.recv_timeout(PATIENCE)?);
+            let mut event = Some(self.events.1.recv_timeout(TIMEOUT)?);
             let now_ms = self.now_ms();
             while let Some(next) = event {
                 let PathEvent::Read { read, result } = next else { bail!("the path went down: {next:?}") };

@@ -2,7 +2,7 @@
 
 use super::memory::{CudaKv, CudaTensor, layout_for, word};
 use super::span::{STAGED_BYTES_MAX, Span, Staged};
-use super::{CudaDevice, Lane};
+use super::{CudaDevice, WorkStream};
 use crate::driver::{Buffer, Pinned, copy_to_host};
 use crate::kernels::sample::{self, SampleParams};
 use lagoon_backend::{
@@ -23,7 +23,7 @@ impl Queued for CudaDevice {
 
     fn begin_repeatable(&mut self) -> Result<(), DeviceError> {
         if self.at == 0 && !self.options.no_graphs {
-            self.lane().begin_step()?;
+            self.work_stream().begin_step()?;
         }
         Ok(())
     }
@@ -34,65 +34,65 @@ impl Queued for CudaDevice {
 
     fn abort_step(&mut self) -> Result<(), DeviceError> {
         // What the step had listed must not happen to memory that is somebody else's by then.
-        self.lanes.iter_mut().try_for_each(Lane::settle)?;
-        self.released.0.record(&self.lanes[0].stream)?;
+        self.work_streams.iter_mut().try_for_each(WorkStream::settle)?;
+        self.released.0.record(&self.work_streams[0].stream)?;
         self.released.1 = true;
         Ok(())
     }
 
-    fn mark(&mut self, lane: usize) -> Result<(), DeviceError> {
+    fn mark(&mut self, work_stream: usize) -> Result<(), DeviceError> {
         // An event would end the step's list, and with it the graph: it is recorded when somebody asks.
-        self.noted[lane] = self.lanes[self.at].listed_step().is_some();
-        if self.noted[lane] {
+        self.noted[work_stream] = self.work_streams[self.at].listed_step().is_some();
+        if self.noted[work_stream] {
             return Ok(());
         }
-        Ok(self.marks[lane].record(&self.lanes[self.at].stream)?)
+        Ok(self.marks[work_stream].record(&self.work_streams[self.at].stream)?)
     }
 
-    fn reached(&mut self, lane: usize) -> Result<Option<Duration>, DeviceError> {
-        if std::mem::take(&mut self.noted[lane]) {
+    fn reached(&mut self, work_stream: usize) -> Result<Option<Duration>, DeviceError> {
+        if std::mem::take(&mut self.noted[work_stream]) {
             // What is listed has not begun.
-            self.lanes[0].settle()?;
-            self.marks[lane].record(&self.lanes[0].stream)?;
+            self.work_streams[0].settle()?;
+            self.marks[work_stream].record(&self.work_streams[0].stream)?;
         }
         // Asked again at once: kernels take microseconds.
-        Ok((!self.marks[lane].happened()?).then_some(Duration::ZERO))
+        Ok((!self.marks[work_stream].happened()?).then_some(Duration::ZERO))
     }
 
     fn read_ahead(
         &mut self,
-        lane: usize,
+        work_stream: usize,
         tensor: &CudaTensor,
         rows: Range<usize>,
         cols: Range<usize>,
     ) -> Result<(), DeviceError> {
         assert!(rows.end <= tensor.rows && cols.end <= tensor.cols, "a range beyond the tensor");
         let span = Span::of(tensor, &rows, &cols);
-        let staged = &mut self.staged[lane];
+        let staged = &mut self.staged[work_stream];
         staged.bytes = 0;
         if (1..=STAGED_BYTES_MAX).contains(&span.bytes()) {
             if staged.pinned.as_ref().is_none_or(|p| p.as_slice().len() < span.bytes()) {
                 staged.pinned = Some(Pinned::new(&self.context, "staged reads", span.bytes().next_power_of_two())?);
             }
             if let Some(pinned) = &mut staged.pinned {
-                self.lanes[self.at].settle()?;
-                copy_to_host(&self.lanes[self.at].stream, pinned, 0, span.address(tensor), span.bytes())?;
+                self.work_streams[self.at].settle()?;
+                copy_to_host(&self.work_streams[self.at].stream, pinned, 0, span.address(tensor), span.bytes())?;
                 staged.bytes = span.bytes();
             }
         }
-        self.mark(lane)
+        self.mark(work_stream)
     }
 
     fn read_staged(
         &mut self,
-        lane: usize,
+        work_stream: usize,
         tensor: &CudaTensor,
         rows: Range<usize>,
         cols: Range<usize>,
         out: &mut Vec<f32>,
     ) -> Result<(), DeviceError> {
         let span = Span::of(tensor, &rows, &cols);
-        match &self.staged[lane] {
+        match &self.staged[work_stream] {
             Staged { pinned: Some(pinned), bytes, .. } if *bytes > 0 && *bytes == span.bytes() => {
                 out.reserve(rows.len() * cols.len());
                 span.take(span.first, &pinned.as_slice()[..*bytes], out);
@@ -106,12 +106,12 @@ impl Queued for CudaDevice {
 impl Sampling for CudaDevice {
     type Tensor = CudaTensor;
 
-    fn sample_ahead(&mut self, lane: usize, logits: &CudaTensor, rows: &[SampleRow]) -> Result<(), DeviceError> {
+    fn sample_ahead(&mut self, work_stream: usize, logits: &CudaTensor, rows: &[SampleRow]) -> Result<(), DeviceError> {
         assert!(rows.len() <= logits.rows, "a row for each draw");
-        let staged = &mut self.staged[lane];
+        let staged = &mut self.staged[work_stream];
         staged.bytes = size_of_val(rows) / size_of::<SampleRow>() * size_of::<SampledRow>();
         if rows.is_empty() {
-            return self.mark(lane);
+            return self.mark(work_stream);
         }
         let room = (logits.rows * size_of::<SampledRow>()).next_power_of_two();
         if staged.drawn.as_ref().is_none_or(|b| b.bytes() < room) {
@@ -122,7 +122,7 @@ impl Sampling for CudaDevice {
             staged.pinned = Some(Pinned::new(&self.context, "staged reads", room)?);
         }
         let (Some(drawn), Some(pinned)) = (&staged.drawn, &mut staged.pinned) else { unreachable!("made above") };
-        let own = &mut self.lanes[self.at];
+        let own = &mut self.work_streams[self.at];
         let at = own.upload(bytemuck::cast_slice(rows))?;
         let params = SampleParams {
             logits: logits.buffer.address(),
@@ -134,12 +134,12 @@ impl Sampling for CudaDevice {
         own.launch(&sample::sample(word(rows.len()), params))?;
         own.settle()?;
         copy_to_host(&own.stream, pinned, 0, drawn.address(), staged.bytes)?;
-        self.mark(lane)
+        self.mark(work_stream)
     }
 
-    fn sampled(&mut self, lane: usize, out: &mut Vec<SampledRow>) -> Result<(), DeviceError> {
-        self.marks[lane].synchronize()?;
-        if let Staged { pinned: Some(pinned), bytes, .. } = &self.staged[lane] {
+    fn sampled(&mut self, work_stream: usize, out: &mut Vec<SampledRow>) -> Result<(), DeviceError> {
+        self.marks[work_stream].synchronize()?;
+        if let Staged { pinned: Some(pinned), bytes, .. } = &self.staged[work_stream] {
             let rows = pinned.as_slice()[..*bytes].chunks_exact(size_of::<SampledRow>());
             out.extend(rows.map(bytemuck::pod_read_unaligned::<SampledRow>));
         }
@@ -150,10 +150,10 @@ impl Sampling for CudaDevice {
 impl VirtualMemory for CudaDevice {
     type Kv = CudaKv;
 
-    fn kv_space(&self, shape: KvShape, wish: KvSpace) -> KvSpace {
-        match self.why_flat(shape, &wish) {
-            None => wish,
-            Some(_) => KvSpace::flat(wish.blocks, wish.block_tokens),
+    fn kv_space(&self, shape: KvShape, requested: KvSpace) -> KvSpace {
+        match self.why_flat(shape, &requested) {
+            None => requested,
+            Some(_) => KvSpace::flat(requested.blocks, requested.block_tokens),
         }
     }
 
@@ -168,7 +168,7 @@ impl VirtualMemory for CudaDevice {
     fn kv_hold(&mut self, kv: &mut CudaKv, slots: &[Range<u32>]) -> Result<(), DeviceError> {
         // A step that was given up may still write what it had when that was released.
         if kv.hold(slots)? && self.at == 1 && std::mem::take(&mut self.released.1) {
-            self.lanes[1].stream.wait(&self.released.0)?;
+            self.work_streams[1].stream.wait(&self.released.0)?;
         }
         Ok(())
     }
@@ -179,7 +179,7 @@ impl VirtualMemory for CudaDevice {
     }
 
     fn kv_share(&mut self, kv: &mut CudaKv, from: u32, to: u32, tokens: u32) -> Result<(), DeviceError> {
-        self.lanes.iter_mut().try_for_each(Lane::settle)?;
+        self.work_streams.iter_mut().try_for_each(WorkStream::settle)?;
         kv.share(from..from + tokens, to)
     }
 

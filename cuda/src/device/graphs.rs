@@ -1,10 +1,10 @@
-//! Steps that are launched as one: what a lane would launch is listed first, and a list that came before is replayed as a graph.
+//! Steps that are launched as one: what a stream would launch is listed first, and a list that came before is replayed as a graph.
 //!
 //! A step's list is every kernel, copy and library call with its geometry and the bytes of its parameters. A graph is launched
 //! only where the list is the one that it was captured from, byte for byte; so there is nothing to invalidate: where a buffer
 //! has moved, a mapping has another address or a shape has changed, the list is another one. What varies from step to step
-//! (token ids, slots, the plan of attention with its lengths) is read from device memory, at addresses that the lane keeps the
-//! same from step to step ([`super::lane::Lane`]).
+//! (token ids, slots, the plan of attention with its lengths) is read from device memory, at addresses that the stream keeps the
+//! same from step to step ([`super::work_stream::WorkStream`]).
 //!
 //! A list is captured when it comes for the second time, so that prompts and other steps that come once cost no capture. Graphs
 //! are bounded; the one that was launched longest ago goes.
@@ -14,7 +14,7 @@ use crate::driver::{CudaError, Function, Graph, Launch as How, Stream, copy_with
 use lagoon_backend::LaunchCounters;
 use std::collections::VecDeque;
 
-/// Graphs that a lane keeps. A graph of an 8B model's step has about 400 nodes and takes about a megabyte.
+/// Graphs that a stream keeps. A graph of an 8B model's step has about 400 nodes and takes about a megabyte.
 const GRAPHS_MAX: usize = 32;
 /// Lists that are remembered by their sums to notice one that comes again.
 const SEEN_MAX: usize = 64;

@@ -8,9 +8,9 @@
 //! process's arena is never written.
 
 use super::CudaDevice;
-use super::lane::Lane;
 use super::memory::{CudaKv, Memory};
-use super::shared_window::SharedWindow;
+use super::shared_window::OwnSharedRegion;
+use super::work_stream::WorkStream;
 use crate::arena::Arena;
 use crate::driver::{CudaError, fill_zero};
 use crate::kernels::attention::KvView;
@@ -73,13 +73,13 @@ impl Lent {
         self.arena.address() + (tags + block as usize * TAG_BYTES) as u64
     }
 
-    /// The rBlocks of these slots are about to be written by `lane`.
-    pub(super) fn open(&mut self, lane: &Lane, slots: Range<u32>) -> Result<(), CudaError> {
+    /// The rBlocks of these slots are about to be written by `work_stream`.
+    pub(super) fn open(&mut self, work_stream: &WorkStream, slots: Range<u32>) -> Result<(), CudaError> {
         for block in slots.start / self.block_tokens..slots.end.div_ceil(self.block_tokens) {
             let at = self.tag_at(block);
             let sealed = self.sealed.as_mut().expect("another process's memory is not written");
             if std::mem::take(&mut sealed[block as usize]) {
-                fill_zero(&lane.stream, at, TAG_BYTES)?;
+                fill_zero(&work_stream.stream, at, TAG_BYTES)?;
             }
         }
         Ok(())
@@ -95,10 +95,10 @@ impl CudaDevice {
     ) -> Result<LentKv<CudaKv>, DeviceError> {
         let (_, bytes) = sizes(shape, blocks, block_tokens).ok_or_else(|| senseless(blocks, block_tokens))?;
         let arena = Arc::new(Arena::new(&self.context, bytes)?);
-        fill_zero(&self.lanes[0].stream, arena.address(), arena.bytes())?;
-        self.lanes[0].synchronize()?;
-        let kernels = self.lanes[0].kernels().clone();
-        let window = SharedWindow::new(&self.context, kernels, Arc::clone(&arena))?;
+        fill_zero(&self.work_streams[0].stream, arena.address(), arena.bytes())?;
+        self.work_streams[0].synchronize()?;
+        let kernels = self.work_streams[0].kernels().clone();
+        let window = OwnSharedRegion::new(&self.context, kernels, Arc::clone(&arena))?;
         let sealed = Some(vec![false; blocks as usize]);
         let kv = CudaKv::in_arena(shape, Lent { arena, shape, blocks, block_tokens, sealed });
         Ok((kv, Arc::new(window)))
@@ -129,10 +129,10 @@ impl CudaDevice {
         // From now on a write opens it, whatever becomes of the tag.
         lent.sealed.as_mut().expect("it is one's own")[block as usize] = true;
         self.kv_used()?;
-        self.lane().settle()?;
-        self.lane().copy(at, &with.to_le_bytes())?;
+        self.work_stream().settle()?;
+        self.work_stream().copy(at, &with.to_le_bytes())?;
         self.kv_written()?;
-        Ok(self.lane().synchronize()?)
+        Ok(self.work_stream().synchronize()?)
     }
 
     /// See [`lagoon_backend::PeerAccess::kv_seal_tags`].
@@ -147,7 +147,7 @@ impl CudaDevice {
         let mut bytes = Vec::with_capacity((last - first + 1) as usize * TAG_BYTES);
         // What is between is read too: one copy is cheaper than many.
         let all = bytes.capacity();
-        self.lane().read(lent.tag_at(*first), all, |piece| bytes.extend_from_slice(piece))?;
+        self.work_stream().read(lent.tag_at(*first), all, |piece| bytes.extend_from_slice(piece))?;
         let (tags, _) = bytes.as_chunks::<TAG_BYTES>();
         out.extend(blocks.iter().map(|block| u64::from_le_bytes(tags[(block - first) as usize])));
         Ok(())

@@ -4,8 +4,8 @@
 //! the terms one after the other into the same output, so that products of bf16 need no room between. In f16 each row has a
 //! scale, which the library cannot apply: terms are multiplied as one matrix into scratch, and `gemm_reduce` adds and scales.
 
-use super::lane::Lane;
 use super::memory::word;
+use super::work_stream::WorkStream;
 use super::{CudaDevice, CudaTensor, CudaWeight};
 use crate::blas::{Blas, CublasLt, Shape};
 use crate::driver::{Context, CudaError};
@@ -107,11 +107,11 @@ impl CudaDevice {
         let (x, out_at, n) = (product.address(), out.address(), word(out.cols));
         match activation {
             Activation::SiluMul => {
-                self.lane().launch(&silu_mul(word(rows), GateParams { x, out: out_at, n, pad: 0 }))?;
+                self.work_stream().launch(&silu_mul(word(rows), GateParams { x, out: out_at, n, pad: 0 }))?;
             }
             Activation::Gelu => {
                 let count = (rows * out.cols) as u64;
-                self.lane().launch(&gelu(GeluParams { x, out: out_at, count, tanh: 0, pad: 0 }))?;
+                self.work_stream().launch(&gelu(GeluParams { x, out: out_at, count, tanh: 0, pad: 0 }))?;
             }
         }
         Ok(())
@@ -119,36 +119,46 @@ impl CudaDevice {
 
     /// One product.
     pub(super) fn product(&mut self, product: &Product) -> Result<(), CudaError> {
-        let Self { lanes, linear, at, tuning, .. } = self;
-        let lane = &mut lanes[*at];
-        // The library's workspace is the first lane's.
+        let Self { work_streams, linear, at, tuning, .. } = self;
+        let work_stream = &mut work_streams[*at];
+        // The library's workspace is the first stream's.
         if let Linear::Library(blas) = linear
             && *at == 0
             && product.bias == 0
             && !is_streamed(product.rows, product.dtype)
-            && by_library(lane, blas, product, tuning.precision)?
+            && by_library(work_stream, blas, product, tuning.precision)?
         {
             return Ok(());
         }
-        by_own_kernels(lane, product, tuning.precision, tuning.sms)
+        by_own_kernels(work_stream, product, tuning.precision, tuning.sms)
     }
 }
 
-fn by_own_kernels(lane: &mut Lane, product: &Product, precision: Precision, sms: u32) -> Result<(), CudaError> {
+fn by_own_kernels(
+    work_stream: &mut WorkStream,
+    product: &Product,
+    precision: Precision,
+    sms: u32,
+) -> Result<(), CudaError> {
     let bytes = workspace_bytes(product.rows, product.n, product.k, product.dtype, sms);
-    let workspace = lane.scratch(usize::try_from(bytes).expect("scratch fits"))?;
+    let workspace = work_stream.scratch(usize::try_from(bytes).expect("scratch fits"))?;
     match product.launches(workspace, precision, sms) {
-        Launches::Stream(launch) => lane.launch(&launch),
+        Launches::Stream(launch) => work_stream.launch(&launch),
         Launches::Tiles { split, gemm, reduce } => {
-            split.iter().try_for_each(|launch| lane.launch(launch))?;
-            lane.launch(&gemm)?;
-            reduce.iter().try_for_each(|launch| lane.launch(launch))
+            split.iter().try_for_each(|launch| work_stream.launch(launch))?;
+            work_stream.launch(&gemm)?;
+            reduce.iter().try_for_each(|launch| work_stream.launch(launch))
         }
     }
 }
 
 /// Whether the library has something for the shape; then it is called.
-fn by_library(lane: &mut Lane, blas: &mut Blas, p: &Product, precision: Precision) -> Result<bool, CudaError> {
+fn by_library(
+    work_stream: &mut WorkStream,
+    blas: &mut Blas,
+    p: &Product,
+    precision: Precision,
+) -> Result<bool, CudaError> {
     let ldw = u32::try_from(weight_ld(p.k as usize, p.dtype.size())).expect("columns fit");
     let shape = Shape { rows: p.rows, n: p.n, k: p.k, ldx: p.x_stride, ldw, ldo: p.out_stride, dtype: p.dtype };
     let bytes = |address: u64| usize::try_from(address).expect("scratch fits");
@@ -157,22 +167,22 @@ fn by_library(lane: &mut Lane, blas: &mut Blas, p: &Product, precision: Precisio
         // Rows that do not begin at multiples of 16 bytes are not what the library was promised.
         let aligned = p.x_stride.is_multiple_of(4) && p.out_stride.is_multiple_of(4);
         let call = if aligned { blas.call(shape, p.x, p.w, p.out, p.add)? } else { None };
-        return call.map_or(Ok(false), |call| lane.blas(call).map(|()| true));
+        return call.map_or(Ok(false), |call| work_stream.blas(call).map(|()| true));
     };
     let shape = Shape { ldx: terms.ld, ..shape };
     if p.dtype == DType::BF16 {
         if !p.out_stride.is_multiple_of(4) {
             return Ok(false);
         }
-        let workspace = lane.scratch(bytes(terms.end))?;
+        let workspace = work_stream.scratch(bytes(terms.end))?;
         let terms = p.terms(workspace, precision).expect("of bf16");
         let Some(first) = blas.call(shape, terms.hi, p.w, p.out, p.add)? else { return Ok(false) };
-        lane.launch(&terms.split)?;
-        lane.blas(first)?;
+        work_stream.launch(&terms.split)?;
+        work_stream.blas(first)?;
         if terms.terms == 2
             && let Some(second) = blas.call(shape, terms.lo, p.w, p.out, true)?
         {
-            lane.blas(second)?;
+            work_stream.blas(second)?;
         }
         return Ok(true);
     }
@@ -182,14 +192,14 @@ fn by_library(lane: &mut Lane, blas: &mut Blas, p: &Product, precision: Precisio
     }
     let rows = p.rows * terms.terms;
     let partial = terms.end.next_multiple_of(256);
-    let workspace = lane.scratch(bytes(partial) + rows as usize * p.n as usize * 4)?;
+    let workspace = work_stream.scratch(bytes(partial) + rows as usize * p.n as usize * 4)?;
     let terms = p.terms(workspace, precision).expect("of f16");
     let partial = workspace + partial;
     let Some(call) = blas.call(Shape { rows, ldo: p.n, ..shape }, terms.hi, p.w, partial, false)? else {
         return Ok(false);
     };
-    lane.launch(&terms.split)?;
-    lane.blas(call)?;
-    lane.launch(&p.reduce(partial, terms.scale, terms.terms))?;
+    work_stream.launch(&terms.split)?;
+    work_stream.blas(call)?;
+    work_stream.launch(&p.reduce(partial, terms.scale, terms.terms))?;
     Ok(true)
 }

@@ -5,9 +5,9 @@
 //! slot is first used, and what was never written is zero. A store with rows ([`KvSpace`]) has memory behind the rBlocks
 //! that are held.
 
-use super::lane::Lane;
 #[cfg(target_os = "linux")]
 use super::lent::Lent;
+use super::work_stream::WorkStream;
 use crate::driver::{Buffer, Context, CudaError, encode_boxes, fill_zero};
 use crate::kernels::attention::{KvView, Store};
 use crate::kernels::boxes::KvMaps;
@@ -40,11 +40,16 @@ pub struct CudaTensor {
 }
 
 impl CudaTensor {
-    pub(super) fn new(context: &Arc<Context>, lane: &Lane, rows: usize, cols: usize) -> Result<Self, CudaError> {
+    pub(super) fn new(
+        context: &Arc<Context>,
+        work_stream: &WorkStream,
+        rows: usize,
+        cols: usize,
+    ) -> Result<Self, CudaError> {
         let buffer = Buffer::new(context, "a tensor", rows * cols * 4)?;
-        fill_zero(&lane.stream, buffer.address(), rows * cols * 4)?;
-        // Another lane may be the first to use it.
-        lane.stream.synchronize()?;
+        fill_zero(&work_stream.stream, buffer.address(), rows * cols * 4)?;
+        // Another stream may be the first to use it.
+        work_stream.stream.synchronize()?;
         Ok(Self { buffer, rows, cols })
     }
 
@@ -68,7 +73,11 @@ pub struct CudaWeight {
 }
 
 impl CudaWeight {
-    pub(super) fn new(context: &Arc<Context>, lane: &mut Lane, source: &WeightSource) -> Result<Self, CudaError> {
+    pub(super) fn new(
+        context: &Arc<Context>,
+        work_stream: &mut WorkStream,
+        source: &WeightSource,
+    ) -> Result<Self, CudaError> {
         let (rows, cols, dtype) = (source.rows(), source.cols, source.dtype);
         let (given, stored) = (cols * dtype.size(), weight_ld(cols, dtype.size()) * dtype.size());
         let buffer = Buffer::new(context, "a weight", rows * stored)?;
@@ -77,7 +86,7 @@ impl CudaWeight {
         for (part_rows, bytes) in &source.parts {
             assert_eq!(bytes.len(), part_rows * given, "a part's bytes match its shape");
             if given == stored {
-                lane.copy(buffer.range(at, bytes.len()), bytes)?;
+                work_stream.copy(buffer.range(at, bytes.len()), bytes)?;
                 at += bytes.len();
                 continue;
             }
@@ -87,12 +96,12 @@ impl CudaWeight {
                     padded.extend_from_slice(row);
                     padded.resize(padded.len() + stored - given, 0);
                 }
-                lane.copy(buffer.range(at, padded.len()), &padded)?;
+                work_stream.copy(buffer.range(at, padded.len()), &padded)?;
                 at += padded.len();
             }
         }
-        // Another lane may be the first to use it.
-        lane.stream.synchronize()?;
+        // Another stream may be the first to use it.
+        work_stream.stream.synchronize()?;
         Ok(Self { buffer, dtype, rows, cols })
     }
 
@@ -266,8 +275,8 @@ impl CudaKv {
             direct_blocks: addresses * ratio,
             batch_max: 0,
             context_max: 0,
-            guests_max: 0,
-            guest_blocks_max: 0,
+            lent_rows_max: 0,
+            lent_row_blocks_max: 0,
             stripes,
             address_bytes_max: ADDRESS_BYTES_MAX,
             grow: false,
@@ -389,8 +398,8 @@ impl CudaKv {
             direct_blocks: 0,
             batch_max: 1,
             context_max: tokens,
-            guests_max: 0,
-            guest_blocks_max: 0,
+            lent_rows_max: 0,
+            lent_row_blocks_max: 0,
             stripes: layout.stripes_for(tokens),
             address_bytes_max: ADDRESS_BYTES_MAX,
             grow: false,
@@ -446,13 +455,13 @@ impl CudaKv {
         }
     }
 
-    /// `lane` is about to write these slots, which it holds.
-    pub(super) fn open(&mut self, lane: &Lane, slots: Range<u32>) -> Result<(), DeviceError> {
+    /// `work_stream` is about to write these slots, which it holds.
+    pub(super) fn open(&mut self, work_stream: &WorkStream, slots: Range<u32>) -> Result<(), DeviceError> {
         match &mut self.memory {
             #[cfg(target_os = "linux")]
-            Memory::Lent(lent) => Ok(lent.open(lane, slots)?),
+            Memory::Lent(lent) => Ok(lent.open(work_stream, slots)?),
             Memory::Virtual(_) => {
-                let _nothing_to_say = (lane, slots);
+                let _nothing_to_say = (work_stream, slots);
                 Ok(())
             }
         }
@@ -497,9 +506,9 @@ impl CudaKv {
         Ok(self.maps.get_or_init(|| maps))
     }
 
-    /// Makes memory lie behind the slots before `end`. Returns whether `lane` zeroes some, which the other lane then
+    /// Makes memory lie behind the slots before `end`. Returns whether `work_stream` zeroes some, which the other stream then
     /// has to wait for.
-    pub(super) fn ensure(&mut self, lane: &Lane, end: u32) -> Result<bool, DeviceError> {
+    pub(super) fn ensure(&mut self, work_stream: &WorkStream, end: u32) -> Result<bool, DeviceError> {
         if end <= self.mapped {
             return Ok(false);
         }
@@ -513,19 +522,19 @@ impl CudaKv {
             let page = layout.shape().page_group_bytes;
             let bytes = usize::try_from(u64::from(to - from) * page).expect("addresses are 64 bits");
             for base in memory.tensors() {
-                fill_zero(&lane.stream, base + u64::from(from) * page, bytes)?;
+                fill_zero(&work_stream.stream, base + u64::from(from) * page, bytes)?;
             }
-            memory.used_by(&lane.stream)?;
+            memory.used_by(&work_stream.stream)?;
             self.zeroed = to;
         }
         self.mapped = end;
         Ok(to > from)
     }
 
-    /// Says that the lane's work so far uses this memory.
-    pub(super) fn used_by(&self, lane: &mut Lane) -> Result<(), DeviceError> {
+    /// Says that the stream's work so far uses this memory.
+    pub(super) fn used_by(&self, work_stream: &mut WorkStream) -> Result<(), DeviceError> {
         match &self.memory {
-            Memory::Virtual(memory) => Ok(lane.uses(memory)?),
+            Memory::Virtual(memory) => Ok(work_stream.uses(memory)?),
             // It is unmapped when nobody uses it any more: whoever drops the store has waited.
             #[cfg(target_os = "linux")]
             Memory::Lent(_) => Ok(()),

@@ -1,15 +1,14 @@
 //! [`CudaDevice`]: the operations of [`Device`] as launches.
 //!
-//! Two lanes: the instance's own steps, and peers' queries on a stream of their own with the highest priority
-//! ([`Queued::urgent`]). Each lane's work happens in the order of the calls. Between them only KV is shared: a lane
+//! Two streams: the instance's own steps, and peers' queries on a stream of their own with the highest priority
+//! ([`Queued::urgent`]). Each stream's work happens in the order of the calls. Between them only KV is shared: a stream
 //! waits for what the other has copied into the store ([`CudaDevice::kv_written`]); a step's own writes are read by
-//! guests only after the step has ended, which its caller has waited for.
+//! lent rows only after the step has ended, which its caller has waited for.
 //!
 //! A repeatable step ([`Queued::begin_repeatable`]) is listed, captured as a graph and replayed ([`graphs`]).
 
 mod capabilities;
 mod graphs;
-mod lane;
 #[cfg(target_os = "linux")]
 mod lent;
 mod linear;
@@ -23,6 +22,7 @@ mod span;
 mod stores;
 mod trial;
 mod tuner;
+mod work_stream;
 
 pub use linear::LinearLayers;
 pub use memory::{CudaKv, CudaTensor, CudaWeight};
@@ -40,7 +40,6 @@ use lagoon_backend::{
 #[cfg(target_os = "linux")]
 use lagoon_backend::{PeerAccess, SharedRegions};
 use lagoon_types::{AttentionGeometry, KvShape};
-use lane::{Kernels, Lane};
 use linear::Linear;
 use memory::word;
 use plans::Plans;
@@ -49,6 +48,7 @@ use regions::Regions;
 use span::{Span, Staged};
 use std::ops::Range;
 use std::sync::Arc;
+use work_stream::{Kernels, WorkStream};
 
 /// Tokens of KV that are staged at once are as many as fit so many bytes.
 const KV_PIECE_BYTES: usize = 1 << 20;
@@ -80,22 +80,22 @@ pub struct CudaDevice {
     options: CudaOptions,
     tuning: Tuning,
     /// Own steps, and peers' queries.
-    lanes: [Lane; 2],
+    work_streams: [WorkStream; 2],
     plans: [Plans; 2],
     linear: Linear,
-    /// Behind the last copy into a store, by lane; and whether the other lane has not waited for it yet.
+    /// Behind the last copy into a store, by stream; and whether the other stream has not waited for it yet.
     copied: [Event; 2],
     unseen: [bool; 2],
-    /// Behind the own work that was queued when memory was last released; and whether the other lane has not waited for it yet.
+    /// Behind the own work that was queued when memory was last released; and whether the other stream has not waited for it yet.
     released: (Event, bool),
-    /// Marks and reads ahead of the two lanes of own steps.
+    /// Marks and reads ahead of the two streams of own steps.
     marks: [Event; 2],
     /// Marks of a step that was listed then, whose events were not recorded.
     noted: [bool; 2],
     staged: [Staged; 2],
     #[cfg(target_os = "linux")]
     regions: Regions,
-    /// The lane of the next calls.
+    /// The stream of the next calls.
     at: usize,
 }
 
@@ -120,8 +120,8 @@ impl CudaDevice {
         tuning.shared_bytes_max = tuning.shared_bytes_max.min(shared_bytes_max);
         tuning.sm_shared_bytes = attributes.shared_bytes_per_block + SHARED_BYTES_RESERVED;
         let linear = Linear::open(&context, &options.linear, options.tf32);
-        let lane = |priority| Lane::new(&context, kernels.clone(), priority, !options.no_dependent_launch);
-        let lanes = [lane(Priority::Normal)?, lane(Priority::High)?];
+        let work_stream = |priority| WorkStream::new(&context, kernels.clone(), priority, !options.no_dependent_launch);
+        let work_streams = [work_stream(Priority::Normal)?, work_stream(Priority::High)?];
         let copied = [Event::new(&context, false)?, Event::new(&context, false)?];
         let plans = [Plans::default(), Plans::default()];
         let marks = [Event::new(&context, false)?, Event::new(&context, false)?];
@@ -131,7 +131,7 @@ impl CudaDevice {
             context,
             options,
             tuning,
-            lanes,
+            work_streams,
             plans,
             linear,
             copied,
@@ -174,17 +174,17 @@ impl CudaDevice {
     /// How repeatable steps were launched, the graphs that are kept, and why none is made any more, if so.
     #[must_use]
     pub fn graphs(&self) -> (LaunchCounters, usize, Option<&str>) {
-        self.lanes[0].graphs()
+        self.work_streams[0].graphs()
     }
 
-    /// An event, with timing, behind everything that was called so far in the lane of the next calls.
+    /// An event, with timing, behind everything that was called so far in the stream of the next calls.
     ///
     /// # Errors
     /// What the device says.
     pub fn timestamp(&mut self) -> Result<Event, DeviceError> {
-        self.lane().settle()?;
+        self.work_stream().settle()?;
         let event = Event::new(&self.context, true)?;
-        event.record(&self.lanes[self.at].stream)?;
+        event.record(&self.work_streams[self.at].stream)?;
         Ok(event)
     }
 
@@ -194,13 +194,13 @@ impl CudaDevice {
         self.context.attributes()
     }
 
-    fn lane(&mut self) -> &mut Lane {
-        &mut self.lanes[self.at]
+    fn work_stream(&mut self) -> &mut WorkStream {
+        &mut self.work_streams[self.at]
     }
 
     fn per_row<P: Pod>(&mut self, name: &'static str, rows: usize, params: P) -> Result<(), DeviceError> {
         if rows > 0 {
-            self.lane().launch(&per_row(name, word(rows), params))?;
+            self.work_stream().launch(&per_row(name, word(rows), params))?;
         }
         Ok(())
     }
@@ -277,13 +277,13 @@ impl Device for CudaDevice {
     without!(shared_regions, peer_access);
 
     fn tensor(&mut self, rows: usize, cols: usize) -> Result<CudaTensor, DeviceError> {
-        self.lane().settle()?;
-        Ok(CudaTensor::new(&self.context, &self.lanes[self.at], rows, cols)?)
+        self.work_stream().settle()?;
+        Ok(CudaTensor::new(&self.context, &self.work_streams[self.at], rows, cols)?)
     }
 
     fn weight(&mut self, source: WeightSource) -> Result<CudaWeight, DeviceError> {
-        self.lane().settle()?;
-        Ok(CudaWeight::new(&self.context, &mut self.lanes[self.at], &source)?)
+        self.work_stream().settle()?;
+        Ok(CudaWeight::new(&self.context, &mut self.work_streams[self.at], &source)?)
     }
 
     fn kv(&mut self, shape: KvShape, slots: usize) -> Result<CudaKv, DeviceError> {
@@ -299,7 +299,7 @@ impl Device for CudaDevice {
         let rows = data.len() / tensor.cols;
         assert!(data.len().is_multiple_of(tensor.cols) && row0 + rows <= tensor.rows, "rows beyond the tensor");
         let to = tensor.row(row0);
-        Ok(self.lane().copy(to, bytemuck::cast_slice(data))?)
+        Ok(self.work_stream().copy(to, bytemuck::cast_slice(data))?)
     }
 
     fn read(
@@ -316,7 +316,7 @@ impl Device for CudaDevice {
         out.reserve(rows.len() * cols.len());
         let span = Span::of(tensor, &rows, &cols);
         let mut at = span.first;
-        Ok(self.lane().read(span.address(tensor), span.bytes(), |bytes| {
+        Ok(self.work_stream().read(span.address(tensor), span.bytes(), |bytes| {
             span.take(at, bytes, out);
             at += bytes.len() / 4;
         })?)
@@ -325,21 +325,21 @@ impl Device for CudaDevice {
     fn kv_write(&mut self, kv: &mut CudaKv, layer: usize, slot0: u32, bytes: &[u8]) -> Result<(), DeviceError> {
         let token = kv.shape.layer_token_bytes();
         assert!(bytes.len().is_multiple_of(token), "whole tokens");
-        self.lane().settle()?;
+        self.work_stream().settle()?;
         self.kv_ensure(kv, slot0 + word(bytes.len() / token))?;
         assert!(
             bytes.is_empty() || kv.has_own(slot0..slot0 + word(bytes.len() / token)),
             "slots that are written are held, and not shared"
         );
-        kv.open(&self.lanes[self.at], slot0..slot0 + word(bytes.len() / token))?;
+        kv.open(&self.work_streams[self.at], slot0..slot0 + word(bytes.len() / token))?;
         let mut slot = slot0;
         for piece in bytes.chunks((KV_PIECE_BYTES / token).max(1) * token) {
-            let at = self.lane().upload(piece)?;
+            let at = self.work_stream().upload(piece)?;
             self.kv_copy("kv_unpack", kv, layer, slot, at, piece.len() / token)?;
             slot += word(piece.len() / token);
         }
         self.kv_written()?;
-        kv.used_by(&mut self.lanes[self.at])
+        kv.used_by(&mut self.work_streams[self.at])
     }
 
     fn kv_read(
@@ -352,7 +352,7 @@ impl Device for CudaDevice {
     ) -> Result<(), DeviceError> {
         let token = kv.shape.layer_token_bytes();
         assert!((slot0 + tokens) as usize <= kv.slots, "tokens beyond the store");
-        self.lane().settle()?;
+        self.work_stream().settle()?;
         self.kv_used()?;
         // Slots that were never used have no memory, and are zero.
         let there = kv.mapped().clamp(slot0, slot0 + tokens) - slot0;
@@ -360,9 +360,9 @@ impl Device for CudaDevice {
         while slot < end {
             let count = (end - slot).min(word(KV_PIECE_BYTES / token).max(1));
             let bytes = count as usize * token;
-            let at = self.lane().room(bytes)?;
+            let at = self.work_stream().room(bytes)?;
             self.kv_copy("kv_pack", kv, layer, slot, at, count as usize)?;
-            self.lane().read(at, bytes, |piece| out.extend_from_slice(piece))?;
+            self.work_stream().read(at, bytes, |piece| out.extend_from_slice(piece))?;
             slot += count;
         }
         out.resize(out.len() + (tokens - there) as usize * token, 0);
@@ -374,7 +374,7 @@ impl Device for CudaDevice {
     }
 
     fn sync(&mut self) -> Result<(), DeviceError> {
-        Ok(self.lanes.iter_mut().try_for_each(Lane::synchronize)?)
+        Ok(self.work_streams.iter_mut().try_for_each(WorkStream::synchronize)?)
     }
 
     fn embed(&mut self, table: &CudaWeight, ids: &[u32], out: &mut CudaTensor) -> Result<(), DeviceError> {
@@ -382,7 +382,7 @@ impl Device for CudaDevice {
         assert!(ids.iter().all(|id| (*id as usize) < table.rows), "token ids beyond the vocabulary");
         let params = p::EmbedParams {
             table: table.buffer.address(),
-            ids: self.lane().upload(bytemuck::cast_slice(ids))?,
+            ids: self.work_stream().upload(bytemuck::cast_slice(ids))?,
             out: out.address(),
             cols: word(table.cols),
             ld: table.ld(),
@@ -458,7 +458,7 @@ impl Device for CudaDevice {
         let params = p::RopeParams {
             qkv: qkv.address(),
             rope: rope.address(),
-            slots: self.lane().upload_again(bytemuck::cast_slice(slots))?,
+            slots: self.work_stream().upload_again(bytemuck::cast_slice(slots))?,
             kv: kv.view(layer),
             heads: geometry.heads,
             kv_heads: geometry.kv_heads,
@@ -466,7 +466,7 @@ impl Device for CudaDevice {
             kv_type: u32::from(kv.shape.dtype.code()),
         };
         self.per_row("rope_append", slots.len(), params)?;
-        kv.used_by(&mut self.lanes[self.at])
+        kv.used_by(&mut self.work_streams[self.at])
     }
 
     fn attention(
@@ -484,11 +484,11 @@ impl Device for CudaDevice {
         assert!(batch.runs.iter().all(|run| kv.has(run.base..run.base + run.len)), "runs of slots that were written");
         self.kv_used()?;
         let store = kv.store();
-        let (lane, plans) = (&mut self.lanes[self.at], &mut self.plans[self.at]);
-        let kept = plans.get(&self.context, lane, batch, store, &self.tuning)?;
+        let (work_stream, plans) = (&mut self.work_streams[self.at], &mut self.plans[self.at]);
+        let kept = plans.get(&self.context, work_stream, batch, store, &self.tuning)?;
         out.count.clone_from(&kept.count);
         let pieces = kept.plan.piece_rows as usize;
-        let piece_out = lane.scratch(pieces * (g.q_dim() + g.heads as usize) * 4)?;
+        let piece_out = work_stream.scratch(pieces * (g.q_dim() + g.heads as usize) * 4)?;
         let buffers = Buffers {
             plan: kept.address(),
             q: q.address(),
@@ -500,17 +500,17 @@ impl Device for CudaDevice {
             piece_lse: piece_out + (pieces * g.q_dim() * 4) as u64,
         };
         for launch in kept.plan.launches(&buffers, kv.view(layer)) {
-            lane.launch(&launch)?;
+            work_stream.launch(&launch)?;
         }
         if kept.plan.has_boxes()
             && let Some(launch) = kept.plan.boxes(&buffers, kv.view(layer), &kv.maps()?[layer])
         {
-            lane.launch(&launch)?;
+            work_stream.launch(&launch)?;
         }
         if let Some(merge) = kept.plan.merge(&buffers) {
-            lane.launch(&merge)?;
+            work_stream.launch(&merge)?;
         }
-        kv.used_by(lane)
+        kv.used_by(work_stream)
     }
 
     fn merge(
@@ -524,7 +524,7 @@ impl Device for CudaDevice {
         assert!(acc.out.cols == geometry.q_dim() && other.out.cols == geometry.q_dim(), "partial shapes");
         let mut counts = acc.count.clone();
         counts.extend_from_slice(&other.count);
-        let at = self.lane().upload(bytemuck::cast_slice(&counts))?;
+        let at = self.work_stream().upload(bytemuck::cast_slice(&counts))?;
         let params = p::MergeParams {
             acc_out: acc.out.address(),
             acc_lse: acc.lse.address(),
@@ -556,7 +556,7 @@ impl Device for CudaDevice {
         assert!(rows.iter().all(|row| (*row as usize) < x.rows), "rows beyond the tensor");
         let params = p::GatherParams {
             x: x.address(),
-            rows: self.lane().upload(bytemuck::cast_slice(rows))?,
+            rows: self.work_stream().upload(bytemuck::cast_slice(rows))?,
             out: out.address(),
             cols: word(x.cols),
             pad: 0,

@@ -1,13 +1,13 @@
 //! Attention plans on the device: made and uploaded once for a step's batch, used by every layer.
 
-use super::lane::Lane;
+use super::work_stream::WorkStream;
 use crate::driver::{Buffer, Context, CudaError};
 use crate::kernels::attention::{Plan, Store, Tuning};
 use lagoon_backend::{AttnBatch, AttnRows};
 use lagoon_types::{Alibi, AttentionGeometry, KvRun};
 use std::sync::Arc;
 
-/// Plans that a lane keeps: the layers of a step repeat one, and steps' kinds alternate.
+/// Plans that a stream keeps: the layers of a step repeat one, and steps' kinds alternate.
 const PLANS_KEPT: usize = 8;
 /// Plans of one listed step.
 const LISTED_KEPT: usize = 8;
@@ -76,7 +76,7 @@ impl PlanOnDevice {
     }
 }
 
-/// The plans of one lane, the latest last.
+/// The plans of one stream, the latest last.
 #[derive(Debug, Default)]
 pub(super) struct Plans {
     kept: Vec<PlanOnDevice>,
@@ -94,13 +94,13 @@ impl Plans {
     pub(super) fn get(
         &mut self,
         context: &Arc<Context>,
-        lane: &mut Lane,
+        work_stream: &mut WorkStream,
         batch: &AttnBatch<'_>,
         store: Store,
         tuning: &Tuning,
     ) -> Result<&PlanOnDevice, CudaError> {
-        if let Some(step) = lane.listed_step()
-            && let Some(at) = self.listed(lane, batch, store, tuning, step)?
+        if let Some(step) = work_stream.listed_step()
+            && let Some(at) = self.listed(work_stream, batch, store, tuning, step)?
         {
             return Ok(&self.listed[at]);
         }
@@ -109,7 +109,7 @@ impl Plans {
             self.kept.push(kept);
             return Ok(&self.kept[self.kept.len() - 1]);
         }
-        // The oldest gives its memory: the lane's order keeps the upload behind the kernels that still read it.
+        // The oldest gives its memory: the stream's order keeps the upload behind the kernels that still read it.
         let old = (self.kept.len() == PLANS_KEPT).then(|| self.kept.remove(0));
         let (mut plan, buffer) = old.map_or((Plan::default(), None), |old| match old.place {
             Place::Own(buffer) => (old.plan, Some(buffer)),
@@ -121,7 +121,7 @@ impl Plans {
             Some(buffer) if buffer.bytes() >= self.bytes.len() => buffer,
             _ => Buffer::new(context, "an attention plan", self.bytes.len().next_power_of_two().max(PLAN_BYTES_MIN))?,
         };
-        lane.copy(buffer.address(), &self.bytes)?;
+        work_stream.copy(buffer.address(), &self.bytes)?;
         let slopes = if batch.alibi.is_some() { buffer.range(slopes_at, 0) } else { 0 };
         self.kept.push(PlanOnDevice::new(batch, store, plan, Place::Own(buffer), slopes));
         Ok(&self.kept[self.kept.len() - 1])
@@ -142,7 +142,7 @@ impl Plans {
     /// before and after; what is added has nothing to do. `None` where the step has ended, because it uploads too much.
     fn listed(
         &mut self,
-        lane: &mut Lane,
+        work_stream: &mut WorkStream,
         batch: &AttnBatch<'_>,
         store: Store,
         tuning: &Tuning,
@@ -160,8 +160,8 @@ impl Plans {
         plan.pad(rounded(decode), rounded(merges));
         plan.piece_rows = u32::try_from(rounded(plan.piece_rows as usize)).expect("rows fit");
         let slopes_at = self.fill(&plan, batch, |bytes| rounded(bytes).next_multiple_of(16));
-        let address = lane.upload(&self.bytes)?;
-        if lane.listed_step() != Some(now) {
+        let address = work_stream.upload(&self.bytes)?;
+        if work_stream.listed_step() != Some(now) {
             return Ok(None);
         }
         let slopes = if batch.alibi.is_some() { address + slopes_at as u64 } else { 0 };

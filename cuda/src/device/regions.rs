@@ -7,7 +7,7 @@
 
 use super::CudaDevice;
 use super::memory::CudaKv;
-use super::shared_window::SharedWindow;
+use super::shared_window::OwnSharedRegion;
 use crate::arena::Arena;
 use lagoon_backend::{DeviceError, KvPiece, RegionId};
 use std::collections::BTreeMap;
@@ -22,8 +22,8 @@ pub(super) struct Regions {
 impl CudaDevice {
     pub(super) fn make_region(&mut self, bytes: usize) -> Result<lagoon_backend::OwnRegion, DeviceError> {
         let arena = Arc::new(Arena::new(&self.context, bytes)?);
-        let kernels = self.lanes[0].kernels().clone();
-        let shared = SharedWindow::new(&self.context, kernels, Arc::clone(&arena))?;
+        let kernels = self.work_streams[0].kernels().clone();
+        let shared = OwnSharedRegion::new(&self.context, kernels, Arc::clone(&arena))?;
         let region = RegionId(u32::try_from(self.regions.arenas.len() + 1).expect("few regions"));
         self.regions.arenas.insert(region, arena);
         Ok((region, Arc::new(shared)))
@@ -47,14 +47,14 @@ impl CudaDevice {
         let end = at.checked_add(bytes);
         assert!(at.is_multiple_of(16) && end.is_some_and(|end| end <= arena.bytes()), "pieces beyond the region");
         let mut address = arena.address() + at as u64;
-        self.lane().settle()?;
+        self.work_stream().settle()?;
         self.kv_used()?;
         for piece in pieces {
             assert!(kv.has(piece.slot0..piece.slot0 + piece.tokens), "slots that go through a region are held");
             self.kv_copy(kernel, kv, piece.layer as usize, piece.slot0, address, piece.tokens as usize)?;
             address += (piece.tokens as usize * token) as u64;
         }
-        Ok(self.lane().synchronize()?)
+        Ok(self.work_stream().synchronize()?)
     }
 
     pub(super) fn unpack_region(
@@ -64,7 +64,7 @@ impl CudaDevice {
         region: RegionId,
         at: usize,
     ) -> Result<(), DeviceError> {
-        self.lane().settle()?;
+        self.work_stream().settle()?;
         let end = pieces.iter().map(|piece| piece.slot0 + piece.tokens).max().unwrap_or(0);
         self.kv_ensure(kv, end)?;
         let own = |piece: &KvPiece| kv.has_own(piece.slot0..piece.slot0 + piece.tokens);

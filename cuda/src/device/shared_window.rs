@@ -1,6 +1,6 @@
 //! A window as transports use it: copies and hashes on a stream of its own, from any thread, each waited for.
 
-use super::lane::Kernels;
+use super::work_stream::Kernels;
 use crate::arena::Arena;
 use crate::driver::{
     Buffer, Context, CudaError, Launch as How, Pinned, Priority, Stream, copy_to_device, copy_to_host,
@@ -8,7 +8,7 @@ use crate::driver::{
 };
 use crate::kernels::pointwise::{KvCheckParams, KvExtent, kv_check};
 use bytemuck::bytes_of;
-use lagoon_backend::{DeviceError, DeviceUuid, PeerWindow, Window, WindowMove, Xxh3};
+use lagoon_backend::{DeviceError, DeviceUuid, PeerRegion, RegionCopy, SharedRegion, Xxh3};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -28,7 +28,7 @@ const PROBE_ROUNDS: usize = 3;
 
 /// See the module's documentation.
 #[derive(Debug)]
-pub(super) struct SharedWindow {
+pub(super) struct OwnSharedRegion {
     context: Arc<Context>,
     arena: Arc<Arena>,
     kernels: Kernels,
@@ -105,7 +105,7 @@ impl Work {
     }
 }
 
-impl SharedWindow {
+impl OwnSharedRegion {
     pub(super) fn new(context: &Arc<Context>, kernels: Kernels, arena: Arc<Arena>) -> Result<Self, CudaError> {
         let mut work = Work {
             stream: Stream::new(context, Priority::Normal)?,
@@ -143,7 +143,7 @@ fn is_plain(extent: &KvExtent) -> bool {
     extent.bytes > Xxh3::SHORT as u64 && (extent.address | extent.bytes).is_multiple_of(16)
 }
 
-impl Window for SharedWindow {
+impl SharedRegion for OwnSharedRegion {
     fn bytes(&self) -> u64 {
         self.arena.bytes() as u64
     }
@@ -188,7 +188,7 @@ impl Window for SharedWindow {
         of: &DeviceUuid,
         descriptor: BorrowedFd<'_>,
         bytes: u64,
-    ) -> Result<Box<dyn PeerWindow>, DeviceError> {
+    ) -> Result<Box<dyn PeerRegion>, DeviceError> {
         if !self.context.can_access(of)? {
             let why = "it is of another device, whose memory this one cannot access as a peer";
             return Err(DeviceError::Unsupported(why.to_owned()));
@@ -208,7 +208,7 @@ impl Window for SharedWindow {
 #[derive(Debug)]
 struct Imported {
     arena: Arena,
-    own: Arc<SharedWindow>,
+    own: Arc<OwnSharedRegion>,
 }
 
 impl Drop for Imported {
@@ -219,7 +219,7 @@ impl Drop for Imported {
     }
 }
 
-impl PeerWindow for Imported {
+impl PeerRegion for Imported {
     fn bytes(&self) -> u64 {
         self.arena.bytes() as u64
     }
@@ -229,9 +229,9 @@ impl PeerWindow for Imported {
         Ok(self.own.work().read(from, out)?)
     }
 
-    fn copy(&self, moves: &[WindowMove]) -> Result<(), DeviceError> {
+    fn copy(&self, moves: &[RegionCopy]) -> Result<(), DeviceError> {
         let work = self.own.work();
-        for &WindowMove { from, to, bytes } in moves {
+        for &RegionCopy { from, to, bytes } in moves {
             let (from, to) = (address(&self.arena, from, bytes)?, address(&self.own.arena, to, bytes)?);
             let bytes = usize::try_from(bytes).map_err(|_too_large| outside(to, bytes, 0))?;
             copy_within_device(&work.stream, to, from, bytes)?;

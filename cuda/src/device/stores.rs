@@ -1,4 +1,4 @@
-//! KV stores of a device: how they are made and addressed, and how its two lanes use them.
+//! KV stores of a device: how they are made and addressed, and how its two streams use them.
 
 use super::CudaDevice;
 use super::memory::{ADDRESS_BYTES_MAX, CudaKv, layout_for, least_block_tokens, word};
@@ -10,7 +10,7 @@ use lagoon_types::{KvShape, KvSpace};
 use std::sync::Arc;
 
 impl CudaDevice {
-    /// KV memory on this device whose rows the caller maps and unmaps: requests, shared prefixes, guests.
+    /// KV memory on this device whose rows the caller maps and unmaps: requests, shared prefixes, lent rows.
     ///
     /// # Errors
     /// As [`VirtualKv::new`].
@@ -29,47 +29,48 @@ impl CudaDevice {
     /// Why a store with these rBlocks has no rows, so that sequences are contiguous only where the block pool finds them
     /// consecutive blocks; `None` if it has.
     #[must_use]
-    pub fn why_flat(&self, shape: KvShape, wish: &KvSpace) -> Option<String> {
-        let Some(layout) = layout_for(&self.context, shape, wish.block_tokens, self.options.layers_per_group) else {
+    pub fn why_flat(&self, shape: KvShape, requested: &KvSpace) -> Option<String> {
+        let Some(layout) = layout_for(&self.context, shape, requested.block_tokens, self.options.layers_per_group)
+        else {
             let tokens = least_block_tokens(&self.context, shape);
             let hint =
                 tokens.map_or(String::new(), |n| format!("; --block-tokens {n} or a multiple are, in the whole pool"));
-            return Some(format!("rBlocks of {} tokens are not whole page groups{hint}", wish.block_tokens));
+            return Some(format!("rBlocks of {} tokens are not whole page groups{hint}", requested.block_tokens));
         };
-        let ratio = u64::from(wish.block_tokens / layout.block_tokens()) * u64::from(layout.block_stripes());
+        let ratio = u64::from(requested.block_tokens / layout.block_tokens()) * u64::from(layout.block_stripes());
         let bytes = |blocks: u32| u64::from(blocks).saturating_mul(ratio).saturating_mul(layout.stripe_bytes());
-        match wish.addresses().map(bytes) {
+        match requested.addresses().map(bytes) {
             Some(bytes) if bytes <= ADDRESS_BYTES_MAX => None,
             _ => Some(format!(
                 "{} sequences of {} tokens need more addresses than there are; fewer (--max-running) fit",
-                wish.rows,
-                u64::from(wish.row_blocks) * u64::from(wish.block_tokens)
+                requested.rows,
+                u64::from(requested.row_blocks) * u64::from(requested.block_tokens)
             )),
         }
     }
 
-    /// Makes memory lie behind the slots before `end`, for the current lane's next operation.
+    /// Makes memory lie behind the slots before `end`, for the current stream's next operation.
     pub(super) fn kv_ensure(&mut self, kv: &mut CudaKv, end: u32) -> Result<(), DeviceError> {
-        // The other lane may have zeroed or written what this one now uses.
+        // The other stream may have zeroed or written what this one now uses.
         self.kv_used()?;
-        if kv.ensure(&self.lanes[self.at], end)? {
+        if kv.ensure(&self.work_streams[self.at], end)? {
             self.kv_written()?;
         }
         Ok(())
     }
 
-    /// To be called where the current lane has copied into a store.
+    /// To be called where the current stream has copied into a store.
     pub(super) fn kv_written(&mut self) -> Result<(), DeviceError> {
-        self.copied[self.at].record(&self.lanes[self.at].stream)?;
+        self.copied[self.at].record(&self.work_streams[self.at].stream)?;
         self.unseen[self.at] = true;
         Ok(())
     }
 
-    /// To be called before the current lane uses a store: behind the other lane's copies.
+    /// To be called before the current stream uses a store: behind the other stream's copies.
     pub(super) fn kv_used(&mut self) -> Result<(), DeviceError> {
         let other = 1 - self.at;
         if std::mem::take(&mut self.unseen[other]) {
-            self.lanes[self.at].stream.wait(&self.copied[other])?;
+            self.work_streams[self.at].stream.wait(&self.copied[other])?;
         }
         Ok(())
     }

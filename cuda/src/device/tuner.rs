@@ -155,9 +155,9 @@ impl CudaDevice {
         let calls = CALLS.max(kv.shape.layers);
         let (begin, end) = (Event::new(&self.context, true)?, Event::new(&self.context, true)?);
         self.attention(q, batch, kv, layers - 1, out)?;
-        begin.record(&self.lanes[self.at].stream)?;
+        begin.record(&self.work_streams[self.at].stream)?;
         (0..calls as usize).try_for_each(|call| self.attention(q, batch, kv, call % layers, out))?;
-        end.record(&self.lanes[self.at].stream)?;
+        end.record(&self.work_streams[self.at].stream)?;
         self.sync()?;
         Ok(end.since_ms(&begin)? / calls as f32)
     }

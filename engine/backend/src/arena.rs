@@ -36,7 +36,7 @@ pub enum ArenaError {
 /// A granule that is being written.
 const WRITING: u32 = u32::MAX;
 /// Times that an access looks again before it fails; most of them yield the processor.
-const PATIENCE: u32 = 20_000;
+const ATTEMPTS_MAX: u32 = 20_000;
 
 #[derive(Debug)]
 struct Inner {
@@ -276,7 +276,7 @@ impl Inner {
 }
 
 fn lock_one(granule: &AtomicU32, write: bool) -> bool {
-    for attempt in 0..PATIENCE {
+    for attempt in 0..ATTEMPTS_MAX {
         let now = granule.load(Ordering::Relaxed);
         let next = match now {
             0 if write => Some(WRITING),

@@ -85,11 +85,11 @@ pub type SharedKv<K> = (K, Vec<crate::SharedArena>);
 
 /// A shared device region: its number for the device, and its handle for transports.
 #[cfg(target_os = "linux")]
-pub type OwnRegion = (RegionId, Arc<dyn crate::Window>);
+pub type OwnRegion = (RegionId, Arc<dyn crate::SharedRegion>);
 
 /// A KV store with peer access, and the handle of the region that it is in.
 #[cfg(target_os = "linux")]
-pub type LentKv<K> = (K, Arc<dyn crate::Window>);
+pub type LentKv<K> = (K, Arc<dyn crate::SharedRegion>);
 
 /// Queued execution: streams, graphs and marks.
 ///
@@ -193,9 +193,9 @@ pub trait VirtualMemory {
     /// As [`Device::Kv`].
     type Kv;
 
-    /// Address space of a store for `wish.blocks` rBlocks: `wish` with its address rows if its rBlocks are whole page groups and
+    /// Address space of a store for `requested.blocks` rBlocks: `requested` with its address rows if its rBlocks are whole page groups and
     /// the rows fit the address space, else flat.
-    fn kv_space(&self, shape: KvShape, wish: KvSpace) -> KvSpace;
+    fn kv_space(&self, shape: KvShape, requested: KvSpace) -> KvSpace;
 
     /// A KV store with this address space. Slots that were never written hold no meaningful bytes.
     ///

@@ -29,5 +29,5 @@ pub use device::{
 pub use paced::{Lateness, PaceProfile, Paced};
 pub use pci::{PciAddress, PciAddressError};
 #[cfg(target_os = "linux")]
-pub use window::{DeviceUuid, PeerMemory, PeerWindow, Window, WindowMove};
+pub use window::{DeviceUuid, PeerMemory, PeerRegion, RegionCopy, SharedRegion};
 pub use xxh3::Xxh3;

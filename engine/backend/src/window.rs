@@ -1,6 +1,6 @@
 //! Windows: memory of a device that several processes on a host map, through which KV goes from one to another without passing
 //! the host's memory. A device packs into its own and unpacks from it ([`crate::SharedRegions`]); transports, which have threads
-//! of their own, use it by [`Window`], and another process's by [`PeerWindow`].
+//! of their own, use it by [`SharedRegion`], and another process's by [`PeerRegion`].
 //!
 //! Invariants: what a call has read or written was read or written when it returns, whichever stream of the device it went
 //! through; a peer's window is mapped until it is dropped, and its memory is there as long, also when its process is gone.
@@ -26,7 +26,7 @@ pub struct PeerMemory {
 
 /// Part of a peer's window that is copied to part of one's own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct WindowMove {
+pub struct RegionCopy {
     pub from: u64,
     pub to: u64,
     pub bytes: u64,
@@ -35,7 +35,7 @@ pub struct WindowMove {
 /// A window of this process's device, for any thread.
 ///
 /// Every range that is named lies within the window; one that does not is [`DeviceError::Unsupported`].
-pub trait Window: Send + Sync + fmt::Debug {
+pub trait SharedRegion: Send + Sync + fmt::Debug {
     /// Its size.
     fn bytes(&self) -> u64;
 
@@ -77,32 +77,32 @@ pub trait Window: Send + Sync + fmt::Debug {
         of: &DeviceUuid,
         descriptor: BorrowedFd<'_>,
         bytes: u64,
-    ) -> Result<Box<dyn PeerWindow>, DeviceError>;
+    ) -> Result<Box<dyn PeerRegion>, DeviceError>;
 
     /// Peers' windows that are mapped now.
     fn mapped(&self) -> usize;
 }
 
 /// A window of another process, mapped. It is only read.
-pub trait PeerWindow: Send + Sync + fmt::Debug {
+pub trait PeerRegion: Send + Sync + fmt::Debug {
     /// Its size.
     fn bytes(&self) -> u64;
 
     /// Copies bytes to the host.
     ///
     /// # Errors
-    /// As [`Window::read`].
+    /// As [`SharedRegion::read`].
     fn read(&self, at: u64, out: &mut [u8]) -> Result<(), DeviceError>;
 
     /// Copies to the own window that it was imported by, on the device.
     ///
     /// # Errors
-    /// As [`Window::read`].
-    fn copy(&self, moves: &[WindowMove]) -> Result<(), DeviceError>;
+    /// As [`SharedRegion::read`].
+    fn copy(&self, moves: &[RegionCopy]) -> Result<(), DeviceError>;
 
     /// Bytes per second that a copy from it to memory of the own device carries, and one within the own device.
     ///
     /// # Errors
-    /// As [`Window::read`], also where there is no memory to measure with.
+    /// As [`SharedRegion::read`], also where there is no memory to measure with.
     fn rates(&self) -> Result<(f64, f64), DeviceError>;
 }

@@ -10,7 +10,7 @@ lagoon_types::mutants! {
     /// A debtor frees a block that moves when its copy is verified, before its table points to the copy.
     FreedBeforeSwitched,
     /// A creditor does not tell that a block that moves there is sealed.
-    SealUntold,
+    SealUnreported,
     /// A debtor does not wait for that: it switches when it has sent the seal.
     SealUnawaited,
     /// An instance names what a block holds by its place in the sequence, whatever its tokens are.
@@ -32,7 +32,7 @@ lagoon_types::mutants! {
     /// A gManager forgets what it told an instance when it declares it dead.
     RoleFenced,
     /// A gManager counts on an instance to have heard the last word on its role.
-    RoleUnheard,
+    RoleUnacknowledged,
     /// A prefill worker offers what it computed before the device has copied it to where transports read.
     StageUnawaited,
     /// A prefill worker uses memory beside its store again when all of a prompt is exported, not when nobody reads it.

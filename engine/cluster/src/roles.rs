@@ -151,7 +151,7 @@ impl Balancer {
         Some(RoleSwitch { id: idlest.1, from: from.role(), to: from.other().role() })
     }
 
-    /// A switch is under way, or was ordered: evidence counts anew afterwards.
+    /// A switch is in progress, or was ordered: evidence counts anew afterwards.
     fn rest(&mut self, now_ms: u64) {
         self.rest_until_ms = now_ms + self.config.dwell_ms;
         self.since_ms = [None; 2];

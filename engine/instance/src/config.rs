@@ -129,7 +129,7 @@ pub struct InstanceConfig {
     /// Its KV store, if that is memory which debtors on this host map to attend to it where it lies.
     pub lent: Option<LentMemory>,
     /// This host, as [`lagoon_protocol::TransferConnect::host`], if its device can map such memory of creditors.
-    pub reaches: Option<String>,
+    pub peer_access: Option<String>,
     /// Free blocks keep what they hold, and prompts that begin alike are not computed again.
     pub prefix_cache: bool,
     /// Latency that its own decode steps shall have, in milliseconds: peers' micro attention must not break it.

@@ -9,7 +9,7 @@ use crate::membership::peers::Peers;
 use lagoon_backend::KvCounters;
 use lagoon_cluster::{ConfigError, RManager, RManagerConfig};
 use lagoon_protocol::ControlBody;
-use lagoon_runner::{Command, GuestTag};
+use lagoon_runner::{Command, RemoteTag};
 use lagoon_types::limits::{LEASE_TTL_MS, STEP_DEADLINE_MS};
 use lagoon_types::{InstanceId, PhysBlock};
 
@@ -60,7 +60,7 @@ impl TagOwner {
     }
 
     /// Who took this tag.
-    pub(crate) fn of(tag: GuestTag) -> Self {
+    pub(crate) fn of(tag: RemoteTag) -> Self {
         let bits = tag.0 & (Self::Seal.bits() | Self::Move.bits());
         let owners = [Self::Request, Self::Seal, Self::Move];
         owners.into_iter().find(|owner| owner.bits() == bits).expect("a tag has one owner")
@@ -76,10 +76,10 @@ pub(crate) struct Tags {
 
 impl Tags {
     /// A new tag of this owner.
-    pub(crate) fn take(&mut self, owner: TagOwner) -> GuestTag {
+    pub(crate) fn take(&mut self, owner: TagOwner) -> RemoteTag {
         let taken = &mut self.taken[owner as usize];
         *taken += 1;
-        GuestTag(owner.bits() | *taken)
+        RemoteTag(owner.bits() | *taken)
     }
 }
 

@@ -13,7 +13,7 @@ use crate::step::Steps;
 use lagoon_cluster::{ConfigError, Output};
 use lagoon_protocol::{BulkFrame, ControlBody, PartialsFrame, RefuseCode, StepTicket};
 use lagoon_runner::Report;
-use lagoon_types::{GenerateRequest, KvSpace, Lane, SeqId, TokenEvent};
+use lagoon_types::{GenerateRequest, KvSpace, MicroBatch, SeqId, TokenEvent};
 
 /// See the crate's documentation.
 #[derive(Debug)]
@@ -46,7 +46,7 @@ impl Instance {
 
     /// For simulations with a stand-in of the model, in which one exchange stands for those of many layers and a byte for
     /// many: a step may go without progress for `step_deadline_ms` instead of [`lagoon_types::limits::STEP_DEADLINE_MS`], and
-    /// `move_bytes_in_flight` bytes of moves may be under way.
+    /// `move_bytes_in_flight` bytes of moves may be in progress.
     pub fn scale_limits(&mut self, step_deadline_ms: u64, move_bytes_in_flight: u64) {
         self.cx.step_deadline_ms = step_deadline_ms;
         self.moves.set_bytes_in_flight_max(move_bytes_in_flight);
@@ -115,9 +115,9 @@ impl Instance {
             self.pump_moves();
         }
         if due && !self.waits_for_copy() {
-            for lane in Lane::ALL {
-                self.start_lane(lane);
-                self.note_step(lane);
+            for micro_batch in MicroBatch::ALL {
+                self.start_micro_batch(micro_batch);
+                self.note_step(micro_batch);
             }
         }
         self.drain_rmanager();
@@ -282,32 +282,32 @@ impl Instance {
             Report::Queries { step, layer, frames } => self.on_queries(step, layer, frames),
             Report::Written { step, layer, kv } => self.on_written(step, layer, kv),
             Report::Layer { step, layer } => self.on_layer(step, layer),
-            Report::Done { step, lane, samples } => {
-                self.note_step_done(step, lane);
-                self.on_done(step, lane, samples);
+            Report::Done { step, micro_batch, samples } => {
+                self.note_step_done(step, micro_batch);
+                self.on_done(step, micro_batch, samples);
             }
-            Report::Failed { step, lane, error } => self.on_step_failed(step, lane, &error),
+            Report::Failed { step, micro_batch, error } => self.on_step_failed(step, micro_batch, &error),
             Report::Shared { share, error } => self.on_shared(share, error.as_ref()),
             Report::Staged { stage, error } => self.on_staged(stage, error.as_ref()),
             Report::Memory(counters) => self.cx.memory.counters = Some(counters),
             Report::Launches(counters) => self.step.launches = Some(counters),
-            Report::GuestPartial { tag, out, lse, count } => {
+            Report::RemotePartial { tag, out, lse, count } => {
                 self.creditor(CreditorEvent::Partial { tag, out, lse, count });
             }
-            Report::GuestWritten { bytes, tag } => {
+            Report::RemoteWritten { bytes, tag } => {
                 self.creditor(CreditorEvent::Written { bytes });
                 tag.into_iter().for_each(|tag| self.on_move_stored(tag));
             }
-            Report::GuestKv { tag, kv } => match TagOwner::of(tag) {
+            Report::RemoteKv { tag, kv } => match TagOwner::of(tag) {
                 TagOwner::Move => self.on_move_kv(tag, kv),
                 TagOwner::Request | TagOwner::Seal => self.creditor(CreditorEvent::Kv { tag, kv }),
             },
-            Report::GuestFailed { tag, error } => match TagOwner::of(tag) {
+            Report::RemoteFailed { tag, error } => match TagOwner::of(tag) {
                 TagOwner::Move => self.on_move_failed(tag, &error.to_string()),
                 TagOwner::Seal => self.creditor(CreditorEvent::Sealed { tag, sealed: false }),
                 TagOwner::Request => self.creditor(CreditorEvent::Failed { tag, error }),
             },
-            Report::GuestSealed { tag } => self.creditor(CreditorEvent::Sealed { tag, sealed: true }),
+            Report::RemoteSealed { tag } => self.creditor(CreditorEvent::Sealed { tag, sealed: true }),
             Report::Mapped { map, error } => self.step.mapped.on_mapped(&mut self.cx, map, error.is_none()),
         }
     }
@@ -324,8 +324,8 @@ impl Instance {
         self.expire_dialling();
         let thawed = self.batch.expire_freeze(now);
         self.hand_on(thawed);
-        if self.batch.break_up(self.cx.now_ms, self.step.waits_since(Lane::Remote)) {
-            self.abort_lane(Lane::Remote);
+        if self.batch.break_up(self.cx.now_ms, self.step.waits_since(MicroBatch::Remote)) {
+            self.abort_micro_batch(MicroBatch::Remote);
         }
         self.expire_steps();
         self.expire_waiting();
@@ -380,11 +380,11 @@ fn may_concern_batch(event: &Event) -> bool {
                 | Report::Layer { .. }
                 | Report::Memory(_)
                 | Report::Launches(_)
-                | Report::GuestPartial { .. }
-                | Report::GuestWritten { .. }
-                | Report::GuestKv { .. }
-                | Report::GuestFailed { .. }
-                | Report::GuestSealed { .. }
+                | Report::RemotePartial { .. }
+                | Report::RemoteWritten { .. }
+                | Report::RemoteKv { .. }
+                | Report::RemoteFailed { .. }
+                | Report::RemoteSealed { .. }
         ),
         Event::Control { body, .. } => !matches!(body, ControlBody::LeaseRenew(_) | ControlBody::LeaseRenewed(_)),
         _ => true,

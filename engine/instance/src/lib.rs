@@ -35,7 +35,7 @@ pub use moves::{MovePace, MoveStatus, MovedBlocks};
 pub use prefill::{LastTimes, PrefillStatus, PrefillTimes, StageUser};
 pub use status::{InstanceStatus, SequencePlacement};
 pub use step::cost::{CostModel, LinkCost, OwnCost, RemotePolicy};
-pub use step::mapped::ReachStatus;
+pub use step::mapped::PeerAccessStatus;
 
 /// The shell sends [`Event::Tick`] at least this often.
 pub const TICK_MS: u64 = 20;

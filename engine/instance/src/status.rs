@@ -5,7 +5,7 @@ use crate::batch::prefix::PrefixStatus;
 use crate::instance::Instance;
 use crate::moves::MoveStatus;
 use crate::prefill::{LastTimes, PrefillStatus};
-use crate::step::mapped::ReachStatus;
+use crate::step::mapped::PeerAccessStatus;
 use lagoon_backend::{KvCounters, LaunchCounters};
 use lagoon_cluster::RManager;
 use lagoon_kv::{BlockIdentity, KvAccount, Placement};
@@ -44,7 +44,7 @@ pub struct InstanceStatus {
     pub running: usize,
     pub waiting: usize,
     /// Frames of peers that wait or are on the device.
-    pub guest_frames: usize,
+    pub remote_request_frames: usize,
     /// Times that a running sequence gave its memory up, to be computed again.
     pub preemptions: u64,
     /// Tokens whose KV these had and must compute again.
@@ -52,7 +52,7 @@ pub struct InstanceStatus {
     /// Times that a running sequence gave its memory up and kept its KV in host memory.
     pub offloads: u64,
     /// Sequences whose KV is in host memory until there is room for them to go on.
-    pub parked: usize,
+    pub swapped_out: usize,
     /// Times that a sequence lost KV with a creditor.
     pub recoveries: u64,
     /// Tokens that were computed again because their KV was lost.
@@ -68,7 +68,7 @@ pub struct InstanceStatus {
     pub launches: Option<LaunchCounters>,
     pub prefill: PrefillStatus,
     pub prefix: PrefixStatus,
-    pub reach: ReachStatus,
+    pub peer_access: PeerAccessStatus,
     pub sequences: Vec<SequencePlacement>,
 }
 
@@ -197,7 +197,7 @@ impl Instance {
                     s.aside.len() + self.moves.reserved_here(s.id) + self.prefill.landing(s.id),
                 )
                 .unwrap_or(u32::MAX),
-                lost_blocks: s.blocks.holes(),
+                lost_blocks: s.blocks.lost_blocks(),
                 lost_tokens: s.blocks.lost().iter().map(|lost| lost.end - lost.start).sum(),
                 remote_blocks,
             }
@@ -218,11 +218,11 @@ impl Instance {
             blocks_borrowed_total: self.batch.counts.borrowed_blocks,
             running: self.batch.running_len(),
             waiting: self.waiting(),
-            guest_frames: self.creditor.load(),
+            remote_request_frames: self.creditor.load(),
             preemptions: self.batch.counts.preemptions,
             preempted_tokens: self.batch.counts.preempted_tokens,
             offloads: self.batch.counts.offloads,
-            parked: self.batch.seqs().filter(|s| s.is_swapped_out()).count(),
+            swapped_out: self.batch.seqs().filter(|s| s.is_swapped_out()).count(),
             recoveries: self.batch.counts.recoveries,
             recomputed_tokens: self.batch.counts.recomputed_tokens,
             steps_shed: self.creditor.shed_steps(),
@@ -231,7 +231,7 @@ impl Instance {
             launches: self.step.launches,
             prefill: self.prefill_status(),
             prefix: self.prefix_status(),
-            reach: ReachStatus { sealed: self.creditor.sealed(), ..self.step.mapped.status() },
+            peer_access: PeerAccessStatus { sealed: self.creditor.sealed(), ..self.step.mapped.status() },
             sequences: self.batch.seqs().map(placement).collect(),
         }
     }

@@ -37,7 +37,7 @@ enum Op {
     HandOver {
         seq: u64,
     },
-    /// Memory for a guest.
+    /// Memory for a remote request.
     Lend {
         blocks: u32,
     },

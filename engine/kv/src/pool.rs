@@ -547,7 +547,7 @@ mod tests {
     }
 
     #[test]
-    fn holes_that_fit_are_filled_before_long_extents_are_cut() {
+    fn gaps_that_fit_are_filled_before_long_extents_are_cut() {
         let mut pool = BlockPool::new(16);
         let all = pool.allocate(A, 16, None).unwrap();
         pool.free(A, &all[2..4]);

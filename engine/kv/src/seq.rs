@@ -5,12 +5,12 @@
 //! * an entry of a lease is in the table at most once; after moves and losses the entries of a lease may be in any number
 //!   of places;
 //! * blocks that are [`Placement::Gone`] are a prefix of the table, and wholly behind the window;
-//! * KV is valid at every position below [`SeqBlocks::written`] except those of [`SeqBlocks::lost`] (see `holes.rs`);
+//! * KV is valid at every position below [`SeqBlocks::written`] except those of [`SeqBlocks::lost`] (see `lost.rs`);
 //! * for every `len` and window, [`SeqBlocks::local_runs`] and [`SeqBlocks::remote_runs`] together list every position
 //!   from the window's first block to `len` exactly once.
 
 mod extents;
-mod holes;
+mod lost;
 mod moves;
 
 use crate::pool::{BlockPool, BlockState};
@@ -27,7 +27,7 @@ pub enum Placement {
     /// In an entry of a lease.
     Remote(RemoteBlock),
     /// Lost with a creditor, and without a new place yet.
-    Hole,
+    Lost,
     /// Behind the window, freed.
     Gone,
 }
@@ -143,8 +143,8 @@ pub struct SeqBlocks {
     block_tokens: u32,
     blocks: Vec<Placement>,
     gone: u32,
-    /// How many are [`Placement::Hole`].
-    holes: u32,
+    /// How many are [`Placement::Lost`].
+    lost_blocks: u32,
     written: u32,
     /// Positions below `written` whose KV was lost: ascending, disjoint, never empty.
     lost: Vec<Range<u32>>,
@@ -167,7 +167,16 @@ impl SeqBlocks {
     pub fn new(block_tokens: u32) -> Self {
         assert!(block_tokens > 0, "an rBlock holds tokens");
         let extents = OnceCell::new();
-        Self { block_tokens, blocks: Vec::new(), gone: 0, holes: 0, written: 0, lost: Vec::new(), remote: 0, extents }
+        Self {
+            block_tokens,
+            blocks: Vec::new(),
+            gone: 0,
+            lost_blocks: 0,
+            written: 0,
+            lost: Vec::new(),
+            remote: 0,
+            extents,
+        }
     }
 
     #[must_use]
@@ -214,7 +223,7 @@ impl SeqBlocks {
     /// Blocks that lie here.
     #[must_use]
     pub fn local_blocks(&self) -> u32 {
-        self.blocks() - self.gone - self.remote_blocks() - self.holes
+        self.blocks() - self.gone - self.remote_blocks() - self.lost_blocks
     }
 
     /// The last block, if it lies here: growth is best right behind it.
@@ -292,7 +301,7 @@ impl SeqBlocks {
                 Placement::Local(b) if range.start <= start => change.filling.push(b),
                 Placement::Remote(b) if range.end >= end => change.sealed_remote.push(b),
                 Placement::Local(_) | Placement::Remote(_) => {}
-                Placement::Hole => panic!("block {block} has no place and cannot be written"),
+                Placement::Lost => panic!("block {block} has no place and cannot be written"),
                 Placement::Gone => panic!("block {block} is behind the window and cannot be written"),
             }
         }
@@ -309,7 +318,7 @@ impl SeqBlocks {
             let len = (self.block_tokens - within).min(range.end - pos);
             let piece = match self.blocks[index(pos / self.block_tokens)] {
                 Placement::Gone => None,
-                Placement::Hole => panic!("position {pos} has no place"),
+                Placement::Lost => panic!("position {pos} has no place"),
                 Placement::Local(block) => {
                     Some(Segment::Local(KvRun { base: block.0 * self.block_tokens + within, len, first_pos: pos }))
                 }
@@ -366,7 +375,7 @@ impl SeqBlocks {
     pub fn remote_runs(&self, upto_len: u32, window_start: u32) -> BTreeMap<InstanceId, Vec<LeaseRun>> {
         let mut runs: BTreeMap<InstanceId, Vec<LeaseRun>> = BTreeMap::new();
         assert!(self.lost.first().is_none_or(|lost| lost.start >= upto_len), "{:?} are lost", self.lost);
-        if self.remote == 0 && self.holes == 0 {
+        if self.remote == 0 && self.lost_blocks == 0 {
             return runs;
         }
         self.visit_extents(&self.visible(upto_len, window_start), |piece| {
@@ -389,7 +398,7 @@ impl SeqBlocks {
             Placement::Remote(RemoteBlock { creditor, lease, epoch, entry }) => {
                 SlotRef::Remote { creditor, lease, epoch, offset: entry * self.block_tokens + within }
             }
-            Placement::Hole => panic!("position {pos} has no place"),
+            Placement::Lost => panic!("position {pos} has no place"),
             Placement::Gone => panic!("position {pos} is behind the window"),
         }
     }
@@ -406,7 +415,7 @@ impl SeqBlocks {
                     self.remote -= 1;
                     push_entry(&mut freed.remote, &b);
                 }
-                Placement::Hole => self.holes -= 1,
+                Placement::Lost => self.lost_blocks -= 1,
                 Placement::Gone => panic!("block {block} was freed before"),
             }
         }
@@ -420,10 +429,10 @@ impl SeqBlocks {
         let remote = self.leases().collect();
         let local = self.blocks.drain(..).filter_map(|p| match p {
             Placement::Local(block) => Some(block),
-            Placement::Remote(_) | Placement::Hole | Placement::Gone => None,
+            Placement::Remote(_) | Placement::Lost | Placement::Gone => None,
         });
         let freed = Freed { local: local.collect(), remote };
-        (self.gone, self.holes, self.written, self.remote) = (0, 0, 0, 0);
+        (self.gone, self.lost_blocks, self.written, self.remote) = (0, 0, 0, 0);
         self.drop_extents();
         self.lost.clear();
         freed

@@ -17,7 +17,7 @@ impl AsRef<[u8]> for Mapped {
 /// Maps `path` into memory; slices of the result keep the map alive. An empty file gives empty bytes.
 ///
 /// The file must not be changed while the process runs. If somebody truncates it, reading the lost part raises SIGBUS
-/// and ends the process; if somebody rewrites it in place, the weights change under way. Both are the operator's
+/// and ends the process; if somebody rewrites it in place, the weights change in flight. Both are the operator's
 /// fault: replace model files by renaming new ones over them, which leaves the mapped ones intact.
 pub(crate) fn map(path: &Path) -> io::Result<Bytes> {
     let file = File::open(path)?;

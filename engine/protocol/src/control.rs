@@ -355,7 +355,7 @@ pub struct RoleState {
     pub heard: u64,
 }
 
-/// What came of prefills elsewhere and for others since an instance's process started, and what is under way.
+/// What came of prefills elsewhere and for others since an instance's process started, and what is in progress.
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
 pub struct PrefillCounts {
     /// Prefill workers whose KV this instance can read.
@@ -409,7 +409,7 @@ pub struct PrefillCounts {
 /// What moved for an instance's requests since its process started.
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
 pub struct MoveCounts {
-    /// Moves under way.
+    /// Moves in flight.
     #[prost(uint32, tag = "1")]
     pub in_progress: u32,
     /// Blocks that went to a creditor.
@@ -461,13 +461,13 @@ pub struct HeartbeatAck {
     pub seq: u64,
     /// The receiver keeps its memory for this request.
     #[prost(message, optional, tag = "7")]
-    pub elder: Option<Elder>,
+    pub oldest_waiting: Option<OldestWaiting>,
 }
 
 /// A request that only the pool can hold and that has waited for long. Whoever is told of it admits nothing younger and
-/// lends to nothing younger but what runs, until it is told otherwise or for `lagoon_types::limits::ELDER_HOLD_MS`.
+/// lends to nothing younger but what runs, until it is told otherwise or for `lagoon_types::limits::OLDEST_WAITING_HOLD_MS`.
 #[derive(Clone, Copy, PartialEq, Eq, Message)]
-pub struct Elder {
+pub struct OldestWaiting {
     /// The instance at which it waits.
     #[prost(uint32, tag = "1")]
     pub debtor: u32,
@@ -488,18 +488,18 @@ pub struct BorrowQuery {
     /// Creditors that refused in this negotiation.
     #[prost(uint32, repeated, tag = "4")]
     pub exclude: Vec<u32>,
-    #[prost(enumeration = "TierWish", tag = "5")]
+    #[prost(enumeration = "TierRequest", tag = "5")]
     pub tier: i32,
 }
 
 /// Which creditors a debtor wants named.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Enumeration)]
 #[repr(i32)]
-pub enum TierWish {
+pub enum TierRequest {
     /// Device memory first, then host memory.
     Any = 0,
     DeviceOnly = 1,
-    /// To park a sequence that is taken out of the batch.
+    /// To swap out a sequence that is taken out of the batch.
     HostOnly = 2,
 }
 

@@ -64,7 +64,7 @@ pub struct Load {
     pub remote_tokens: u64,
     /// Tokens of others that it holds.
     #[prost(uint64, tag = "4")]
-    pub guest_tokens: u64,
+    pub remote_request_tokens: u64,
     /// rBlocks that each of the first waiting requests needs, oldest first; at most
     /// `lagoon_types::limits::LOAD_QUEUE_MAX`.
     #[prost(uint32, repeated, tag = "5")]

@@ -2,19 +2,19 @@
 
 use crate::config::ExecutorConfig;
 use crate::forward::{Forward, Model, Shared};
-use crate::guest::{AttentionShape, GuestBuffers};
-use crate::lane::{LaneBuffers, RemoteBuffers};
-use crate::memory::{KvArena, KvMemory, KvWindow, PeerMemory};
+use crate::memory::{KvArena, KvMemory, KvRegion, PeerMemory};
+use crate::micro_batch::{MicroBatchBuffers, RemoteBuffers};
 use crate::pass::{Pass, Progress};
 use crate::queue;
+use crate::remote_query::{AttentionShape, RemoteQueryBuffers};
 use crate::sampling::Sampler;
 use crate::stage::{Beside, Stages};
-use crate::work::{Command, GuestQuery, GuestRead, GuestTag, GuestWrite, MapId, Report, ShareId};
+use crate::work::{Command, MapId, RemoteQuery, RemoteRead, RemoteTag, RemoteWrite, Report, ShareId};
 use lagoon_backend::{
     Device, DeviceError, KvCounters, LaunchCounters, PeerAccess, Queued, SharedArenas, SharedRegions, VirtualMemory,
 };
 use lagoon_model::ModelConfig;
-use lagoon_types::{Epoch, KvShape, KvSpace, Lane};
+use lagoon_types::{Epoch, KvShape, KvSpace, MicroBatch};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::slice;
@@ -74,13 +74,13 @@ fn store<D: Device>(device: &mut D, shape: KvShape, config: &ExecutorConfig) -> 
 
 /// A KV store that other processes map, and its memory.
 #[cfg(target_os = "linux")]
-fn lent<D: Device>(device: &mut D, shape: KvShape, config: &ExecutorConfig) -> Result<(D::Kv, KvWindow), DeviceError> {
+fn lent<D: Device>(device: &mut D, shape: KvShape, config: &ExecutorConfig) -> Result<(D::Kv, KvRegion), DeviceError> {
     let peers = device.peer_access().ok_or_else(no_peer_access)?;
     peers.kv_lent(shape, config.kv.blocks, config.kv.block_tokens)
 }
 
 #[cfg(not(target_os = "linux"))]
-fn lent<D: Device>(_: &mut D, _: KvShape, _: &ExecutorConfig) -> Result<(D::Kv, KvWindow), DeviceError> {
+fn lent<D: Device>(_: &mut D, _: KvShape, _: &ExecutorConfig) -> Result<(D::Kv, KvRegion), DeviceError> {
     Err(no_peer_access())
 }
 
@@ -113,7 +113,7 @@ pub struct Executor<D: Device> {
     /// Creditors' stores that are mapped.
     reached: BTreeMap<MapId, D::Kv>,
     memory: KvMemory,
-    lent: Option<KvWindow>,
+    lent: Option<KvRegion>,
     stages: Option<Stages>,
     /// The last turn was for what is staged, if there was any: it and passes take turns.
     staged_last: bool,
@@ -121,23 +121,23 @@ pub struct Executor<D: Device> {
     attention: AttentionShape,
     /// `None` on a kv node.
     forward: Option<Forward<D>>,
-    guest: GuestBuffers<D>,
-    guests: VecDeque<GuestWork>,
-    /// A peer's KV could not be stored: what peers ask for from then on fails, because the store has holes.
-    guest_fault: Option<DeviceError>,
+    remote_request: RemoteQueryBuffers<D>,
+    remote_requests: VecDeque<CreditorWork>,
+    /// A peer's KV could not be stored: what peers ask for from then on fails, because the store has lost blocks.
+    remote_request_fault: Option<DeviceError>,
     passes: [Option<Pass>; 2],
-    /// The lane that advanced last: lanes take turns.
-    last: Lane,
+    /// The micro-batch that advanced last: micro-batches take turns.
+    last: MicroBatch,
     /// Commands came since the device's counters were last looked at, and what was told of them then.
     worked: bool,
     told: (KvCounters, LaunchCounters),
 }
 
 #[derive(Debug)]
-enum GuestWork {
-    Query(GuestQuery),
-    Write(GuestWrite),
-    Read(GuestRead),
+enum CreditorWork {
+    Query(RemoteQuery),
+    Write(RemoteWrite),
+    Read(RemoteRead),
     Lent(LentWork),
     Share { share: ShareId, tokens: u32, slots: Vec<(u32, u32)> },
     Release(Vec<Range<u32>>),
@@ -146,7 +146,7 @@ enum GuestWork {
 /// Work for memory that is lent to be mapped: the own, and creditors'.
 #[derive(Debug)]
 enum LentWork {
-    Seal { tag: GuestTag, block: u32, epoch: Epoch },
+    Seal { tag: RemoteTag, block: u32, epoch: Epoch },
     Map { map: MapId, blocks: u32, memory: PeerMemory },
     Unmap(MapId),
 }
@@ -179,9 +179,9 @@ impl<D: Device> Executor<D> {
         let forward = match model {
             None => None,
             Some(model) => Some(Forward {
-                lanes: [
-                    LaneBuffers::new(&mut device, shape, config.step_rows, config.step_seqs)?,
-                    LaneBuffers::new(&mut device, shape, config.step_rows, config.step_seqs)?,
+                micro_batches: [
+                    MicroBatchBuffers::new(&mut device, shape, config.step_rows, config.step_seqs)?,
+                    MicroBatchBuffers::new(&mut device, shape, config.step_rows, config.step_seqs)?,
                 ],
                 remote: RemoteBuffers::new(&mut device, shape, config.kv_dtype, config.step_rows, config.fetch_tokens)?,
                 config: shape.clone(),
@@ -191,7 +191,7 @@ impl<D: Device> Executor<D> {
                 host: Vec::new(),
             }),
         };
-        let guest = GuestBuffers::new(&mut device, shape.geometry, 64)?;
+        let remote_request = RemoteQueryBuffers::new(&mut device, shape.geometry, 64)?;
         Ok(Self {
             device,
             config,
@@ -204,11 +204,11 @@ impl<D: Device> Executor<D> {
             kv_shape,
             attention,
             forward,
-            guest,
-            guests: VecDeque::new(),
-            guest_fault: None,
+            remote_request,
+            remote_requests: VecDeque::new(),
+            remote_request_fault: None,
             passes: [None, None],
-            last: Lane::Remote,
+            last: MicroBatch::Remote,
             worked: false,
             told: Default::default(),
         })
@@ -238,7 +238,7 @@ impl<D: Device> Executor<D> {
     }
 
     /// The memory of the store, if others map it.
-    pub fn lent(&self) -> Option<&KvWindow> {
+    pub fn lent(&self) -> Option<&KvRegion> {
         self.lent.as_ref()
     }
 
@@ -255,16 +255,16 @@ impl<D: Device> Executor<D> {
     /// Queues a command.
     ///
     /// # Panics
-    /// If a step comes while its lane is busy, or to a kv node, or KV is to be staged and there is nowhere to: bugs of the
+    /// If a step comes while its micro-batch is busy, or to a kv node, or KV is to be staged and there is nowhere to: bugs of the
     /// caller.
     pub fn push(&mut self, command: Command) {
         self.worked = true;
         match command {
             Command::Step(work) => {
                 assert!(self.forward.is_some(), "a kv node runs no steps");
-                let lane = work.lane.index();
-                assert!(self.passes[lane].is_none(), "one step at a time in a lane");
-                self.passes[lane] = Some(Pass::new(*work));
+                let micro_batch = work.micro_batch.index();
+                assert!(self.passes[micro_batch].is_none(), "one step at a time in a micro_batch");
+                self.passes[micro_batch] = Some(Pass::new(*work));
             }
             Command::Part { step, layer, part } => {
                 if let Some(pass) = self.pass_of(step) {
@@ -281,24 +281,26 @@ impl<D: Device> Executor<D> {
                     if pass.as_ref().is_some_and(|p| p.step() == step) {
                         *pass = None;
                         let aborted = queue::abort_step(&mut self.device);
-                        self.guest_fault = self.guest_fault.take().or(aborted.err());
+                        self.remote_request_fault = self.remote_request_fault.take().or(aborted.err());
                     }
                 }
             }
-            Command::GuestQuery(query) => self.guests.push_back(GuestWork::Query(query)),
-            Command::GuestWrite(write) => self.guests.push_back(GuestWork::Write(write)),
-            Command::GuestRead(read) => self.guests.push_back(GuestWork::Read(read)),
-            Command::GuestSeal { tag, block, epoch } => self.lent_work(LentWork::Seal { tag, block, epoch }),
+            Command::RemoteQuery(query) => self.remote_requests.push_back(CreditorWork::Query(query)),
+            Command::RemoteWrite(write) => self.remote_requests.push_back(CreditorWork::Write(write)),
+            Command::RemoteRead(read) => self.remote_requests.push_back(CreditorWork::Read(read)),
+            Command::RemoteSeal { tag, block, epoch } => self.lent_work(LentWork::Seal { tag, block, epoch }),
             Command::Map { map, blocks, memory } => self.lent_work(LentWork::Map { map, blocks, memory }),
             Command::Unmap { map } => self.lent_work(LentWork::Unmap(map)),
-            Command::Share { share, tokens, slots } => self.guests.push_back(GuestWork::Share { share, tokens, slots }),
+            Command::Share { share, tokens, slots } => {
+                self.remote_requests.push_back(CreditorWork::Share { share, tokens, slots })
+            }
             Command::Stage(work) => self.stages.as_mut().expect("there is memory beside the store").push(work),
-            Command::Release { slots } => self.guests.push_back(GuestWork::Release(slots)),
+            Command::Release { slots } => self.remote_requests.push_back(CreditorWork::Release(slots)),
         }
     }
 
     fn lent_work(&mut self, work: LentWork) {
-        self.guests.push_back(GuestWork::Lent(work));
+        self.remote_requests.push_back(CreditorWork::Lent(work));
     }
 
     fn pass_of(&mut self, step: lagoon_types::StepId) -> Option<&mut Pass> {
@@ -317,10 +319,10 @@ impl<D: Device> Executor<D> {
         }
     }
 
-    /// Does one bounded piece of work: a guest's frame if one waits, else up to a layer of a pass. Waits for the device
+    /// Does one bounded piece of work: a remote request's frame if one waits, else up to a layer of a pass. Waits for the device
     /// only where it does not queue.
     pub fn try_turn(&mut self, reports: &mut dyn FnMut(Report)) -> Turn {
-        if let Some(work) = self.guests.pop_front() {
+        if let Some(work) = self.remote_requests.pop_front() {
             queue::set_urgent(&mut self.device, true);
             self.serve(work, reports);
             queue::set_urgent(&mut self.device, false);
@@ -331,8 +333,8 @@ impl<D: Device> Executor<D> {
             return Turn::Worked;
         }
         let other = match self.last {
-            Lane::Local => Lane::Remote,
-            Lane::Remote => Lane::Local,
+            MicroBatch::Local => MicroBatch::Remote,
+            MicroBatch::Remote => MicroBatch::Local,
         };
         let turn = match (self.advance(other, reports), self.last) {
             (Turn::Worked, _) => Turn::Worked,
@@ -377,10 +379,10 @@ impl<D: Device> Executor<D> {
         }
     }
 
-    fn advance(&mut self, lane: Lane, reports: &mut dyn FnMut(Report)) -> Turn {
-        let alone = self.passes[1 - lane.index()].is_none();
+    fn advance(&mut self, micro_batch: MicroBatch, reports: &mut dyn FnMut(Report)) -> Turn {
+        let alone = self.passes[1 - micro_batch.index()].is_none();
         let Some(forward) = &mut self.forward else { return Turn::Idle };
-        let slot = &mut self.passes[lane.index()];
+        let slot = &mut self.passes[micro_batch.index()];
         let Some(pass) = slot else { return Turn::Idle };
         let mut shared = Shared {
             device: &mut self.device,
@@ -399,37 +401,37 @@ impl<D: Device> Executor<D> {
             Ok(Progress::Done(samples)) => {
                 let step = pass.step();
                 *slot = None;
-                reports(Report::Done { step, lane, samples });
+                reports(Report::Done { step, micro_batch, samples });
             }
             Err(error) => {
                 let step = pass.step();
                 *slot = None;
                 let aborted = queue::abort_step(&mut self.device);
-                self.guest_fault = self.guest_fault.take().or(aborted.err());
-                reports(Report::Failed { step, lane, error });
+                self.remote_request_fault = self.remote_request_fault.take().or(aborted.err());
+                reports(Report::Failed { step, micro_batch, error });
             }
         }
-        self.last = lane;
+        self.last = micro_batch;
         Turn::Worked
     }
 
-    fn serve(&mut self, work: GuestWork, reports: &mut dyn FnMut(Report)) {
+    fn serve(&mut self, work: CreditorWork, reports: &mut dyn FnMut(Report)) {
         match work {
-            GuestWork::Query(GuestQuery { tag, .. })
-            | GuestWork::Read(GuestRead { tag, .. })
-            | GuestWork::Lent(LentWork::Seal { tag, .. })
-                if let Some(error) = self.guest_fault.clone() =>
+            CreditorWork::Query(RemoteQuery { tag, .. })
+            | CreditorWork::Read(RemoteRead { tag, .. })
+            | CreditorWork::Lent(LentWork::Seal { tag, .. })
+                if let Some(error) = self.remote_request_fault.clone() =>
             {
-                reports(Report::GuestFailed { tag, error });
+                reports(Report::RemoteFailed { tag, error });
             }
-            GuestWork::Query(query) => {
+            CreditorWork::Query(query) => {
                 let report = self
-                    .guest
+                    .remote_request
                     .attend(&mut self.device, &self.kv, &self.attention, &query)
-                    .unwrap_or_else(|error| Report::GuestFailed { tag: query.tag, error });
+                    .unwrap_or_else(|error| Report::RemoteFailed { tag: query.tag, error });
                 reports(report);
             }
-            GuestWork::Write(write) => {
+            CreditorWork::Write(write) => {
                 let token_bytes = self.kv_shape.layer_token_bytes();
                 let (mut at, mut stored_tag) = (0, write.tag);
                 for (slot, tokens) in write.pieces {
@@ -440,16 +442,16 @@ impl<D: Device> Executor<D> {
                     });
                     if let Err(error) = stored {
                         match stored_tag.take() {
-                            Some(tag) => reports(Report::GuestFailed { tag, error }),
-                            None => drop(self.guest_fault.get_or_insert(error)),
+                            Some(tag) => reports(Report::RemoteFailed { tag, error }),
+                            None => drop(self.remote_request_fault.get_or_insert(error)),
                         }
                         break;
                     }
                     at = end;
                 }
-                reports(Report::GuestWritten { bytes: write.kv.len(), tag: stored_tag });
+                reports(Report::RemoteWritten { bytes: write.kv.len(), tag: stored_tag });
             }
-            GuestWork::Share { share, tokens, mut slots } => {
+            CreditorWork::Share { share, tokens, mut slots } => {
                 let mut map = |(from, to)| match self.device.virtual_memory() {
                     Some(memory) => memory.kv_share(&mut self.kv, from, to, tokens),
                     None => Err(without("virtual memory, which shared blocks in address rows need")),
@@ -457,29 +459,31 @@ impl<D: Device> Executor<D> {
                 let mapped = slots.pop().map_or(Ok(()), &mut map);
                 match mapped {
                     // One bounded piece of work at a time, before anything that came later: that may overwrite the rest.
-                    Ok(()) if !slots.is_empty() => self.guests.push_front(GuestWork::Share { share, tokens, slots }),
+                    Ok(()) if !slots.is_empty() => {
+                        self.remote_requests.push_front(CreditorWork::Share { share, tokens, slots })
+                    }
                     mapped => reports(Report::Shared { share, error: mapped.err() }),
                 }
             }
-            GuestWork::Lent(work) => self.serve_lent(work, reports),
-            GuestWork::Release(slots) => {
+            CreditorWork::Lent(work) => self.serve_lent(work, reports),
+            CreditorWork::Release(slots) => {
                 // Without virtual memory, slots keep their memory.
                 let Some(memory) = self.device.virtual_memory() else { return };
                 for slots in slots {
                     // Memory that the device could not release is lost to it for now: peers must not be promised it.
                     if let Err(error) = memory.kv_release(&mut self.kv, slots) {
-                        self.guest_fault.get_or_insert(error);
+                        self.remote_request_fault.get_or_insert(error);
                     }
                 }
             }
-            GuestWork::Read(read) => {
+            CreditorWork::Read(read) => {
                 let mut kv = Vec::new();
                 let result = read.pieces.iter().try_for_each(|(slot, tokens)| {
                     self.device.kv_read(&self.kv, read.layer as usize, *slot, *tokens, &mut kv)
                 });
                 reports(match result {
-                    Ok(()) => Report::GuestKv { tag: read.tag, kv: kv.into() },
-                    Err(error) => Report::GuestFailed { tag: read.tag, error },
+                    Ok(()) => Report::RemoteKv { tag: read.tag, kv: kv.into() },
+                    Err(error) => Report::RemoteFailed { tag: read.tag, error },
                 });
             }
         }
@@ -491,8 +495,8 @@ impl<D: Device> Executor<D> {
                 let peers = self.device.peer_access().ok_or_else(no_peer_access);
                 let sealed = peers.and_then(|peers| peers.kv_seal(&mut self.kv, block, epoch.0));
                 reports(match sealed {
-                    Ok(()) => Report::GuestSealed { tag },
-                    Err(error) => Report::GuestFailed { tag, error },
+                    Ok(()) => Report::RemoteSealed { tag },
+                    Err(error) => Report::RemoteFailed { tag, error },
                 });
             }
             LentWork::Map { map, blocks, memory } => {

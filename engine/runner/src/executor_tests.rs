@@ -40,13 +40,13 @@ fn slow() -> Executor<Paced<CpuDevice>> {
     Executor::new(device, &config, Some(model), sizes).unwrap()
 }
 
-fn step(number: u64, lane: Lane, slot: u32, remote: RemoteWork) -> Command {
+fn step(number: u64, micro_batch: MicroBatch, slot: u32, remote: RemoteWork) -> Command {
     let params = Arc::new(SamplingParams { temperature: 0.0, ..SamplingParams::default() });
     let sample = Some(SampleSpec { params, index: 0, return_logits: false });
     let seq = SeqRows { seq: SeqId(number), row0: 0, rows: 1, pos0: 0, run0: 0, runs: 1, sample };
     Command::Step(Box::new(StepWork {
         step: StepId(number),
-        lane,
+        micro_batch,
         tokens: vec![1],
         slots: vec![slot],
         seqs: vec![seq],
@@ -57,10 +57,10 @@ fn step(number: u64, lane: Lane, slot: u32, remote: RemoteWork) -> Command {
     }))
 }
 
-fn guest(executor: &Executor<Paced<CpuDevice>>) -> Command {
+fn remote_request(executor: &Executor<Paced<CpuDevice>>) -> Command {
     let q_dim = executor.attention.geometry.q_dim();
-    Command::GuestQuery(GuestQuery {
-        tag: GuestTag(9),
+    Command::RemoteQuery(RemoteQuery {
+        tag: RemoteTag(9),
         layer: 0,
         dtype: DType::F32,
         queries: Bytes::from(vec![0; q_dim * 4]),
@@ -95,24 +95,24 @@ fn turns(executor: &mut Executor<Paced<CpuDevice>>) -> (u32, Vec<Report>, Turn) 
 #[test]
 fn a_peer_is_answered_while_a_whole_step_is_queued() {
     let mut executor = slow();
-    executor.push(step(1, Lane::Local, 0, RemoteWork::default()));
+    executor.push(step(1, MicroBatch::Local, 0, RemoteWork::default()));
     let (done, reports, turn) = turns(&mut executor);
     let layers = executor.kv_shape.layers;
     assert_eq!((done, reports.len()), (layers + 1, 0), "alone, it queues all its layers and its head");
     assert!(matches!(turn, Turn::Queued(left) if left > Duration::from_secs(60_000)), "{turn:?}");
-    executor.push(guest(&executor));
+    executor.push(remote_request(&executor));
     let (done, reports, turn) = turns(&mut executor);
-    assert!(done == 1 && matches!(reports[..], [Report::GuestPartial { .. }]), "{reports:?}");
+    assert!(done == 1 && matches!(reports[..], [Report::RemotePartial { .. }]), "{reports:?}");
     assert!(matches!(turn, Turn::Queued(_)), "the step goes on");
 }
 
 #[test]
-fn a_lane_with_company_is_one_layer_ahead_of_the_device() {
+fn a_micro_batch_with_company_is_one_layer_ahead_of_the_device() {
     let mut executor = slow();
     let ships = vec![Ship { creditor: InstanceId(2), segments: vec![(0, 1)] }];
     let remote = RemoteWork { dtype: DType::F32, ships, ..RemoteWork::default() };
-    executor.push(step(1, Lane::Remote, 1, remote));
-    executor.push(step(2, Lane::Local, 0, RemoteWork::default()));
+    executor.push(step(1, MicroBatch::Remote, 1, remote));
+    executor.push(step(2, MicroBatch::Local, 0, RemoteWork::default()));
     let (done, reports, turn) = turns(&mut executor);
     // A layer of the one, and the projection of the other, whose queries leave once the device is there.
     assert_eq!((done, reports.len()), (2, 0));
@@ -138,7 +138,7 @@ fn until(done: impl Fn() -> bool) {
 fn a_step_that_the_device_does_not_finish_is_seen() {
     let thread = crate::spawn(slow(), |_| {});
     assert_eq!(thread.stuck_for(), None);
-    thread.send(step(1, Lane::Local, 0, RemoteWork::default())).unwrap();
+    thread.send(step(1, MicroBatch::Local, 0, RemoteWork::default())).unwrap();
     until(|| thread.stuck_for().is_some_and(|stuck| stuck > Duration::from_millis(20)));
     drop(thread);
 }
@@ -147,7 +147,7 @@ fn a_step_that_the_device_does_not_finish_is_seen() {
 fn a_thread_that_hangs_is_not_waited_for() {
     let executor = slow();
     let (never, hangs) = std::sync::mpsc::channel::<()>();
-    let work = guest(&executor);
+    let work = remote_request(&executor);
     let thread = crate::spawn(executor, move |_| {
         let _ = hangs.recv();
     });
@@ -161,7 +161,7 @@ fn a_thread_that_hangs_is_not_waited_for() {
 fn a_thread_that_panics_drops_its_reports() {
     let executor = slow();
     let (reports, received) = std::sync::mpsc::channel::<()>();
-    let work = guest(&executor);
+    let work = remote_request(&executor);
     let thread = crate::spawn(executor, move |_| {
         let _ = &reports;
         panic!("on purpose");

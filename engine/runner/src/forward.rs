@@ -1,8 +1,8 @@
 //! What forward passes of one executor share: weights, activations, and the device and stores that they borrow for a turn.
 
 use crate::config::ExecutorConfig;
-use crate::guest::AttentionShape;
-use crate::lane::{LaneBuffers, RemoteBuffers};
+use crate::micro_batch::{MicroBatchBuffers, RemoteBuffers};
+use crate::remote_query::AttentionShape;
 use crate::sampling::Sampler;
 use crate::work::MapId;
 use lagoon_backend::{Device, SampleRow, SampledRow};
@@ -22,7 +22,7 @@ pub struct Model<D: Device> {
 pub(crate) struct Forward<D: Device> {
     pub(crate) config: ModelConfig,
     pub(crate) model: Model<D>,
-    pub(crate) lanes: [LaneBuffers<D>; 2],
+    pub(crate) micro_batches: [MicroBatchBuffers<D>; 2],
     pub(crate) remote: RemoteBuffers<D>,
     pub(crate) sampler: Sampler,
     /// What a device that samples is asked for, and says.
@@ -41,6 +41,6 @@ pub(crate) struct Shared<'a, D: Device> {
     pub(crate) kv_shape: KvShape,
     pub(crate) attention: AttentionShape,
     pub(crate) config: ExecutorConfig,
-    /// The other lane has no pass.
+    /// The other micro-batch has no pass.
     pub(crate) alone: bool,
 }

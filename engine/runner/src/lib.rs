@@ -10,11 +10,11 @@
 mod config;
 mod executor;
 mod forward;
-mod guest;
-mod lane;
 mod memory;
+mod micro_batch;
 mod pass;
 mod queue;
+mod remote_query;
 pub mod sampling;
 mod stage;
 mod thread;
@@ -23,9 +23,10 @@ mod work;
 pub use config::ExecutorConfig;
 pub use executor::{Executor, Turn};
 pub use forward::Model;
-pub use memory::{KvArena, KvMemory, KvWindow, PeerMemory};
+pub use memory::{KvArena, KvMemory, KvRegion, PeerMemory};
 pub use thread::{ExecutorThread, spawn};
 pub use work::{
-    Command, Fetch, GuestQuery, GuestRead, GuestTag, GuestWrite, MapId, PassError, Reach, RemotePart, RemoteWork,
-    Report, SampleOut, SampleSpec, SealedBlock, SeqRows, ShareId, Ship, StageId, StageWork, StepWork, WriteSegment,
+    Command, Fetch, MapId, MappedKv, PassError, RemotePart, RemoteQuery, RemoteRead, RemoteTag, RemoteWork,
+    RemoteWrite, Report, SampleOut, SampleSpec, SealedBlock, SeqRows, ShareId, Ship, StageId, StageWork, StepWork,
+    WriteSegment,
 };

@@ -9,10 +9,10 @@ pub type KvArena = std::convert::Infallible;
 
 /// A window of the device, as transports use it.
 #[cfg(target_os = "linux")]
-pub type KvWindow = std::sync::Arc<dyn lagoon_backend::Window>;
+pub type KvRegion = std::sync::Arc<dyn lagoon_backend::SharedRegion>;
 /// Memory is not shared on this system.
 #[cfg(not(target_os = "linux"))]
-pub type KvWindow = std::convert::Infallible;
+pub type KvRegion = std::convert::Infallible;
 
 /// A creditor's memory, to be mapped.
 #[cfg(target_os = "linux")]
@@ -27,7 +27,7 @@ pub enum KvMemory {
     /// Of the host, one arena a layer; none where nothing is shared.
     Host(Vec<KvArena>),
     /// Of the device, layers of so many bytes one behind the other.
-    Device { window: KvWindow, layers: u32, layer_bytes: usize },
+    Device { window: KvRegion, layers: u32, layer_bytes: usize },
 }
 
 impl KvMemory {

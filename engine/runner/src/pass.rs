@@ -1,26 +1,26 @@
 //! One resumable forward pass: `advance` does at most a layer and says whether it waits for creditors or for the device.
 //!
-//! In the local lane a layer is one piece of work. In the remote lane (DistAttention, Infinite-LLM v1 §4.2 and §4.6) it
+//! In the local micro-batch a layer is one piece of work. In the remote micro-batch (DistAttention, Infinite-LLM v1 §4.2 and §4.6) it
 //! is three: project and hand out queries and new KV; attend to local runs meanwhile; then, when every creditor has
 //! answered, scale-reduce the partials and finish the layer. Partials are merged in the order of the step's plan, never
 //! of arrival, so a pass is a function of its inputs.
 //!
 //! Nothing here waits for a device that queues its work: a pass that needs a result says so, and while it has company
-//! it queues one layer at a time, so that the other lane's next layer is at most one layer away.
+//! it queues one layer at a time, so that the other micro-batch's next layer is at most one layer away.
 
 use crate::executor::no_peer_access;
 use crate::forward::{Forward, Shared};
 use crate::queue;
 use crate::sampling::{SampleError, Sampler};
 use crate::work::{
-    Fetch, PassError, Reach, RemotePart, RemoteWork, Report, SampleOut, SampleSpec, SealedBlock, SeqRows, Ship,
+    Fetch, MappedKv, PassError, RemotePart, RemoteWork, Report, SampleOut, SampleSpec, SealedBlock, SeqRows, Ship,
     StepWork,
 };
 use bytes::Bytes;
 use lagoon_backend::{AttnRows, Device, DeviceError, Mode, PeerAccess, Sampling, VirtualMemory};
 use lagoon_model::{ModelConfig, Norm};
 use lagoon_types::run::visible_len;
-use lagoon_types::{DType, KvRun, Lane, StepId};
+use lagoon_types::{DType, KvRun, MicroBatch, StepId};
 use std::ops::Range;
 use std::time::Duration;
 
@@ -47,7 +47,7 @@ enum Phase {
     Sample,
 }
 
-/// A step under way. See the module's documentation.
+/// A step in flight. See the module's documentation.
 #[derive(Debug)]
 pub(crate) struct Pass {
     work: StepWork,
@@ -110,7 +110,7 @@ impl Pass {
     }
 
     fn is_remote(&self) -> bool {
-        self.work.lane == Lane::Remote
+        self.work.micro_batch == MicroBatch::Remote
     }
 
     fn rows(&self) -> usize {
@@ -129,10 +129,10 @@ impl Pass {
                 self.project(shared)
             }
             Phase::Project => {
-                // What the other lane queues next must not wait for more than a layer of this one, and a watched layer is
+                // What the other micro-batch queues next must not wait for more than a layer of this one, and a watched layer is
                 // done when the device has got there.
                 let runs_ahead = shared.alone && !self.work.watched;
-                let ahead = if runs_ahead { None } else { queue::reached(shared.device, self.lane())? };
+                let ahead = if runs_ahead { None } else { queue::reached(shared.device, self.micro_batch())? };
                 if let Some(left) = ahead {
                     return Ok(Progress::Queued(left));
                 }
@@ -144,7 +144,7 @@ impl Pass {
                 self.project(shared)
             }
             Phase::HandOut => {
-                if let Some(left) = queue::reached(shared.device, self.lane())? {
+                if let Some(left) = queue::reached(shared.device, self.micro_batch())? {
                     return Ok(Progress::Queued(left));
                 }
                 self.hand_out(shared, reports)?;
@@ -157,7 +157,7 @@ impl Pass {
                 Ok(Progress::Advanced)
             }
             Phase::Await => self.collect(shared),
-            Phase::Sample => match queue::reached(shared.device, self.lane())? {
+            Phase::Sample => match queue::reached(shared.device, self.micro_batch())? {
                 Some(left) => Ok(Progress::Queued(left)),
                 None => {
                     self.check_reached(shared)?;
@@ -167,8 +167,8 @@ impl Pass {
         }
     }
 
-    fn lane(&self) -> usize {
-        self.work.lane.index()
+    fn micro_batch(&self) -> usize {
+        self.work.micro_batch.index()
     }
 
     fn layers<D: Device>(&self, shared: &Shared<'_, D>) -> u32 {
@@ -184,49 +184,63 @@ impl Pass {
             let next: Vec<u32> = held.iter().map(|slots| slots.end).collect();
             memory.kv_expect(shared.kv, &next, self.work.next_row);
         }
-        let Forward { model, lanes, host, .. } = &mut *shared.forward;
-        let lane = &mut lanes[self.work.lane.index()];
+        let Forward { model, micro_batches, host, .. } = &mut *shared.forward;
+        let micro_batch = &mut micro_batches[self.work.micro_batch.index()];
         let positions: Vec<u32> = self.work.seqs.iter().flat_map(|s| s.pos0..s.pos0 + s.rows).collect();
         assert_eq!(positions.len(), self.rows(), "sequences cover the rows");
-        // Decoding without remote KV: the next step is like this one. In the remote lane every layer waits.
+        // Decoding without remote KV: the next step is like this one. In the remote micro-batch every layer waits.
         if !self.is_remote() && self.work.seqs.iter().all(|s| s.rows == 1) {
             queue::begin_repeatable(shared.device)?;
         }
         host.clear();
         model.rope.fill(&positions, host);
-        shared.device.write(&mut lane.rope, 0, host)?;
-        shared.device.embed(&model.weights.embed, &self.work.tokens, &mut lane.x)?;
+        shared.device.write(&mut micro_batch.rope, 0, host)?;
+        shared.device.embed(&model.weights.embed, &self.work.tokens, &mut micro_batch.x)?;
         Ok(())
     }
 
-    /// Norm, projection, rotation, append; then the whole layer in the local lane, or the hand-out in the remote one.
+    /// Norm, projection, rotation, append; then the whole layer in the local micro-batch, or the hand-out in the remote one.
     fn project<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<Progress, PassError> {
         let layer = self.layer as usize;
         let rows = self.rows();
         {
-            let Forward { config, model, lanes, .. } = &mut *shared.forward;
+            let Forward { config, model, micro_batches, .. } = &mut *shared.forward;
             if layer == config.layers {
                 return self.head(shared);
             }
-            let (weights, lane) = (&model.weights.layers[layer], &mut lanes[self.work.lane.index()]);
+            let (weights, micro_batch) =
+                (&model.weights.layers[layer], &mut micro_batches[self.work.micro_batch.index()]);
             let device = &mut *shared.device;
-            norm(device, config, &lane.x, &weights.attn_norm, rows, &mut lane.normed)?;
-            device.matmul(&lane.normed, &weights.qkv, rows, Mode::Set, &mut lane.qkv)?;
+            norm(device, config, &micro_batch.x, &weights.attn_norm, rows, &mut micro_batch.normed)?;
+            device.matmul(&micro_batch.normed, &weights.qkv, rows, Mode::Set, &mut micro_batch.qkv)?;
             if let Some(bias) = &weights.qkv_bias {
-                device.add_bias(&mut lane.qkv, bias, rows)?;
+                device.add_bias(&mut micro_batch.qkv, bias, rows)?;
             }
-            device.rope_append(&mut lane.qkv, &lane.rope, config.geometry, &self.work.slots, &mut *shared.kv, layer)?;
+            device.rope_append(
+                &mut micro_batch.qkv,
+                &micro_batch.rope,
+                config.geometry,
+                &self.work.slots,
+                &mut *shared.kv,
+                layer,
+            )?;
         }
         if self.hands_out() {
-            let (lane, cols) = (self.lane(), 0..shared.attention.geometry.qkv_dim());
-            queue::read_ahead(shared.device, lane, &shared.forward.lanes[lane].qkv, 0..rows, cols)?;
+            let (micro_batch, cols) = (self.micro_batch(), 0..shared.attention.geometry.qkv_dim());
+            queue::read_ahead(
+                shared.device,
+                micro_batch,
+                &shared.forward.micro_batches[micro_batch].qkv,
+                0..rows,
+                cols,
+            )?;
             self.phase = Phase::HandOut;
         } else if self.is_remote() {
             self.phase = Phase::Attend;
         } else {
             self.attend_local(shared)?;
             self.finish_layer(shared)?;
-            queue::mark(shared.device, self.lane())?;
+            queue::mark(shared.device, self.micro_batch())?;
         }
         Ok(Progress::Advanced)
     }
@@ -241,9 +255,9 @@ impl Pass {
     /// To be called before anything that follows from it leaves the step.
     fn check_reached<D: Device>(&self, shared: &mut Shared<'_, D>) -> Result<(), PassError> {
         let mut tags = Vec::new();
-        for reach in &self.work.remote.reaches {
+        for reach in &self.work.remote.peer_access {
             let blocks: Vec<u32> = reach.sealed.iter().map(|sealed| sealed.block).collect();
-            let &Reach { creditor, map, .. } = reach;
+            let &MappedKv { creditor, map, .. } = reach;
             tags.clear();
             match shared.reached.get(&map) {
                 Some(kv) => {
@@ -266,12 +280,12 @@ impl Pass {
         shared: &mut Shared<'_, D>,
         reports: &mut dyn FnMut(Report),
     ) -> Result<(), PassError> {
-        let Forward { lanes, host, .. } = &mut *shared.forward;
-        let lane = &lanes[self.work.lane.index()];
+        let Forward { micro_batches, host, .. } = &mut *shared.forward;
+        let micro_batch = &micro_batches[self.work.micro_batch.index()];
         let geometry = shared.attention.geometry;
         let (q_dim, qkv_dim) = (geometry.q_dim(), geometry.qkv_dim());
         host.clear();
-        queue::read_staged(shared.device, self.lane(), &lane.qkv, 0..self.rows(), 0..qkv_dim, host)?;
+        queue::read_staged(shared.device, self.micro_batch(), &micro_batch.qkv, 0..self.rows(), 0..qkv_dim, host)?;
         // What follows from creditors' memory is about to leave this instance.
         self.check_reached(shared)?;
         let Forward { remote, host, .. } = &mut *shared.forward;
@@ -306,25 +320,25 @@ impl Pass {
     /// Micro attention over what is in reach: runs in the store, from scratch rows whose KV is stored elsewhere, and runs in
     /// creditors' memory that is mapped.
     fn attend_local<D: Device>(&self, shared: &mut Shared<'_, D>) -> Result<(), PassError> {
-        let Forward { lanes, remote, .. } = &mut *shared.forward;
-        let lane = &mut lanes[self.work.lane.index()];
+        let Forward { micro_batches, remote, .. } = &mut *shared.forward;
+        let micro_batch = &mut micro_batches[self.work.micro_batch.index()];
         let attention = shared.attention;
         let batch = attention.batch(&self.local, &self.work.runs);
-        shared.device.attention(&lane.qkv, &batch, shared.kv, self.layer as usize, &mut lane.attn)?;
+        shared.device.attention(&micro_batch.qkv, &batch, shared.kv, self.layer as usize, &mut micro_batch.attn)?;
         if !self.scratch.is_empty() {
             let batch = attention.batch(&self.scratch, &self.scratch_runs);
-            shared.device.attention(&lane.qkv, &batch, &remote.scratch, 0, &mut remote.part)?;
-            remote.part.count.resize(lane.attn.count.len(), 0);
-            shared.device.merge(&mut lane.attn, &remote.part, attention.geometry)?;
+            shared.device.attention(&micro_batch.qkv, &batch, &remote.scratch, 0, &mut remote.part)?;
+            remote.part.count.resize(micro_batch.attn.count.len(), 0);
+            shared.device.merge(&mut micro_batch.attn, &remote.part, attention.geometry)?;
         }
-        for reach in &self.work.remote.reaches {
-            let &Reach { creditor, map, .. } = reach;
+        for reach in &self.work.remote.peer_access {
+            let &MappedKv { creditor, map, .. } = reach;
             let gone = || PassError::Part { creditor, layer: self.layer };
             let kv = shared.reached.get(&map).ok_or_else(gone)?;
             let batch = attention.batch(&reach.seqs, &reach.runs);
-            shared.device.attention(&lane.qkv, &batch, kv, self.layer as usize, &mut remote.part)?;
-            remote.part.count.resize(lane.attn.count.len(), 0);
-            shared.device.merge(&mut lane.attn, &remote.part, attention.geometry)?;
+            shared.device.attention(&micro_batch.qkv, &batch, kv, self.layer as usize, &mut remote.part)?;
+            remote.part.count.resize(micro_batch.attn.count.len(), 0);
+            shared.device.merge(&mut micro_batch.attn, &remote.part, attention.geometry)?;
         }
         Ok(())
     }
@@ -346,7 +360,7 @@ impl Pass {
             }
         }
         self.finish_layer(shared)?;
-        queue::mark(shared.device, self.lane())?;
+        queue::mark(shared.device, self.micro_batch())?;
         self.fetched.swap(0, 1);
         self.fetched[1].iter_mut().for_each(|f| *f = None);
         self.fetches_done = 0;
@@ -355,8 +369,8 @@ impl Pass {
     }
 
     fn attend_fetched<D: Device>(&self, shared: &mut Shared<'_, D>, fetch: &Fetch, kv: &[u8]) -> Result<(), PassError> {
-        let Forward { lanes, remote, .. } = &mut *shared.forward;
-        let lane = &mut lanes[self.work.lane.index()];
+        let Forward { micro_batches, remote, .. } = &mut *shared.forward;
+        let micro_batch = &mut micro_batches[self.work.micro_batch.index()];
         if kv.len() != fetch.run.len as usize * shared.kv_shape.layer_token_bytes() {
             return Err(PassError::Part { creditor: fetch.creditor, layer: self.layer });
         }
@@ -366,9 +380,9 @@ impl Pass {
         let run = KvRun { base, len: fetch.run.len, first_pos: fetch.run.first_pos };
         let (seqs, runs) = ([seq], [run]);
         let batch = shared.attention.batch(&seqs, &runs);
-        shared.device.attention(&lane.qkv, &batch, &remote.scratch, 0, &mut remote.part)?;
-        remote.part.count.resize(lane.attn.count.len(), 0);
-        shared.device.merge(&mut lane.attn, &remote.part, shared.attention.geometry)?;
+        shared.device.attention(&micro_batch.qkv, &batch, &remote.scratch, 0, &mut remote.part)?;
+        remote.part.count.resize(micro_batch.attn.count.len(), 0);
+        shared.device.merge(&mut micro_batch.attn, &remote.part, shared.attention.geometry)?;
         Ok(())
     }
 
@@ -379,8 +393,8 @@ impl Pass {
         ship: &Ship,
         part: &RemotePart,
     ) -> Result<(), PassError> {
-        let Forward { lanes, remote, host, .. } = &mut *shared.forward;
-        let lane = &mut lanes[self.work.lane.index()];
+        let Forward { micro_batches, remote, host, .. } = &mut *shared.forward;
+        let micro_batch = &mut micro_batches[self.work.micro_batch.index()];
         let geometry = shared.attention.geometry;
         let (q_dim, heads, rows) = (geometry.q_dim(), geometry.heads as usize, ship.rows() as usize);
         let dtype = self.work.remote.dtype;
@@ -389,7 +403,7 @@ impl Pass {
             return Err(PassError::Part { creditor: ship.creditor, layer: self.layer });
         }
         remote.part.count.clear();
-        remote.part.count.resize(lane.attn.count.len(), 0);
+        remote.part.count.resize(micro_batch.attn.count.len(), 0);
         let mut at = 0;
         for &(row0, n) in &ship.segments {
             let (row0, n) = (row0 as usize, n as usize);
@@ -404,30 +418,38 @@ impl Pass {
             }
             at += n;
         }
-        shared.device.merge(&mut lane.attn, &remote.part, geometry)?;
+        shared.device.merge(&mut micro_batch.attn, &remote.part, geometry)?;
         Ok(())
     }
 
     /// Output projection and feed-forward, after the proof that every row saw its visible range exactly once.
     fn finish_layer<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<(), PassError> {
         let rows = self.rows();
-        let Forward { config, model, lanes, .. } = &mut *shared.forward;
-        let (weights, lane) = (&model.weights.layers[self.layer as usize], &mut lanes[self.work.lane.index()]);
+        let Forward { config, model, micro_batches, .. } = &mut *shared.forward;
+        let (weights, micro_batch) =
+            (&model.weights.layers[self.layer as usize], &mut micro_batches[self.work.micro_batch.index()]);
         for seq in &self.work.seqs {
             for (pos, row) in (seq.pos0..).zip(seq.row0..seq.row0 + seq.rows) {
                 let (row, expected) = (row as usize, visible_len(pos, shared.attention.window));
-                let seen = lane.attn.count[row];
+                let seen = micro_batch.attn.count[row];
                 if seen != expected {
                     return Err(PassError::Coverage { layer: self.layer, row, pos, seen: seen.into(), expected });
                 }
             }
         }
         let device = &mut *shared.device;
-        device.matmul(&lane.attn.out, &weights.o, rows, Mode::Add, &mut lane.x)?;
-        norm(device, config, &lane.x, &weights.mlp_norm, rows, &mut lane.normed)?;
+        device.matmul(&micro_batch.attn.out, &weights.o, rows, Mode::Add, &mut micro_batch.x)?;
+        norm(device, config, &micro_batch.x, &weights.mlp_norm, rows, &mut micro_batch.normed)?;
         let activation = config.family.activation();
-        device.matmul_activated(&lane.normed, &weights.up, rows, activation, &mut lane.up, &mut lane.act)?;
-        device.matmul(&lane.act, &weights.down, rows, Mode::Add, &mut lane.x)?;
+        device.matmul_activated(
+            &micro_batch.normed,
+            &weights.up,
+            rows,
+            activation,
+            &mut micro_batch.up,
+            &mut micro_batch.act,
+        )?;
+        device.matmul(&micro_batch.act, &weights.down, rows, Mode::Add, &mut micro_batch.x)?;
         self.layer += 1;
         Ok(())
     }
@@ -448,25 +470,32 @@ impl Pass {
 
     /// Queues the logits of the rows that want them, and the draws from them where the device makes them.
     fn head<D: Device>(&mut self, shared: &mut Shared<'_, D>) -> Result<Progress, PassError> {
-        let Forward { config, model, lanes, draws, .. } = &mut *shared.forward;
-        let lane = &mut lanes[self.work.lane.index()];
+        let Forward { config, model, micro_batches, draws, .. } = &mut *shared.forward;
+        let micro_batch = &mut micro_batches[self.work.micro_batch.index()];
         let last: Vec<u32> = self.wanted().map(|(s, _)| s.row0 + s.rows - 1).collect();
         let device = &mut *shared.device;
         if last.is_empty() {
-            queue::mark(device, self.lane())?;
+            queue::mark(device, self.micro_batch())?;
         } else {
-            device.gather_rows(&lane.x, &last, &mut lane.last)?;
-            norm(device, config, &lane.last, &model.weights.final_norm, last.len(), &mut lane.last_normed)?;
+            device.gather_rows(&micro_batch.x, &last, &mut micro_batch.last)?;
+            norm(
+                device,
+                config,
+                &micro_batch.last,
+                &model.weights.final_norm,
+                last.len(),
+                &mut micro_batch.last_normed,
+            )?;
             let head = model.weights.lm_head.as_ref().unwrap_or(&model.weights.embed);
-            device.matmul(&lane.last_normed, head, last.len(), Mode::Set, &mut lane.logits)?;
+            device.matmul(&micro_batch.last_normed, head, last.len(), Mode::Set, &mut micro_batch.logits)?;
             if let Some(sampler) = self.drawer(device) {
                 draws.0.clear();
                 for (_, spec) in self.wanted() {
                     draws.0.push(Sampler::row(&spec.params, spec.index).map_err(sampling)?);
                 }
-                sampler.sample_ahead(self.lane(), &lane.logits, &draws.0)?;
+                sampler.sample_ahead(self.micro_batch(), &micro_batch.logits, &draws.0)?;
             } else {
-                queue::read_ahead(device, self.lane(), &lane.logits, 0..last.len(), 0..config.vocab)?;
+                queue::read_ahead(device, self.micro_batch(), &micro_batch.logits, 0..last.len(), 0..config.vocab)?;
             }
         }
         self.phase = Phase::Sample;
@@ -475,7 +504,7 @@ impl Pass {
 
     /// The tokens.
     fn sample<D: Device>(&self, shared: &mut Shared<'_, D>) -> Result<Progress, PassError> {
-        let Forward { config, lanes, sampler, host, draws, .. } = &mut *shared.forward;
+        let Forward { config, micro_batches, sampler, host, draws, .. } = &mut *shared.forward;
         let rows = self.wanted().count();
         if rows == 0 {
             shared.device.sync()?;
@@ -483,7 +512,7 @@ impl Pass {
         }
         if let Some(sampler) = self.drawer(shared.device) {
             draws.1.clear();
-            sampler.sampled(self.lane(), &mut draws.1)?;
+            sampler.sampled(self.micro_batch(), &mut draws.1)?;
             let tokens = self.wanted().zip(&draws.1).map(|((seq, _), drawn)| {
                 let token = Sampler::drawn(*drawn).map_err(sampling)?;
                 Ok(SampleOut { seq: seq.seq, token, logprobs: None, logits: None })
@@ -491,7 +520,14 @@ impl Pass {
             return Ok(Progress::Done(tokens.collect::<Result<_, PassError>>()?));
         }
         host.clear();
-        queue::read_staged(shared.device, self.lane(), &lanes[self.lane()].logits, 0..rows, 0..config.vocab, host)?;
+        queue::read_staged(
+            shared.device,
+            self.micro_batch(),
+            &micro_batches[self.micro_batch()].logits,
+            0..rows,
+            0..config.vocab,
+            host,
+        )?;
         let mut samples = Vec::with_capacity(rows);
         for ((seq, spec), logits) in self.wanted().zip(host.chunks_exact(config.vocab)) {
             let sampled = sampler.sample(logits, &spec.params, spec.index).map_err(sampling)?;

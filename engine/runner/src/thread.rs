@@ -55,7 +55,7 @@ impl Progress {
 }
 
 impl ExecutorThread {
-    /// Queues a command; never blocks. The number of queued commands is bounded by the instance: one step a lane, and its
+    /// Queues a command; never blocks. The number of queued commands is bounded by the instance: one step a micro-batch, and its
     /// limit on peers' work.
     ///
     /// # Errors

@@ -4,16 +4,16 @@ use crate::memory::PeerMemory;
 use bytes::Bytes;
 use lagoon_backend::{AttnRows, DeviceError, KvCounters, LaunchCounters};
 use lagoon_types::{
-    DType, Epoch, InstanceId, KvRun, Lane, LeaseId, LeaseRun, SamplingParams, SeqId, StepId, TokenLogprobs,
+    DType, Epoch, InstanceId, KvRun, LeaseId, LeaseRun, MicroBatch, SamplingParams, SeqId, StepId, TokenLogprobs,
 };
 use std::ops::Range;
 use std::sync::Arc;
 
-/// One forward pass over the rows of one lane.
+/// One forward pass over the rows of one micro-batch.
 #[derive(Clone, Debug)]
 pub struct StepWork {
     pub step: StepId,
-    pub lane: Lane,
+    pub micro_batch: MicroBatch,
     /// Token id of each row; rows of a sequence are consecutive, at consecutive positions.
     pub tokens: Vec<u32>,
     /// Slot of each row's KV in the main store; `u32::MAX` where its rBlock is remote.
@@ -50,12 +50,12 @@ pub struct SampleSpec {
     pub return_logits: bool,
 }
 
-/// The part of a step that concerns creditors; empty in the local lane.
+/// The part of a step that concerns creditors; empty in the local micro-batch.
 #[derive(Clone, Debug)]
 pub struct RemoteWork {
     /// Element type of shipped queries and partial outputs.
     pub dtype: DType,
-    pub reaches: Vec<Reach>,
+    pub peer_access: Vec<MappedKv>,
     pub ships: Vec<Ship>,
     pub fetches: Vec<Fetch>,
     pub writes: Vec<WriteSegment>,
@@ -63,16 +63,16 @@ pub struct RemoteWork {
 
 impl Default for RemoteWork {
     fn default() -> Self {
-        Self { dtype: DType::F32, reaches: Vec::new(), ships: Vec::new(), fetches: Vec::new(), writes: Vec::new() }
+        Self { dtype: DType::F32, peer_access: Vec::new(), ships: Vec::new(), fetches: Vec::new(), writes: Vec::new() }
     }
 }
 
 /// KV of one creditor that is attended to where it lies, in memory of its that is mapped here: nothing is sent for it.
 #[derive(Clone, Debug)]
-pub struct Reach {
+pub struct MappedKv {
     pub creditor: InstanceId,
     pub map: MapId,
-    /// Sequences over [`Reach::runs`], in the rows of the step.
+    /// Sequences over [`MappedKv::runs`], in the rows of the step.
     pub seqs: Vec<AttnRows>,
     /// Runs in the creditor's store, those of a sequence consecutive and ascending.
     pub runs: Vec<KvRun>,
@@ -136,7 +136,7 @@ pub struct RemotePart {
 
 /// Chosen by the instance to recognise the answer to a peer's frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct GuestTag(pub u64);
+pub struct RemoteTag(pub u64);
 
 /// Chosen by the instance to recognise memory that is mapped for a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -144,8 +144,8 @@ pub struct ShareId(pub u64);
 
 /// Micro attention of a peer's queries over this instance's KV. The instance validated everything.
 #[derive(Clone, Debug)]
-pub struct GuestQuery {
-    pub tag: GuestTag,
+pub struct RemoteQuery {
+    pub tag: RemoteTag,
     pub layer: u32,
     pub dtype: DType,
     /// `[rows][heads * head_dim]` in `dtype`.
@@ -157,10 +157,10 @@ pub struct GuestQuery {
 
 /// KV from a peer, canonical layout, in pieces of consecutive slots `(slot, tokens)`.
 #[derive(Clone, Debug)]
-pub struct GuestWrite {
+pub struct RemoteWrite {
     /// Of KV that comes home: its report says whether it was stored. Without one, a failure fails all peers' work from
     /// then on.
-    pub tag: Option<GuestTag>,
+    pub tag: Option<RemoteTag>,
     pub layer: u32,
     pub pieces: Vec<(u32, u32)>,
     pub kv: Bytes,
@@ -168,8 +168,8 @@ pub struct GuestWrite {
 
 /// A peer's read, or one for a move, in pieces of consecutive slots `(slot, tokens)`.
 #[derive(Clone, Debug)]
-pub struct GuestRead {
-    pub tag: GuestTag,
+pub struct RemoteRead {
+    pub tag: RemoteTag,
     pub layer: u32,
     pub pieces: Vec<(u32, u32)>,
 }
@@ -214,12 +214,12 @@ pub enum Command {
     Abort {
         step: StepId,
     },
-    GuestQuery(GuestQuery),
-    GuestWrite(GuestWrite),
-    GuestRead(GuestRead),
+    RemoteQuery(RemoteQuery),
+    RemoteWrite(RemoteWrite),
+    RemoteRead(RemoteRead),
     /// Seals an rBlock of a store that is lent, behind what was written before.
-    GuestSeal {
-        tag: GuestTag,
+    RemoteSeal {
+        tag: RemoteTag,
         block: u32,
         epoch: Epoch,
     },
@@ -270,36 +270,36 @@ pub enum Report {
     },
     Done {
         step: StepId,
-        lane: Lane,
+        micro_batch: MicroBatch,
         samples: Vec<SampleOut>,
     },
     Failed {
         step: StepId,
-        lane: Lane,
+        micro_batch: MicroBatch,
         error: PassError,
     },
-    GuestPartial {
-        tag: GuestTag,
+    RemotePartial {
+        tag: RemoteTag,
         out: Bytes,
         lse: Bytes,
         count: Bytes,
     },
-    GuestKv {
-        tag: GuestTag,
+    RemoteKv {
+        tag: RemoteTag,
         kv: Bytes,
     },
     /// A peer's KV of so many bytes has left the queue. With the write's tag if that was stored.
-    GuestWritten {
+    RemoteWritten {
         bytes: usize,
-        tag: Option<GuestTag>,
+        tag: Option<RemoteTag>,
     },
-    GuestFailed {
-        tag: GuestTag,
+    RemoteFailed {
+        tag: RemoteTag,
         error: DeviceError,
     },
     /// Whoever maps the store sees the rBlock sealed.
-    GuestSealed {
-        tag: GuestTag,
+    RemoteSealed {
+        tag: RemoteTag,
     },
     /// A creditor's store is mapped, or why it is not.
     Mapped {

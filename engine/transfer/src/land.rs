@@ -39,7 +39,7 @@ fn is_on_device(_region: &dyn Region) -> bool {
 #[cfg(target_os = "linux")]
 #[derive(Debug)]
 pub struct PeerRegions {
-    peer: Box<dyn lagoon_backend::PeerWindow>,
+    peer: Box<dyn lagoon_backend::PeerRegion>,
     /// Where each begins, and its size.
     regions: Vec<(u64, u64)>,
 }
@@ -50,7 +50,7 @@ impl PeerRegions {
     ///
     /// # Errors
     /// When the window does not hold them.
-    pub fn new(peer: Box<dyn lagoon_backend::PeerWindow>, sizes: &[u64]) -> Result<Self, RegionError> {
+    pub fn new(peer: Box<dyn lagoon_backend::PeerRegion>, sizes: &[u64]) -> Result<Self, RegionError> {
         let mut end = 0u64;
         let mut place = |bytes: &u64| {
             let base = end;
@@ -67,7 +67,7 @@ impl PeerRegions {
 
     /// The window.
     #[must_use]
-    pub fn window(&self) -> &dyn lagoon_backend::PeerWindow {
+    pub fn window(&self) -> &dyn lagoon_backend::PeerRegion {
         self.peer.as_ref()
     }
 
@@ -114,7 +114,7 @@ pub fn land_on_device(
         if bytes > transaction.bytes - at {
             return Err(RegionError::Outside { offset: at, end: at.saturating_add(bytes), bytes: transaction.bytes });
         }
-        moves.push(lagoon_backend::WindowMove { from: from.place(segment.remote)?, to: to + at, bytes });
+        moves.push(lagoon_backend::RegionCopy { from: from.place(segment.remote)?, to: to + at, bytes });
         at += bytes;
     }
     assert_eq!(at, transaction.bytes, "a transaction has the bytes of its segments");

@@ -35,6 +35,6 @@ pub use plan::{Conversion, Mismatch, Span, View, Way, plan};
 pub use pull::{Local, Pull, PullError, Remote, check_block, check_blocks};
 pub use reader::{ConnId, Failure, Offer, PullId, ReadFailure, Reader, ReaderConfig, ReaderOutput, ReaderStats};
 #[cfg(target_os = "linux")]
-pub use region::WindowRegion;
+pub use region::DeviceRegion;
 pub use region::{HeapRegion, Region, RegionError};
 pub use writer::{ExportError, FreeReason, GrantId, Writer, WriterConfig, WriterOutput, WriterStats};

@@ -5,7 +5,7 @@ lagoon_types::mutants! {
     CompleteBeforeLast,
     /// A reader takes any acknowledgement for that of the COMPLETE it waits for.
     AckUndeduped,
-    /// A reader gives a request's memory back while reads into it are under way.
+    /// A reader gives a request's memory back while reads into it are in progress.
     ReleasedUnderReads,
     /// A reader does not get the credits of a lost path back.
     CreditLost,

@@ -47,7 +47,7 @@ pub trait Region: Send + Sync + fmt::Debug {
 
     /// If it is memory of a device, which every access above copies to or from the host.
     #[cfg(target_os = "linux")]
-    fn on_device(&self) -> Option<&WindowRegion> {
+    fn on_device(&self) -> Option<&DeviceRegion> {
         None
     }
 }
@@ -190,17 +190,17 @@ impl From<lagoon_backend::DeviceError> for RegionError {
 /// part has one user at a time (`lagoon_instance::prefill`, staging).
 #[cfg(target_os = "linux")]
 #[derive(Clone, Debug)]
-pub struct WindowRegion {
-    window: Arc<dyn lagoon_backend::Window>,
+pub struct DeviceRegion {
+    window: Arc<dyn lagoon_backend::SharedRegion>,
     base: u64,
     bytes: u64,
 }
 
 #[cfg(target_os = "linux")]
-impl WindowRegion {
+impl DeviceRegion {
     /// Consecutive regions of so many bytes each.
     #[must_use]
-    pub fn consecutive(window: &Arc<dyn lagoon_backend::Window>, count: u32, bytes: u64) -> Vec<Arc<dyn Region>> {
+    pub fn consecutive(window: &Arc<dyn lagoon_backend::SharedRegion>, count: u32, bytes: u64) -> Vec<Arc<dyn Region>> {
         let region = |n| Self { window: Arc::clone(window), base: u64::from(n) * bytes, bytes };
         (0..count).map(|n| Arc::new(region(n)) as _).collect()
     }
@@ -231,7 +231,7 @@ impl WindowRegion {
 const WINDOW_PART_BYTES: usize = 4 << 20;
 
 #[cfg(target_os = "linux")]
-impl Region for WindowRegion {
+impl Region for DeviceRegion {
     fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -263,7 +263,7 @@ impl Region for WindowRegion {
         Ok(self.window.write(at, &filled)?)
     }
 
-    fn on_device(&self) -> Option<&WindowRegion> {
+    fn on_device(&self) -> Option<&DeviceRegion> {
         Some(self)
     }
 }

@@ -446,9 +446,9 @@ impl Writer {
             self.out.push_back(WriterOutput::Connected { reader: from, epoch });
         }
         // It may not have heard of what stands.
-        let unheard: Vec<u64> =
+        let unacknowledged: Vec<u64> =
             self.exports.iter().filter(|(_, e)| e.to == from && e.ended.is_none() && !e.heard).map(|e| *e.0).collect();
-        unheard.into_iter().for_each(|export| self.tell(export));
+        unacknowledged.into_iter().for_each(|export| self.tell(export));
     }
 
     fn refuse(&mut self, to: InstanceId, m: &TransferConnect, reason: String) {
@@ -629,7 +629,8 @@ impl Writer {
         };
         let expired = ids(&over);
         let repeat_ms = self.config.repeat_ms;
-        let untold = ids(&|entry| !entry.heard && !over(entry) && now_ms >= entry.sent_ms.saturating_add(repeat_ms));
+        let unacknowledged =
+            ids(&|entry| !entry.heard && !over(entry) && now_ms >= entry.sent_ms.saturating_add(repeat_ms));
         let read_ms = self.config.read_ms;
         let late = |grant: &&mut Grant| !grant.cut && now_ms >= grant.since_ms.saturating_add(read_ms);
         let mut slow = BTreeSet::new();
@@ -638,7 +639,7 @@ impl Writer {
             slow.insert((grant.reader, grant.epoch));
         }
         expired.into_iter().for_each(|export| self.end(export, FreeReason::Expired));
-        untold.into_iter().for_each(|export| self.tell(export));
+        unacknowledged.into_iter().for_each(|export| self.tell(export));
         for (reader, epoch) in slow {
             self.stats.slow_readers_cut += 1;
             self.out.push_back(WriterOutput::Cut { reader, epoch });

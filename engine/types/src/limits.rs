@@ -63,7 +63,7 @@ pub const HEARTBEAT_LINKS_MAX: usize = 64;
 pub const ADMIN_ROWS_MAX: usize = 8 << 10;
 /// Operators' orders whose outcome a gManager remembers.
 pub const ADMIN_ORDERS_MAX: usize = 1 << 10;
-/// Orders to move KV that are under way at once in a pool.
+/// Orders to move KV that are in progress at once in a pool.
 pub const MOVES_MAX: usize = 16 << 10;
 
 /// Time between heartbeats.
@@ -79,9 +79,9 @@ pub const GMANAGER_PAUSE_MS: u64 = 1_000;
 /// Time between two orders of the gManager's view of creditors; small pools are sorted at every change.
 pub const VIEW_MS: u64 = 50;
 /// A request that only the pool can hold goes before all younger ones after so long.
-pub const ELDER_MS: u64 = 10_000;
+pub const OLDEST_WAITING_MS: u64 = 10_000;
 /// What an instance heard of such a request holds for so long.
-pub const ELDER_HOLD_MS: u64 = 1_000;
+pub const OLDEST_WAITING_HOLD_MS: u64 = 1_000;
 /// Time between planning rounds.
 pub const PLAN_MS: u64 = 1_000;
 /// Time that a round waits for heartbeats that are missing.
@@ -121,11 +121,11 @@ pub const INSTANCE_FORGET_MS: u64 = 60_000;
 /// Time that a request may wait for admission.
 pub const ADMISSION_DEADLINE_MS: u64 = 600_000;
 /// Steps of peers that are open at once on one creditor.
-pub const GUEST_TICKETS_MAX: usize = 1024;
+pub const REMOTE_REQUEST_TICKETS_MAX: usize = 1024;
 /// Frames of peers that wait for KV or are on the device at once on one creditor.
-pub const GUEST_WAITING_MAX: usize = 1024;
+pub const REMOTE_REQUEST_WAITING_MAX: usize = 1024;
 /// Bytes of peers' KV that wait for one creditor's device before it stops reading more (one frame may exceed it).
-pub const GUEST_WRITE_BYTES_MAX: usize = 64 << 20;
+pub const REMOTE_REQUEST_WRITE_BYTES_MAX: usize = 64 << 20;
 /// Control messages that wait for one peer to be dialled.
 pub const PEER_PENDING_MAX: usize = 256;
 /// Times that a sequence may lose KV within [`RECOVERIES_WINDOW_MS`] before it fails.
@@ -134,17 +134,17 @@ pub const RECOVERIES_MAX: usize = 8;
 pub const RECOVERIES_WINDOW_MS: u64 = 60_000;
 /// Time that a sequence that lost KV keeps the rest while it looks for memory for what was lost.
 pub const RESTORE_DEADLINE_MS: u64 = 10_000;
-/// An instance without own decode steps for so long has no latency target to protect from its guests.
+/// An instance without own decode steps for so long has no latency target to protect from its remote requests.
 pub const THRESHOLD_IDLE_MS: u64 = 2_000;
-/// Own steps are far over their latency target for so long before a guest is refused.
+/// Own steps are far over their latency target for so long before a remote request is refused.
 pub const THRESHOLD_OVER_MS: u64 = 1_000;
 /// Time between two such refusals.
 pub const THRESHOLD_SHED_PAUSE_MS: u64 = 10_000;
-/// A sequence with fewer whole rBlocks here is not parked in host memory: there is little to gain.
+/// A sequence with fewer whole rBlocks here is not swapped out in host memory: there is little to gain.
 pub const PARK_BLOCKS_MIN: u32 = 4;
-/// Time that parking may take before the sequence goes on as it was.
+/// Time that swapping out may take before the sequence goes on as it was.
 pub const PARK_DEADLINE_MS: u64 = 5_000;
-/// A sequence that could not be parked is not tried again for so long.
+/// A sequence that could not be swapped out is not tried again for so long.
 pub const PARK_RETRY_MS: u64 = 2_000;
 /// Time that borrowing waits for a gManager that is away.
 pub const GMANAGER_WAIT_MS: u64 = 30_000;
@@ -164,7 +164,7 @@ pub const CONNECT_DEADLINE_MS: u64 = 5_000;
 pub const MOVE_TOKENS_PER_STEP: u32 = 16;
 /// That number at most, however well moves overlap.
 pub const MOVE_TOKENS_PER_STEP_MAX: u32 = 4096;
-/// Bytes of moves under way at most (or two rBlocks, where those are more).
+/// Bytes of moves in flight at most (or two rBlocks, where those are more).
 pub const MOVE_BYTES_IN_FLIGHT_MAX: u64 = 32 << 20;
 /// Nor more than a link carries in so long, or two layers of a block: what steps write waits behind it.
 pub const MOVE_WINDOW_MS: u64 = 20;
@@ -197,7 +197,7 @@ const _: () = assert!(CONTROL_REPEAT_MS < BORROW_DEADLINE_MS && CONTROL_REPEAT_M
 const _: () = assert!(LEASE_TTL_MS <= INSTANCE_FORGET_MS && HEARTBEAT_STALE_MS < INSTANCE_FORGET_MS);
 const _: () = assert!(BORROW_DEADLINE_MS < RESTORE_DEADLINE_MS && GMANAGER_WAIT_MS < ADMISSION_DEADLINE_MS);
 const _: () =
-    assert!(RECOVERIES_WINDOW_MS / THRESHOLD_SHED_PAUSE_MS < RECOVERIES_MAX as u64, "guests survive shedding");
+    assert!(RECOVERIES_WINDOW_MS / THRESHOLD_SHED_PAUSE_MS < RECOVERIES_MAX as u64, "remote requests survive shedding");
 const _: () = assert!(STEP_ROWS_DEFAULT <= STEP_ROWS_MAX);
 const _: () = assert!(BLOCK_TOKENS_DEFAULT <= BLOCK_TOKENS_MAX);
 const _: () = assert!(CONTROL_FRAME_BYTES_MAX <= DATA_FRAME_BYTES_MAX && DATA_FRAME_BYTES_MAX <= PEER_QUEUE_BYTES_MAX);

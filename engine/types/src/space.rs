@@ -5,7 +5,7 @@
 /// Where slots are memory, there are as many addresses as blocks ([`KvSpace::flat`]). A device that maps memory behind
 /// addresses (vAttention) has more addresses than blocks: first the **rows**, one for each sequence that has KV here (the
 /// paper's request ids), in which the sequence's rBlock `i` lies at address `row * row_blocks + i`, so that consecutive
-/// tokens are one run whatever memory is behind them; then **loose** addresses, for guests and for what finds no row.
+/// tokens are one run whatever memory is behind them; then **loose** addresses, for lent rows and for what finds no row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KvSpace {
     /// Tokens of an rBlock.
@@ -27,7 +27,7 @@ impl KvSpace {
         Self { block_tokens, blocks, rows: 0, row_blocks: 0, loose_blocks: blocks }
     }
 
-    /// With `rows` rows of `row_blocks` rBlocks, and room for guests in any order.
+    /// With `rows` rows of `row_blocks` rBlocks, and room for lent rows in any order.
     #[must_use]
     pub const fn with_rows(self, rows: u32, row_blocks: u32) -> Self {
         Self { rows, row_blocks, loose_blocks: self.blocks.saturating_mul(2), ..self }

@@ -4,15 +4,15 @@ use crate::ids::SeqId;
 
 /// The two micro-batches that advance independently, so that a slow creditor delays only rows with remote KV.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Lane {
+pub enum MicroBatch {
     /// Sequences whose KV is entirely in this instance's store.
     Local,
     /// Sequences with KV on creditors.
     Remote,
 }
 
-impl Lane {
-    /// Both, in the order of [`Lane::index`].
+impl MicroBatch {
+    /// Both, in the order of [`MicroBatch::index`].
     pub const ALL: [Self; 2] = [Self::Local, Self::Remote];
 
     /// 0 or 1.
@@ -36,7 +36,7 @@ pub struct Chunk {
     pub last: bool,
 }
 
-/// The chunks of one lane's next iteration, decoding first. Empty when the lane has nothing to do.
+/// The chunks of one micro-batch's next iteration, decoding first. Empty when the micro-batch has nothing to do.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepPlan {
     pub chunks: Vec<Chunk>,

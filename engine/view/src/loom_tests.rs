@@ -105,7 +105,7 @@ fn competing_readers_spread() {
     });
 }
 
-/// After the writer has paused a row, a reader that starts does not name it; one under way may.
+/// After the writer has paused a row, a reader that starts does not name it; one in flight may.
 #[test]
 fn a_pause_is_seen() {
     explore(|| {

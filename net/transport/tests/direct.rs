@@ -8,7 +8,7 @@ use lagoon_transfer::{
     Axis, ConnId, Dim, Layout, LayoutParts, Part, Plane, PullId, Reader, ReaderConfig, ReaderOutput, Region, Writer,
     WriterConfig, WriterOutput, check_block,
 };
-use lagoon_transport::direct::{ExportServer, Landing, LanesConfig, MemoryPath, Path, PathEvent, Probe, ReadJob};
+use lagoon_transport::direct::{ExportServer, Landing, MemoryPath, Path, PathEvent, Probe, ReadJob, StreamsConfig};
 use lagoon_transport::{Bound, Node};
 use lagoon_types::{DType, InstanceId, ModelHash};
 use std::{
@@ -166,7 +166,7 @@ impl Rig {
     fn transfer(&mut self) {
         self.exchange();
         while self.reader.pulling() > 0 {
-            let event = self.events.1.recv_timeout(PATIENCE).expect("an event in time");
+            let event = self.events.1.recv_timeout(TIMEOUT).expect("an event in time");
             let PathEvent::Read { read, result } = event else { panic!("{event:?}") };
             let now_ms = self.now_ms();
             self.reader.on_read(self.conn, read, result, now_ms);
@@ -192,7 +192,7 @@ impl Rig {
         self.check(3..40);
         assert_eq!((self.reader.stats().pulls_done, self.reader.stats().pulls_failed), (1, 0));
         // QUIC holds windows until their bytes are acknowledged.
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + TIMEOUT;
         while self.freed != [export] {
             assert!(Instant::now() < until, "the export is freed");
             std::thread::sleep(Duration::from_millis(1));
@@ -200,7 +200,7 @@ impl Rig {
         }
         assert_eq!((self.reader.completing(), self.reader.bytes_in_flight()), (0, 0));
         self.path.as_ref().unwrap().close();
-        let down = self.events.1.recv_timeout(PATIENCE).unwrap();
+        let down = self.events.1.recv_timeout(TIMEOUT).unwrap();
         assert!(matches!(down, PathEvent::Down { .. }), "{down:?}");
         assert!(self.events.1.recv_timeout(Duration::from_millis(50)).is_err(), "Down is the last event");
     }
@@ -251,10 +251,10 @@ fn nodes(server: &Arc<ExportServer>) -> Nodes {
 #[cfg(target_os = "linux")]
 #[test]
 fn over_quic_while_the_owners_loop_stands_still() {
-    for lanes in [1, 3] {
+    for streams in [1, 3] {
         let mut rig = Rig::new(regions(&arenas()), regions(&arenas()), WriterConfig::default());
         let nodes = nodes(&rig.server);
-        let config = LanesConfig { reader: READER, epoch: rig.epoch, lanes };
+        let config = StreamsConfig { reader: READER, epoch: rig.epoch, streams };
         let path = nodes.reader.open_direct(nodes.writer.node.local_addr(), config, &rig.landing());
         rig.path = Some(Box::new(path));
         rig.whole_transfer();
@@ -272,7 +272,7 @@ fn reads_proceed_while_the_owner_sleeps() {
     let (woken, awake) = channel();
     let server = Arc::clone(&rig.server);
     // The exchange of control messages needs the owner; it stops when the reader has heard of the export.
-    let config = LanesConfig { reader: READER, epoch: rig.epoch, lanes: 2 };
+    let config = StreamsConfig { reader: READER, epoch: rig.epoch, streams: 2 };
     let path = nodes.reader.open_direct(nodes.writer.node.local_addr(), config, &rig.landing());
     let segments = |block: u64| {
         let remote =
@@ -302,7 +302,7 @@ fn reads_proceed_while_the_owner_sleeps() {
         };
         let asked = Instant::now();
         path.read(ReadJob { read: reads, transaction: Arc::new(transaction), pulls: BTreeMap::new() });
-        let event = rig.events.1.recv_timeout(PATIENCE).unwrap();
+        let event = rig.events.1.recv_timeout(TIMEOUT).unwrap();
         assert!(matches!(event, PathEvent::Read { result: Ok(_), .. }), "{event:?}");
         slowest = slowest.max(asked.elapsed());
         reads += 1;
@@ -318,7 +318,7 @@ fn what_is_not_exported_is_refused_and_a_cut_path_goes_down() {
     let mut rig = Rig::new(regions(&arenas()), regions(&arenas()), WriterConfig::default());
     let nodes = nodes(&rig.server);
     let export = rig.export(0..4);
-    let config = LanesConfig { reader: READER, epoch: rig.epoch, lanes: 1 };
+    let config = StreamsConfig { reader: READER, epoch: rig.epoch, streams: 1 };
     let path = nodes.reader.open_direct(nodes.writer.node.local_addr(), config, &rig.landing());
     let read = |export, offset| {
         let remote = lagoon_transfer::Remote { region: 0, offset, bytes: 100 };
@@ -336,7 +336,7 @@ fn what_is_not_exported_is_refused_and_a_cut_path_goes_down() {
             }],
         };
         path.read(ReadJob { read: offset, transaction: Arc::new(transaction), pulls: BTreeMap::new() });
-        rig.events.1.recv_timeout(PATIENCE).unwrap()
+        rig.events.1.recv_timeout(TIMEOUT).unwrap()
     };
     let code = |event: PathEvent| match event {
         PathEvent::Read { result: Err(lagoon_transfer::ReadFailure::Refused(code)), .. } => format!("{code:?}"),
@@ -350,9 +350,9 @@ fn what_is_not_exported_is_refused_and_a_cut_path_goes_down() {
     // Another acceptance, by another CONNECT.
     let (reader, epoch) = (READER, rig.epoch);
     rig.server.cut(reader, epoch);
-    let down = rig.events.1.recv_timeout(PATIENCE).unwrap();
+    let down = rig.events.1.recv_timeout(TIMEOUT).unwrap();
     assert!(matches!(&down, PathEvent::Down { reason } if reason.contains("cut")), "{down:?}");
-    let stale = LanesConfig { epoch: epoch.wrapping_add(77), ..config };
+    let stale = StreamsConfig { epoch: epoch.wrapping_add(77), ..config };
     let path = nodes.reader.open_direct(nodes.writer.node.local_addr(), stale, &rig.landing());
     let remote = lagoon_transfer::Remote { region: 0, offset: 0, bytes: 100 };
     let transaction = lagoon_transfer::Transaction {
@@ -369,7 +369,7 @@ fn what_is_not_exported_is_refused_and_a_cut_path_goes_down() {
         }],
     };
     path.read(ReadJob { read: 5, transaction: Arc::new(transaction), pulls: BTreeMap::new() });
-    assert_eq!(code(rig.events.1.recv_timeout(PATIENCE).unwrap()), "StaleEpoch");
+    assert_eq!(code(rig.events.1.recv_timeout(TIMEOUT).unwrap()), "StaleEpoch");
     nodes.runtime.shutdown_timeout(Duration::from_secs(1));
 }
 
@@ -379,14 +379,14 @@ fn a_path_is_probed_and_a_node_that_exports_nothing_says_so() {
     let rig = Rig::new(regions(&arenas()), regions(&arenas()), WriterConfig::default());
     let nodes = nodes(&rig.server);
     let addr = nodes.writer.node.local_addr();
-    let config = LanesConfig { reader: READER, epoch: rig.epoch, lanes: 1 };
+    let config = StreamsConfig { reader: READER, epoch: rig.epoch, streams: 1 };
     let probe = nodes.runtime.block_on(nodes.reader.probe_direct(addr, config, 8 << 20, 1e15)).unwrap();
     assert!(probe.bytes_per_s > 1e6 && probe.is_slow(), "{probe:?}");
     let within = Probe::within(&rig.server).unwrap();
     assert!(within.bytes_per_s > 0.0 && within.expected_bytes_per_s > 0.0, "{within:?}");
     nodes.writer.node.serve_direct(None);
     let _path = nodes.reader.open_direct(addr, config, &rig.landing());
-    let down = rig.events.1.recv_timeout(PATIENCE).unwrap();
+    let down = rig.events.1.recv_timeout(TIMEOUT).unwrap();
     assert!(matches!(&down, PathEvent::Down { reason } if reason.contains("nothing is exported")), "{down:?}");
     nodes.runtime.shutdown_timeout(Duration::from_secs(1));
 }

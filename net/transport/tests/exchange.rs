@@ -77,7 +77,7 @@ async fn frames_arrive_in_order_at_any_size() {
     let size = |number: u64| usize::try_from(2 + 2 * (number * 7919 % 30_000)).unwrap();
     let sender = tokio::spawn(async move {
         for number in 0..2_000 {
-            a.node.send(to_b, &query(number, size(number)), PATIENCE).await.unwrap();
+            a.node.send(to_b, &query(number, size(number)), TIMEOUT).await.unwrap();
         }
         a
     });
@@ -132,7 +132,7 @@ async fn back_pressure_reaches_the_sender_and_loses_nothing() {
             };
             assert!(got == frame(number), "frame {number} of {sent}");
         }
-        a.node.send(to_b, &frame(sent), PATIENCE).await.unwrap();
+        a.node.send(to_b, &frame(sent), TIMEOUT).await.unwrap();
     }
 }
 
@@ -187,7 +187,7 @@ async fn closing_in_order_delivers_what_was_sent() {
     // The connections must exist: frames that wait for one when the node closes are dropped.
     let first = next(&mut b.bulk).await;
     assert_eq!(next_number(&mut b.events).await, 0);
-    let closing = tokio::spawn(async move { a.node.close(PATIENCE).await });
+    let closing = tokio::spawn(async move { a.node.close(TIMEOUT).await });
     assert_eq!(lagoon_transport::Frame::from(first.frame), write(0, 20_000));
     for number in 1..200 {
         assert_eq!(lagoon_transport::Frame::from(next(&mut b.bulk).await.frame), write(number, 20_000));
@@ -212,10 +212,10 @@ async fn closing_waits_for_a_peer_that_reads_late() {
     next_up(&mut a.events).await;
     next_up(&mut b.events).await;
     for number in 0..FRAMES {
-        a.node.send(to_b, &write(number, 20_000), PATIENCE).await.unwrap();
-        a.node.send(to_b, &query(number, 20_000), PATIENCE).await.unwrap();
+        a.node.send(to_b, &write(number, 20_000), TIMEOUT).await.unwrap();
+        a.node.send(to_b, &query(number, 20_000), TIMEOUT).await.unwrap();
     }
-    let closing = tokio::spawn(async move { a.node.close(PATIENCE).await });
+    let closing = tokio::spawn(async move { a.node.close(TIMEOUT).await });
     tokio::time::sleep(Duration::from_millis(300)).await;
     assert!(!closing.is_finished(), "nobody has read what was sent");
     for number in 0..FRAMES {
@@ -236,13 +236,13 @@ async fn large_messages_do_not_wait_for_retransmissions() {
     let echo = b.node.clone();
     tokio::spawn(async move {
         while let Some(inbound) = b.partials.recv().await {
-            echo.send(inbound.peer, &inbound.frame.into(), PATIENCE).await.unwrap();
+            echo.send(inbound.peer, &inbound.frame.into(), TIMEOUT).await.unwrap();
         }
     });
     let mut times = Vec::new();
     for number in 0..100 {
         let start = Instant::now();
-        a.node.send(to_b, &query(number, 131_072), PATIENCE).await.unwrap();
+        a.node.send(to_b, &query(number, 131_072), TIMEOUT).await.unwrap();
         next(&mut a.partials).await;
         times.push(start.elapsed());
     }

@@ -163,7 +163,7 @@ fn a_peer_that_dies_in_a_transfer_is_noticed_in_time() {
         let to_b = a.node.connect(addr, &[Class::Control, Class::Bulk]).unwrap();
         next_up(&mut a.events).await;
         for number in 0..200 {
-            a.node.send(to_b, &write(number, 1_000_000), PATIENCE).await.unwrap();
+            a.node.send(to_b, &write(number, 1_000_000), TIMEOUT).await.unwrap();
             if number == 20 {
                 break;
             }

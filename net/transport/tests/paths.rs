@@ -22,9 +22,9 @@ async fn a_lossy_path_delivers_everything_in_order() {
     let path = relay::start(b.node.local_addr(), 3).await;
     let to_b = a.node.connect(path.addr, &[]).unwrap();
     for number in 0..300 {
-        a.node.send(to_b, &control(number), PATIENCE).await.unwrap();
-        a.node.send(to_b, &query(number, 20_000), PATIENCE).await.unwrap();
-        a.node.send(to_b, &write(number, 40_000), PATIENCE).await.unwrap();
+        a.node.send(to_b, &control(number), TIMEOUT).await.unwrap();
+        a.node.send(to_b, &query(number, 20_000), TIMEOUT).await.unwrap();
+        a.node.send(to_b, &write(number, 40_000), TIMEOUT).await.unwrap();
     }
     for number in 0..300 {
         assert_eq!(Frame::from(next(&mut b.partials).await.frame), query(number, 20_000));
@@ -66,7 +66,7 @@ async fn send_numbers(node: Node, peer: PeerId) {
         for frame in [query(number, 500), write(number, 5_000)] {
             match node.try_send(peer, &frame) {
                 // A frame that is not taken would be a gap of the sender's making: it is offered again.
-                Err(SendError::Full) => drop(node.send(peer, &frame, PATIENCE).await),
+                Err(SendError::Full) => drop(node.send(peer, &frame, TIMEOUT).await),
                 other => other.unwrap(),
             }
         }
@@ -143,7 +143,7 @@ async fn check_numbers(mut bound: Bound, seen: watch::Sender<Progress>, end: Arc
 /// Waits until both sides are as `is` wants them, against what they were.
 async fn wait(sides: &mut [watch::Receiver<Progress>; 2], what: &str, is: impl Fn(usize, &Progress) -> bool) {
     for (side, seen) in sides.iter_mut().enumerate() {
-        let found = tokio::time::timeout(3 * PATIENCE, seen.wait_for(|now| is(side, now))).await;
+        let found = tokio::time::timeout(3 * TIMEOUT, seen.wait_for(|now| is(side, now))).await;
         assert!(found.is_ok_and(|found| found.is_ok()), "{what}: side {side} has seen {:?}", seen.borrow());
     }
 }

@@ -48,7 +48,7 @@ impl World {
         for (index, (node, counters)) in self.nodes.iter().zip(counters).enumerate() {
             let Some(instance) = &node.instance else { continue };
             let status = instance.status();
-            let free = (status.blocks_free, status.blocks_lent, status.blocks_borrowed, status.guest_frames);
+            let free = (status.blocks_free, status.blocks_lent, status.blocks_borrowed, status.remote_request_frames);
             assert_eq!(free, (status.blocks_total, 0, 0, 0), "node {index} is not empty: {}", self.describe());
             assert!(status.sequences.is_empty());
             assert_eq!(status.prefill.stage_blocks_used, 0, "node {index} has KV beside its store for nobody");

@@ -70,8 +70,8 @@ impl MappedDevice {
 impl VirtualMemory for MappedDevice {
     type Kv = MappedKv;
 
-    fn kv_space(&self, _: KvShape, wish: KvSpace) -> KvSpace {
-        wish
+    fn kv_space(&self, _: KvShape, requested: KvSpace) -> KvSpace {
+        requested
     }
 
     fn kv_in(&mut self, shape: KvShape, space: &KvSpace) -> Result<MappedKv, DeviceError> {

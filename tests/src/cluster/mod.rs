@@ -18,7 +18,7 @@ pub use node::{Backend, Coordinator, Node, PoolSpec, Spec};
 use lagoon_cluster::GManager;
 use lagoon_instance::{Effect, Event, PeerKey, TICK_MS};
 use lagoon_protocol::{AdminBody, AdminQuery, AdminReply, Control, ControlBody, MoveKvCache};
-use lagoon_runner::{Command, GuestWrite, Report};
+use lagoon_runner::{Command, RemoteWrite, Report};
 use lagoon_sim::shared;
 use lagoon_types::{
     FinishReason, GenerateRequest, LeaseId, PhysBlock, RequestError, SamplingParams, SeqId, TokenEvent,
@@ -249,7 +249,7 @@ impl World {
         let engine = self.nodes[node].engine.as_mut().unwrap();
         for layer in 0..shape.layers {
             let kv = vec![0x3e; tokens as usize * shape.layer_token_bytes()].into();
-            engine.push(Command::GuestWrite(GuestWrite {
+            engine.push(Command::RemoteWrite(RemoteWrite {
                 tag: None,
                 layer,
                 pieces: vec![(block.0 * tokens, tokens)],
@@ -514,7 +514,7 @@ impl World {
         for report in reports {
             let takes_ms = match report {
                 Report::Done { .. } => spec.step_ms,
-                Report::GuestPartial { .. } => spec.guest_ms,
+                Report::RemotePartial { .. } => spec.remote_request_ms,
                 _ => 0,
             };
             *device_free_ms = (*device_free_ms).max(self.now_ms) + takes_ms;

@@ -104,7 +104,7 @@ impl Network {
         }
     }
 
-    /// Ends the connection of two nodes: what is under way is lost, and each learns of it after its delay. No new
+    /// Ends the connection of two nodes: what is in progress is lost, and each learns of it after its delay. No new
     /// connection for `blocked_ms`.
     pub(super) fn cut(&mut self, a: usize, b: usize, now_ms: u64, blocked_ms: u64, delays_ms: [u64; 2]) {
         let link = self.link(a, b);

@@ -9,7 +9,7 @@ use lagoon_cuda::{CudaDevice, CudaOptions, LinearLayers};
 use lagoon_instance::{Instance, InstanceConfig, PeerKey, RemotePolicy, SchedulerConfig, TransferConfig};
 use lagoon_model::{Checkpoint, LlamaWeights, ModelConfig, Rope, model_hash};
 use lagoon_protocol::{Calibration, LentMemory, MemoryTier, PoolShape, Role, TransferArena};
-use lagoon_runner::{Command, Executor, ExecutorConfig, KvMemory, KvWindow, Model, Report};
+use lagoon_runner::{Command, Executor, ExecutorConfig, KvMemory, KvRegion, Model, Report};
 use lagoon_sim::Registrations;
 use lagoon_types::{DType, InstanceId, KvSpace};
 use std::collections::{BTreeMap, VecDeque};
@@ -91,7 +91,7 @@ pub struct Spec {
     pub calibration: Option<Calibration>,
     /// Virtual time that the device takes for a step of the instance, and for one layer of a peer's step.
     pub step_ms: u64,
-    pub guest_ms: u64,
+    pub remote_request_ms: u64,
     /// Its sequences have rows of addresses, as on a device that maps memory. Not where its store is shared.
     pub rows: bool,
     /// Its KV can be read by others, whatever its role.
@@ -106,7 +106,7 @@ pub struct Spec {
     /// Its store is memory of the device that others map, on CUDA.
     pub lends: bool,
     /// It maps such memory of others.
-    pub reaches: bool,
+    pub peer_access: bool,
 }
 
 impl Spec {
@@ -164,14 +164,14 @@ impl Spec {
             prefix_cache: true,
             calibration: None,
             step_ms: 0,
-            guest_ms: 0,
+            remote_request_ms: 0,
             rows: true,
             share: false,
             push: false,
             stage_blocks: None,
             stage_on_device: true,
             lends: false,
-            reaches: false,
+            peer_access: false,
         }
     }
 }
@@ -197,7 +197,7 @@ pub struct Node {
     /// Its memory, where others read it.
     pub(super) transport: Option<Transport>,
     /// Its memory, by name, where others map it.
-    pub(super) lent: Option<(String, KvWindow)>,
+    pub(super) lent: Option<(String, KvRegion)>,
     /// Peers to which a frame could not be queued.
     pub(super) refused_sends: Vec<PeerKey>,
     pub(super) next_tick_ms: u64,
@@ -275,7 +275,7 @@ impl Node {
             target_step_ms: spec.target_step_ms,
             transfer: None,
             lent: spec.lends.then(|| lent_memory(&spec, lent_name(index, life))),
-            reaches: spec.reaches.then(|| HOST.to_owned()),
+            peer_access: spec.peer_access.then(|| HOST.to_owned()),
         };
         let transfer = transfer_config(pool, &spec, &instance_config);
         let instance_config = InstanceConfig { transfer, ..instance_config };
@@ -351,8 +351,8 @@ fn engine(
     spec: &Spec,
     config: &ModelConfig,
     checkpoint: &Checkpoint,
-) -> (Box<dyn Engine>, KvMemory, Option<KvWindow>) {
-    fn boxed<D: Device>(executor: Executor<D>) -> (Box<dyn Engine>, KvMemory, Option<KvWindow>)
+) -> (Box<dyn Engine>, KvMemory, Option<KvRegion>) {
+    fn boxed<D: Device>(executor: Executor<D>) -> (Box<dyn Engine>, KvMemory, Option<KvRegion>)
     where
         Executor<D>: Engine,
     {

@@ -7,9 +7,9 @@ use super::World;
 use lagoon_backend::DeviceError;
 use lagoon_instance::{Event, InstanceConfig, TransferEffect, TransferEvent};
 use lagoon_protocol::TransferArena;
-use lagoon_runner::{Command, KvMemory, KvWindow, MapId, PeerMemory, Report};
+use lagoon_runner::{Command, KvMemory, KvRegion, MapId, PeerMemory, Report};
 use lagoon_transfer::{
-    ConnId, Lander, Pulls, ReadFailure, Region, Transaction, WindowRegion, Writer, WriterConfig, WriterOutput,
+    ConnId, DeviceRegion, Lander, Pulls, ReadFailure, Region, Transaction, Writer, WriterConfig, WriterOutput,
     check_blocks,
 };
 use lagoon_transport::direct::ExportServer;
@@ -53,7 +53,7 @@ impl World {
     pub(super) fn map(&mut self, node: usize, map: MapId, blocks: u32, memory: &TransferArena) {
         let owners = self.nodes.iter().filter(|n| n.instance.is_some()).filter_map(|n| n.lent.as_ref());
         let window = owners.map(|(name, window)| (name, window)).find(|(name, _)| **name == memory.socket);
-        let of = |(_, window): (&String, &KvWindow)| PeerMemory {
+        let of = |(_, window): (&String, &KvRegion)| PeerMemory {
             device: window.device(),
             bytes: window.bytes(),
             descriptor: window.descriptor().unwrap(),
@@ -79,7 +79,7 @@ impl Transport {
         let regions = match memory {
             KvMemory::Host(arenas) => arenas.iter().map(|arena| Arc::new(arena.clone()) as Arc<dyn Region>).collect(),
             KvMemory::Device { window, layers, layer_bytes } => {
-                WindowRegion::consecutive(window, *layers, *layer_bytes as u64)
+                DeviceRegion::consecutive(window, *layers, *layer_bytes as u64)
             }
         };
         let time = Arc::clone(&clock);
@@ -136,7 +136,7 @@ impl Transport {
 }
 
 impl World {
-    /// Carries an instance's wish out.
+    /// Carries an instance's request out.
     pub(super) fn transfer(&mut self, node: usize, effect: TransferEffect) {
         let (now_ms, ready_ms) = (self.now_ms, self.now_ms + self.delay());
         let reader = self.nodes[node].id();

@@ -15,6 +15,7 @@ mod files;
 mod layers;
 mod limits;
 pub(crate) mod wire;
+mod words;
 
 /// A broken rule.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,6 +39,7 @@ pub(crate) fn run(root: &Path) -> Result<bool> {
     let mut findings = layers::check(&graph.members);
     findings.extend(files::check(root)?);
     findings.extend(files::op_parity(root)?);
+    findings.extend(words::check(root)?);
     findings.extend(wire::check(root)?);
     findings.extend(docs::check(root)?);
     findings.extend(deny::findings(root, &graph)?);

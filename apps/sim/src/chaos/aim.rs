@@ -16,7 +16,7 @@ pub enum Aim {
     /// are on their way when it hears of that, and the worker hears of it late.
     Fenced,
     /// Prefill workers find full queues when they answer.
-    Unheard,
+    Unacknowledged,
     /// A decode worker whose device is slow lends memory to requests that are cancelled, and reads prompts into it.
     LateWrites,
 }
@@ -25,7 +25,7 @@ pub enum Aim {
 const FIRST_ID: usize = 1_000;
 
 impl Aim {
-    pub const ALL: [Self; 4] = [Self::TakenBack, Self::Fenced, Self::Unheard, Self::LateWrites];
+    pub const ALL: [Self; 4] = [Self::TakenBack, Self::Fenced, Self::Unacknowledged, Self::LateWrites];
 
     /// By its name on the command line.
     #[must_use]
@@ -39,7 +39,7 @@ impl Aim {
         match self {
             Self::TakenBack => "taken-back",
             Self::Fenced => "fenced",
-            Self::Unheard => "unheard",
+            Self::Unacknowledged => "unacknowledged",
             Self::LateWrites => "late-writes",
         }
     }
@@ -47,7 +47,7 @@ impl Aim {
     /// Instances that it needs.
     pub(super) const fn nodes(self) -> usize {
         match self {
-            Self::TakenBack | Self::Unheard | Self::LateWrites => 3,
+            Self::TakenBack | Self::Unacknowledged | Self::LateWrites => 3,
             // Nobody is declared dead while more than half of them are not heard.
             Self::Fenced => 4,
         }
@@ -63,7 +63,7 @@ impl Aim {
             Self::TakenBack => taken_back(rng, pool, first_us),
             Self::Fenced if rng.once_in(4) => told_before(rng, pool, first_us),
             Self::Fenced => asked_before(rng, pool, first_us),
-            Self::Unheard => unheard(rng, pool, first_us),
+            Self::Unacknowledged => unacknowledged(rng, pool, first_us),
             Self::LateWrites => late_writes(rng, pool, first_us),
         }
     }
@@ -138,7 +138,7 @@ fn asked_before(rng: &mut Rng, pool: &mut PoolSpec, at_us: u64) -> Vec<Op> {
     ops
 }
 
-fn unheard(rng: &mut Rng, pool: &mut PoolSpec, at_us: u64) -> Vec<Op> {
+fn unacknowledged(rng: &mut Rng, pool: &mut PoolSpec, at_us: u64) -> Vec<Op> {
     set_roles(pool, [Role::Decode, Role::Prefill, Role::Instance]);
     make_room(pool);
     let (asker, worker): (Place, Place) = (1, 2);

@@ -36,7 +36,7 @@ pub(super) struct Checkers {
     lent: BTreeMap<LeaseId, u64>,
     /// Leases that are lent and not held, and since when.
     orphans: BTreeMap<(Place, LeaseId), u64>,
-    untold: tables::Untold,
+    unacknowledged: tables::Unreported,
 }
 
 pub(super) fn failure<T>(checker: &'static str, detail: String) -> Result<T, Failure> {
@@ -157,15 +157,15 @@ impl Checkers {
     /// it is confirmed, for as long as the lease lives; a lease of whose grant the debtor never heard ends when its time
     /// to live does. `calm_us`: how long no fault was at work, any and a long one.
     pub(super) fn orphans(&mut self, world: &Pool, calm_us: [u64; 2]) -> Result<(), Failure> {
-        self.untold.look(world, calm_us[0] > RELEASED_US && calm_us[1] > FORGOTTEN_US)?;
+        self.unacknowledged.look(world, calm_us[0] > RELEASED_US && calm_us[1] > FORGOTTEN_US)?;
         let now = world.now_us();
         let mut orphans = BTreeMap::new();
         for (place, process) in world.live() {
             for (debtor, lease, ..) in process.instance.rmanager().lent() {
                 let Some((_, debtor)) = world.by_id(debtor) else { continue };
                 let rm = debtor.instance.rmanager();
-                let untold = process.instance.is_untold(lease);
-                if untold || rm.borrowing() > 0 || rm.held().any(|held| held.1 == lease) {
+                let unacknowledged = process.instance.is_unreported(lease);
+                if unacknowledged || rm.borrowing() > 0 || rm.held().any(|held| held.1 == lease) {
                     continue;
                 }
                 let released = self.held.contains(&lease) && calm_us[0] > RELEASED_US && calm_us[1] > FORGOTTEN_US;
@@ -186,8 +186,13 @@ impl Checkers {
     pub(super) fn empty(&self, world: &Pool) -> Result<(), Failure> {
         for (place, process) in world.live() {
             let (status, rm) = (process.instance.status(), process.instance.rmanager());
-            let used =
-                (status.blocks_lent, status.blocks_borrowed, status.guest_frames, rm.borrowing(), rm.releasing());
+            let used = (
+                status.blocks_lent,
+                status.blocks_borrowed,
+                status.remote_request_frames,
+                rm.borrowing(),
+                rm.releasing(),
+            );
             if status.blocks_free != status.blocks_total || used != (0, 0, 0, 0, 0) || !status.sequences.is_empty() {
                 return failure("leak", format!("node {place} is not empty: {status:?}"));
             }

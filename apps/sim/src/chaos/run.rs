@@ -401,7 +401,7 @@ impl Run<'_> {
     }
 
     /// Repeated until the instance has taken it up: the gManager may be down or without a connection to it. An order to
-    /// drain that is late, or waits for a stopped process or one that the gManager does not hear, is under way until long
+    /// drain that is late, or waits for a stopped process or one that the gManager does not hear, is in progress until long
     /// after that.
     fn undrain(&mut self, place: Place) {
         let now = self.world.now_us();

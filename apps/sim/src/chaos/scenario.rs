@@ -228,7 +228,7 @@ fn draw_faults(rng: &mut Rng, pool: &PoolSpec, span_us: u64, faults: usize, ops:
             5 => What::Pause { place, us },
             6 => What::Pause { place: other, us },
             7 => What::Slow { a, b, us: rng.within(1_000..=3_000_000), for_us: us },
-            8 => What::Break { place, fault: rng.pick(&[DeviceFault::Step, DeviceFault::Guest]) },
+            8 => What::Break { place, fault: rng.pick(&[DeviceFault::Step, DeviceFault::RemoteRequest]) },
             9 => What::Drain { place, us },
             10 => What::Full { place, class: rng.pick(&Class::ALL) },
             _ => What::CutKv { a, b },

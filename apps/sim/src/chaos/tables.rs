@@ -28,7 +28,7 @@ pub(super) fn own(place: Place, process: &Process<Symbolic>) -> Result<(), Failu
                 Placement::Remote(b) => held
                     .get(&(b.creditor, b.lease, b.epoch))
                     .is_some_and(|ranges| ranges.iter().any(|r| r.contains(&b.entry))),
-                Placement::Gone | Placement::Hole => true,
+                Placement::Gone | Placement::Lost => true,
             };
             if !good {
                 return failure("table", format!("node {place}: {seq} attends to {placement:?} and does not have it"));
@@ -61,16 +61,16 @@ pub(super) fn lent(
 
 /// Blocks that were moved, are sealed, and whose debtors have not heard of it, and since when.
 #[derive(Debug, Default)]
-pub(super) struct Untold {
+pub(super) struct Unreported {
     since: BTreeMap<(InstanceId, LeaseId, u32), u64>,
 }
 
-impl Untold {
+impl Unreported {
     /// Now and then: what a creditor has sealed for a move, its debtor hears. With `calm`, nothing explains that it did
     /// not.
     pub(super) fn look(&mut self, world: &Pool, calm: bool) -> Result<(), Failure> {
         let now = world.now_us();
-        let mut untold = BTreeSet::new();
+        let mut unacknowledged = BTreeSet::new();
         for (place, process) in world.live() {
             for key @ (creditor, lease, entry) in process.instance.rmanager().unsealed() {
                 let Some((_, home)) = world.by_id(creditor) else { continue };
@@ -86,10 +86,10 @@ impl Untold {
                     let what = format!("node {place} was not told that {creditor} has sealed {entry} of {lease}");
                     return failure("acknowledgement", format!("{what}, for {age} ms"));
                 }
-                untold.insert(key);
+                unacknowledged.insert(key);
             }
         }
-        self.since.retain(|key, _| untold.contains(key));
+        self.since.retain(|key, _| unacknowledged.contains(key));
         Ok(())
     }
 }

@@ -3,7 +3,7 @@
 //! The instance believes in a model of one layer (its frames are small, and few); the time is that of all layers of the
 //! real one. Peers' micro attention goes before passes, as streams of a higher priority do. (Study: at the earliest when
 //! the layer that is being computed is done; on average half a layer's time, in every layer, so half a step's time over
-//! all layers.) Passes of the two lanes take turns
+//! all layers.) Passes of the two micro-batches take turns
 //! and so share the device evenly.
 //!
 //! In a remote pass the projections come first (their share of a layer), then queries leave and local attention runs, then
@@ -13,8 +13,8 @@
 use super::hardware::{StepShape, Timing};
 use super::world::{Setting, Study};
 use bytes::Bytes;
-use lagoon_runner::{Command, GuestQuery, Report, SampleOut, StepWork};
-use lagoon_types::{InstanceId, Lane, SeqId, StepId};
+use lagoon_runner::{Command, RemoteQuery, Report, SampleOut, StepWork};
+use lagoon_types::{InstanceId, MicroBatch, SeqId, StepId};
 use std::collections::{BTreeMap, VecDeque};
 
 /// The query, key and value projections' share of a layer's linear work (12 h² of it with the feed-forward: about 3/12).
@@ -70,8 +70,8 @@ struct Pass {
 }
 
 #[derive(Debug)]
-struct Guest {
-    query: GuestQuery,
+struct RemoteRequest {
+    query: RemoteQuery,
     ready_us: f64,
     left_us: f64,
     billed: u32,
@@ -86,7 +86,7 @@ pub(super) struct Device {
     q_bytes: usize,
     kv_bytes: usize,
     passes: [Option<Pass>; 2],
-    guests: VecDeque<Guest>,
+    remote_requests: VecDeque<RemoteRequest>,
     /// Copies for peers and moves that are due: they take the device's time, and nobody waits for them here.
     copies_us: f64,
     immediate: Vec<Report>,
@@ -96,11 +96,11 @@ pub(super) struct Device {
     /// Raised whenever something changes: what was planned for an older version is void.
     pub(super) version: u64,
     pub(super) busy_us: f64,
-    pub(super) guest_us: f64,
+    pub(super) remote_request_us: f64,
     pub(super) copy_us: f64,
     /// Nothing to compute while a pass waited for partials.
     pub(super) await_us: f64,
-    /// Passes begun and rows in them, by lane.
+    /// Passes begun and rows in them, by micro-batch.
     pub(super) steps: [u64; 2],
     pub(super) rows: [u64; 2],
 }
@@ -115,14 +115,14 @@ impl Device {
             q_bytes,
             kv_bytes,
             passes: [None, None],
-            guests: VecDeque::new(),
+            remote_requests: VecDeque::new(),
             copies_us: 0.0,
             immediate: Vec::new(),
             reached: BTreeMap::new(),
             updated_us: 0.0,
             version: 0,
             busy_us: 0.0,
-            guest_us: 0.0,
+            remote_request_us: 0.0,
             copy_us: 0.0,
             await_us: 0.0,
             steps: [0; 2],
@@ -165,19 +165,19 @@ impl Device {
                     pass.take_if(|p| p.work.step == step);
                 }
             }
-            Command::GuestQuery(query) => self.queue(query, now_us as f64),
-            Command::GuestWrite(write) => {
+            Command::RemoteQuery(query) => self.queue(query, now_us as f64),
+            Command::RemoteWrite(write) => {
                 self.copy(write.pieces.iter().map(|(_, n)| n).sum());
-                self.immediate.push(Report::GuestWritten { bytes: write.kv.len(), tag: write.tag });
+                self.immediate.push(Report::RemoteWritten { bytes: write.kv.len(), tag: write.tag });
             }
-            Command::GuestRead(read) => {
+            Command::RemoteRead(read) => {
                 let tokens: u32 = read.pieces.iter().map(|(_, n)| n).sum();
                 self.copy(tokens);
                 let kv = zeros(tokens as usize * self.kv_bytes);
-                self.immediate.push(Report::GuestKv { tag: read.tag, kv });
+                self.immediate.push(Report::RemoteKv { tag: read.tag, kv });
             }
             Command::Share { .. } => unreachable!("the papers' systems keep no prefixes"),
-            Command::GuestSeal { .. } | Command::Map { .. } | Command::Unmap { .. } => {
+            Command::RemoteSeal { .. } | Command::Map { .. } | Command::Unmap { .. } => {
                 unreachable!("the papers' systems map nobody's memory")
             }
             // Slots are memory here.
@@ -213,22 +213,23 @@ impl Device {
             time.linear_us = self.joined_us(&shape);
         }
         let missing = work.remote.ships.len() + work.remote.fetches.len();
-        let lane = work.lane;
-        let project_us = if lane == Lane::Remote { time.linear_us * PROJECTION_SHARE } else { 0.0 };
-        let (phase, left_us) = match lane {
-            Lane::Local => (Phase::Rest, time.total_us()),
-            Lane::Remote => (Phase::Project, project_us),
+        let micro_batch = work.micro_batch;
+        let project_us = if micro_batch == MicroBatch::Remote { time.linear_us * PROJECTION_SHARE } else { 0.0 };
+        let (phase, left_us) = match micro_batch {
+            MicroBatch::Local => (Phase::Rest, time.total_us()),
+            MicroBatch::Remote => (Phase::Project, project_us),
         };
         let whole_us = time.total_us();
         let rest_us = time.linear_us - project_us;
-        assert!(self.passes[lane.index()].is_none(), "one step at a time in a lane");
+        assert!(self.passes[micro_batch.index()].is_none(), "one step at a time in a micro_batch");
         let local_us = time.attention_us;
-        self.steps[lane.index()] += 1;
-        self.rows[lane.index()] += work.seqs.len() as u64;
-        self.passes[lane.index()] = Some(Pass { work, phase, left_us, local_us, rest_us, whole_us, shape, missing });
+        self.steps[micro_batch.index()] += 1;
+        self.rows[micro_batch.index()] += work.seqs.len() as u64;
+        self.passes[micro_batch.index()] =
+            Some(Pass { work, phase, left_us, local_us, rest_us, whole_us, shape, missing });
     }
 
-    /// The linear work that a pass adds to what the other lane does anyway.
+    /// The linear work that a pass adds to what the other micro-batch does anyway.
     fn joined_us(&self, shape: &StepShape) -> f64 {
         let beside = self.passes.iter().flatten().next().map(|p| p.shape).unwrap_or_default();
         let linear = |rows: f64, sampled: f64, seqs: f64| {
@@ -247,7 +248,7 @@ impl Device {
         }
     }
 
-    fn queue(&mut self, query: GuestQuery, now_us: f64) {
+    fn queue(&mut self, query: RemoteQuery, now_us: f64) {
         let (mut keys, mut pairs, mut billed) = (0.0, 0.0, 0);
         for seq in &query.seqs {
             let runs = &query.runs[seq.run0 as usize..(seq.run0 + seq.runs) as usize];
@@ -257,25 +258,25 @@ impl Device {
             pairs += prefill;
             billed += if self.counts(seq.rows, false) { seq.rows } else { 0 };
         }
-        let left_us = if billed == 0 { 0.0 } else { self.timing.guest_us(keys, pairs) };
+        let left_us = if billed == 0 { 0.0 } else { self.timing.remote_request_us(keys, pairs) };
         let computing = |p: &&Pass| p.phase != Phase::Await;
         let layer_wait = self.passes.iter().flatten().filter(computing).map(|p| p.whole_us / 2.0).fold(0.0, f64::max);
         let wait = if billed > 0 && self.study.layer_borders { layer_wait } else { 0.0 };
-        self.guests.push_back(Guest { query, ready_us: now_us + wait, left_us, billed });
+        self.remote_requests.push_back(RemoteRequest { query, ready_us: now_us + wait, left_us, billed });
     }
 
-    /// Lets time pass: peers' work first, the lanes share what is left.
+    /// Lets time pass: peers' work first, the micro-batches share what is left.
     fn advance(&mut self, now_us: u64) {
         let now = now_us as f64;
         while self.updated_us < now {
-            let ready = self.guests.iter_mut().find(|g| g.ready_us <= self.updated_us && g.left_us > 0.0);
-            if let Some(guest) = ready {
-                let dt = guest.left_us.min(now - self.updated_us);
-                guest.left_us -= dt;
-                if guest.left_us < 1e-6 {
-                    guest.left_us = 0.0;
+            let ready = self.remote_requests.iter_mut().find(|g| g.ready_us <= self.updated_us && g.left_us > 0.0);
+            if let Some(remote_request) = ready {
+                let dt = remote_request.left_us.min(now - self.updated_us);
+                remote_request.left_us -= dt;
+                if remote_request.left_us < 1e-6 {
+                    remote_request.left_us = 0.0;
                 }
-                self.guest_us += dt;
+                self.remote_request_us += dt;
                 self.busy_us += dt;
                 self.updated_us += dt;
                 continue;
@@ -288,7 +289,7 @@ impl Device {
                 self.updated_us += dt;
                 continue;
             }
-            let next_ready = self.guests.iter().map(|g| g.ready_us).filter(|r| *r > self.updated_us);
+            let next_ready = self.remote_requests.iter().map(|g| g.ready_us).filter(|r| *r > self.updated_us);
             let until = next_ready.fold(now, f64::min);
             let active = self.passes.iter().flatten().filter(|p| p.left_us > 0.0).count() as f64;
             let span = until - self.updated_us;
@@ -318,17 +319,17 @@ impl Device {
             return Some(now_us);
         }
         let due = |p: &&Pass| p.phase != Phase::Await;
-        let ended = self.guests.iter().any(|g| g.left_us <= 0.0 && g.ready_us <= now);
+        let ended = self.remote_requests.iter().any(|g| g.left_us <= 0.0 && g.ready_us <= now);
         if ended || self.passes.iter().flatten().filter(due).any(|p| p.left_us <= 0.0) {
             return Some(now_us);
         }
-        let ready = self.guests.iter().filter(|g| g.ready_us > now).map(|g| g.ready_us);
+        let ready = self.remote_requests.iter().filter(|g| g.ready_us > now).map(|g| g.ready_us);
         let ready = ready.fold(f64::INFINITY, f64::min);
         let now = now + self.copies_us;
-        let running = self.guests.iter().find(|g| g.ready_us <= now).map(|g| now + g.left_us);
+        let running = self.remote_requests.iter().find(|g| g.ready_us <= now).map(|g| now + g.left_us);
         let active = self.passes.iter().flatten().filter(due);
-        let lanes = active.clone().count() as f64;
-        let pass = active.map(|p| now + p.left_us * lanes).fold(f64::INFINITY, f64::min);
+        let micro_batches = active.clone().count() as f64;
+        let pass = active.map(|p| now + p.left_us * micro_batches).fold(f64::INFINITY, f64::min);
         let next = running.unwrap_or(pass).min(ready);
         next.is_finite().then(|| next.ceil() as u64)
     }
@@ -339,29 +340,29 @@ impl Device {
         self.version += 1;
         let mut said: Vec<Said> = std::mem::take(&mut self.immediate).into_iter().map(Said::from).collect();
         let now = now_us as f64;
-        while let Some(at) = self.guests.iter().position(|g| g.left_us <= 0.0 && g.ready_us <= now) {
-            let Some(guest) = self.guests.remove(at) else { break };
+        while let Some(at) = self.remote_requests.iter().position(|g| g.left_us <= 0.0 && g.ready_us <= now) {
+            let Some(remote_request) = self.remote_requests.remove(at) else { break };
             let (out, lse, count) = (Bytes::new(), Bytes::new(), Bytes::new());
-            let report = Report::GuestPartial { tag: guest.query.tag, out, lse, count };
+            let report = Report::RemotePartial { tag: remote_request.query.tag, out, lse, count };
             // The instance that asked is not known here: the caller sends one frame for this report.
-            said.push(Said { report, billed_rows: BTreeMap::from([(InstanceId(0), guest.billed)]) });
+            said.push(Said { report, billed_rows: BTreeMap::from([(InstanceId(0), remote_request.billed)]) });
         }
-        for lane in Lane::ALL {
-            self.collect_pass(lane, &mut said);
+        for micro_batch in MicroBatch::ALL {
+            self.collect_pass(micro_batch, &mut said);
         }
         said
     }
 
-    fn collect_pass(&mut self, lane: Lane, said: &mut Vec<Said>) {
+    fn collect_pass(&mut self, micro_batch: MicroBatch, said: &mut Vec<Said>) {
         loop {
-            let Some(pass) = &mut self.passes[lane.index()] else { return };
+            let Some(pass) = &mut self.passes[micro_batch.index()] else { return };
             if pass.left_us > 0.0 {
                 return;
             }
             match pass.phase {
                 Phase::Project => {
                     (pass.phase, pass.left_us) = (Phase::Local, pass.local_us);
-                    self.hand_out(lane, said);
+                    self.hand_out(micro_batch, said);
                 }
                 Phase::Local if pass.missing == 0 => (pass.phase, pass.left_us) = (Phase::Rest, pass.rest_us),
                 Phase::Local => {
@@ -374,8 +375,8 @@ impl Device {
                     let sample = |seq| SampleOut { seq, token: 0, logprobs: None, logits: None };
                     let samples = samples.map(|s| sample(s.seq)).collect();
                     let step = pass.work.step;
-                    self.passes[lane.index()] = None;
-                    said.push(Report::Done { step, lane, samples }.into());
+                    self.passes[micro_batch.index()] = None;
+                    said.push(Report::Done { step, micro_batch, samples }.into());
                     return;
                 }
             }
@@ -383,8 +384,8 @@ impl Device {
     }
 
     /// Queries for every creditor, and the KV that goes there.
-    fn hand_out(&self, lane: Lane, said: &mut Vec<Said>) {
-        let Some(pass) = &self.passes[lane.index()] else { return };
+    fn hand_out(&self, micro_batch: MicroBatch, said: &mut Vec<Said>) {
+        let Some(pass) = &self.passes[micro_batch.index()] else { return };
         let remote = &pass.work.remote;
         let step = pass.work.step;
         let frame = |s: &lagoon_runner::Ship| (s.creditor, s.rows(), zeros(s.rows() as usize * self.q_bytes));

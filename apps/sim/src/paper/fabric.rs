@@ -4,7 +4,7 @@
 //! layers. A port sends one frame at a time. Bulk is below partials: a partial pushes the bulk that waits at its port
 //! back. Frames of one class between two instances arrive in order.
 //!
-//! KV that steps write at creditors shares the streams of moves, of which so many bytes are under way at once
+//! KV that steps write at creditors shares the streams of moves, of which so many bytes are in progress at once
 //! (`MOVE_BYTES_IN_FLIGHT_MAX`, `MOVE_WINDOW_MS`): it waits for these at most, not for all that the port has yet to send. (A block of the
 //! stand-in is larger than those of the product, so that a move's whole block is one frame here.)
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "times are rounded up and not negative")]

@@ -62,7 +62,7 @@ pub const A100: Chip = Chip {
 
 const KERNELS_PER_LAYER: f64 = 10.0;
 /// Kernels of a micro attention that a creditor adds: the attention and its reduction.
-const KERNELS_PER_GUEST_LAYER: f64 = 2.0;
+const KERNELS_PER_REMOTE_REQUEST_LAYER: f64 = 2.0;
 const ALL_REDUCE_BYTES_PER_S: f64 = 230e9;
 const ELEMENT_BYTES: f64 = 2.0;
 const MICRO: f64 = 1e6;
@@ -270,8 +270,8 @@ impl Timing {
 
     /// Micro attention for a peer, all layers.
     #[must_use]
-    pub fn guest_us(&self, decode_keys: f64, prefill_pairs: f64) -> f64 {
-        let kernels = f64::from(self.model.layers) * KERNELS_PER_GUEST_LAYER * self.chip.kernel_gap_us;
+    pub fn remote_request_us(&self, decode_keys: f64, prefill_pairs: f64) -> f64 {
+        let kernels = f64::from(self.model.layers) * KERNELS_PER_REMOTE_REQUEST_LAYER * self.chip.kernel_gap_us;
         kernels + self.attention_us(decode_keys, prefill_pairs)
     }
 

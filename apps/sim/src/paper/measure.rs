@@ -69,10 +69,10 @@ pub struct Measured {
     pub moved_blocks: u64,
     /// Mean use of the devices, and of it for peers.
     pub busy: f64,
-    pub guest: f64,
+    pub remote_request: f64,
     /// Of all devices' time: idle while a step waited for peers' partials.
     pub awaits: f64,
-    /// Steps, and sequences per step, by lane.
+    /// Steps, and sequences per step, by micro-batch.
     pub steps: [u64; 2],
     pub rows_per_step: [f64; 2],
     /// Mean share of rBlocks in use, and mean number of running requests, all instances together, in the middle half of
@@ -81,7 +81,7 @@ pub struct Measured {
     pub batch: f64,
     pub borrowed_max: u32,
     pub ethernet_bytes: f64,
-    /// Time that frames of queries and partials were under way, in sum.
+    /// Time that frames of queries and partials were in progress, in sum.
     pub exchange_s: f64,
     pub events: u64,
     pub simulated_s: f64,
@@ -116,10 +116,11 @@ impl Measured {
             recoveries: seen.recoveries,
             moved_blocks: seen.moved_blocks,
             busy: seen.busy,
-            guest: seen.guest,
+            remote_request: seen.remote_request,
             awaits: seen.awaits,
             steps: seen.steps,
-            rows_per_step: [0, 1].map(|lane| seen.rows[lane] as f64 / seen.steps[lane].max(1) as f64),
+            rows_per_step: [0, 1]
+                .map(|micro_batch| seen.rows[micro_batch] as f64 / seen.steps[micro_batch].max(1) as f64),
             memory_used: middle(seen.samples.iter().map(|s| s.memory_used)),
             batch: middle(seen.samples.iter().map(|s| s.running)),
             borrowed_max: seen.borrowed_max,

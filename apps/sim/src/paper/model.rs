@@ -66,10 +66,10 @@ fn point(spec: &PairSpec, blocks: u32) -> Option<CurvePoint> {
     let block = u64::from(spec.shape.block_tokens);
     let room = spec.capacity_tokens.saturating_sub(spec.long_tokens);
     let beside = (room / spec.short_tokens) as u32;
-    let guest = u64::from(blocks) * block;
-    // What does not fit beside the guest is not run: the creditor's batch shrinks (v2 §5.2.2).
+    let remote_request = u64::from(blocks) * block;
+    // What does not fit beside the remote request is not run: the creditor's batch shrinks (v2 §5.2.2).
     let creditor_batch =
-        spec.creditor_batch.min((spec.capacity_tokens.saturating_sub(guest) / spec.short_tokens) as u32);
+        spec.creditor_batch.min((spec.capacity_tokens.saturating_sub(remote_request) / spec.short_tokens) as u32);
     let need = spec.short_tokens.div_ceil(block) as u32;
     let queue = vec![need; 4096];
     let pair = Pair {
@@ -81,7 +81,7 @@ fn point(spec: &PairSpec, blocks: u32) -> Option<CurvePoint> {
             batch_max: u32::MAX,
             remote_rows: 0,
             local_tokens: (spec.long_tokens + u64::from(beside) * spec.short_tokens) as f64,
-            guest_tokens: 0.0,
+            remote_request_tokens: 0.0,
             spare: 0,
             sequence_blocks: i64::from(need),
             queue: &queue,
@@ -116,7 +116,7 @@ pub const FIGURE_7_BEST: (u32, f64) = (200, 8_800.0);
 /// Tokens of a block: not told. With the 16 of vLLM, 200 blocks would make room for half a dozen requests only.
 const FIGURE_7_BLOCK_TOKENS: u32 = 256;
 
-/// The setting of Figure 7, for the planner's model of the papers' engine or of Lagoon's lanes.
+/// The setting of Figure 7, for the planner's model of the papers' engine or of Lagoon's micro-batches.
 #[must_use]
 pub fn figure_7(config: ModelConfig) -> PairSpec {
     let timing = Timing::new(LLAMA2_7B, Parallel::tp(1));
@@ -161,7 +161,7 @@ mod tests {
         assert!(best.blocks > 0 && best.total() > 1.1 * points[0].total(), "{best:?}");
         let last = points.last().unwrap();
         assert!(last.total() < best.total(), "too much moved costs the creditor its batch: {last:?}");
-        assert!(points.windows(2).all(|w| w[1].creditor <= w[0].creditor), "a guest never helps its host");
+        assert!(points.windows(2).all(|w| w[1].creditor <= w[0].creditor), "a remote request never helps its host");
         let broken = PairSpec { calibration: Calibration::default(), ..spec };
         assert_eq!(curve(&broken, 4), None);
     }

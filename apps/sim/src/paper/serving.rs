@@ -163,7 +163,7 @@ pub fn to_csv(all: &[Compared]) -> String {
                     m.recoveries,
                     m.moved_blocks,
                     m.busy,
-                    m.guest,
+                    m.remote_request,
                     m.awaits,
                     m.steps[0],
                     m.rows_per_step[0],

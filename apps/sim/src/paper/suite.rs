@@ -168,12 +168,12 @@ fn studied(size: &Size) -> Vec<Comparison> {
 /// Departures from the shipped engine that are studied.
 pub const STUDIES: [(&str, Study); 4] = [
     ("no departure", Study { free_network: false, one_batch: false, layer_borders: false }),
-    ("the two lanes read weights once", Study { free_network: false, one_batch: true, layer_borders: false }),
+    ("the two micro_batches read weights once", Study { free_network: false, one_batch: true, layer_borders: false }),
     ("peers' queries wait for a layer", Study { free_network: false, one_batch: false, layer_borders: true }),
     ("one batch, and a network without cost", Study { free_network: true, one_batch: true, layer_borders: false }),
 ];
 
-/// Runs everything. `say` is told what is under way.
+/// Runs everything. `say` is told what is in progress.
 #[must_use]
 pub fn run(size: Size, say: &(dyn Fn(&str, usize, usize) + Sync)) -> Results {
     let begun = Instant::now();
@@ -270,7 +270,7 @@ fn context_panels(results: &Results) -> Vec<Panel> {
 }
 
 fn figure_7_panels(results: &Results) -> Vec<Panel> {
-    let titles = ["the papers' engine (one batch)", "Lagoon's engine (two lanes)"];
+    let titles = ["the papers' engine (one batch)", "Lagoon's engine (two micro_batches)"];
     let panel = |(points, title): (&Vec<model::CurvePoint>, &str)| {
         let of = |name: &str, value: fn(&model::CurvePoint) -> f64| Series {
             name: name.to_owned(),

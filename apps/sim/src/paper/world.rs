@@ -41,7 +41,7 @@ const RUNNING_MAX: usize = 256;
 pub struct Study {
     /// Frames take no time.
     pub free_network: bool,
-    /// The two lanes read the weights once: what one batch of all rows would cost.
+    /// The two micro-batches read the weights once: what one batch of all rows would cost.
     pub one_batch: bool,
     /// Peers' queries wait until the layer that is being computed is done, as on a device without priorities.
     pub layer_borders: bool,
@@ -130,15 +130,15 @@ pub struct Seen {
     pub moved_blocks: u64,
     /// Of all devices' time: computing, and computing for peers.
     pub busy: f64,
-    pub guest: f64,
+    pub remote_request: f64,
     /// Of all devices' time: nothing to compute while a step waited for peers' partials.
     pub awaits: f64,
-    /// Steps and their sequences, by lane.
+    /// Steps and their sequences, by micro-batch.
     pub steps: [u64; 2],
     pub rows: [u64; 2],
     pub ethernet_bytes: f64,
     pub nvlink_bytes: f64,
-    /// Time that frames of queries and partials were under way, in sum.
+    /// Time that frames of queries and partials were in progress, in sum.
     pub exchange_us: u64,
     /// Borrowed blocks at most, over all instances.
     pub borrowed_max: u32,
@@ -225,7 +225,7 @@ fn config(setting: &Setting, index: usize) -> InstanceConfig {
         target_step_ms: None,
         transfer: None,
         lent: None,
-        reaches: None,
+        peer_access: None,
     }
 }
 
@@ -339,12 +339,12 @@ impl World {
         self.seen.end_us = self.agenda.now_us();
         let wall = self.seen.end_us.max(1) as f64 * self.nodes.len() as f64;
         self.seen.busy = self.nodes.iter().map(|n| n.device.busy_us).sum::<f64>() / wall;
-        self.seen.guest = self.nodes.iter().map(|n| n.device.guest_us).sum::<f64>() / wall;
+        self.seen.remote_request = self.nodes.iter().map(|n| n.device.remote_request_us).sum::<f64>() / wall;
         self.seen.awaits = self.nodes.iter().map(|n| n.device.await_us).sum::<f64>() / wall;
         for device in self.nodes.iter().map(|n| &n.device) {
-            for lane in 0..2 {
-                self.seen.steps[lane] += device.steps[lane];
-                self.seen.rows[lane] += device.rows[lane];
+            for micro_batch in 0..2 {
+                self.seen.steps[micro_batch] += device.steps[micro_batch];
+                self.seen.rows[micro_batch] += device.rows[micro_batch];
             }
         }
         self.seen.ethernet_bytes = self.fabric.ethernet_bytes;

@@ -1,13 +1,13 @@
-//! The symbolic device: a store of keys, passes in two lanes, peers' work first. The order of work is the shipped
+//! The symbolic device: a store of keys, passes in two micro-batches, peers' work first. The order of work is the shipped
 //! executor's; the time it takes is a linear model.
 
-use super::guest::{self, Guest};
 use super::model::{KEY_BYTES, Key, LAYERS};
 use super::pass::{Pass, Progress};
+use super::remote_request::{self, RemoteRequest};
 use crate::runner::SimRunner;
 use lagoon_runner::{Command, PassError, Report, StageWork};
 use lagoon_transfer::{HeapRegion, Region, region};
-use lagoon_types::{Lane, StepId};
+use lagoon_types::{MicroBatch, StepId};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -43,10 +43,10 @@ pub struct Symbolic {
     staged_last: bool,
     pub(super) window: Option<u32>,
     speed: Speed,
-    pub(super) guests: VecDeque<Guest>,
+    pub(super) remote_requests: VecDeque<RemoteRequest>,
     passes: [Option<Pass>; 2],
-    /// The lane that advanced last: lanes take turns.
-    last: Lane,
+    /// The micro-batch that advanced last: micro-batches take turns.
+    last: MicroBatch,
     /// What was noticed that must not be: keys that were not those asked for, in a step that was completed.
     pub violations: Vec<String>,
 }
@@ -63,9 +63,9 @@ impl Symbolic {
             staged_last: false,
             window,
             speed,
-            guests: VecDeque::new(),
+            remote_requests: VecDeque::new(),
             passes: [None, None],
-            last: Lane::Remote,
+            last: MicroBatch::Remote,
             violations: Vec::new(),
         }
     }
@@ -101,33 +101,33 @@ impl Symbolic {
         self.passes.iter_mut().flatten().find(|p| p.step() == step)
     }
 
-    fn advance(&mut self, lane: Lane, reports: &mut Vec<Report>) -> Option<u64> {
-        let mut pass = self.passes[lane.index()].take()?;
+    fn advance(&mut self, micro_batch: MicroBatch, reports: &mut Vec<Report>) -> Option<u64> {
+        let mut pass = self.passes[micro_batch.index()].take()?;
         let (rows, mut keys) = (pass.rows(), 0);
         match pass.advance(self, &mut keys, reports) {
             Ok(Progress::Waiting) => {
-                self.passes[lane.index()] = Some(pass);
+                self.passes[micro_batch.index()] = Some(pass);
                 return None;
             }
-            Ok(Progress::Advanced) => self.passes[lane.index()] = Some(pass),
+            Ok(Progress::Advanced) => self.passes[micro_batch.index()] = Some(pass),
             Ok(Progress::Done(samples)) => {
                 if pass.wrong_keys > 0 {
                     let said = format!("{} was completed with {} wrong keys", pass.step(), pass.wrong_keys);
                     self.violations.push(said);
                 }
-                reports.push(Report::Done { step: pass.step(), lane, samples });
+                reports.push(Report::Done { step: pass.step(), micro_batch, samples });
             }
-            Err(error) => self.failed(pass.step(), lane, error, reports),
+            Err(error) => self.failed(pass.step(), micro_batch, error, reports),
         }
-        self.last = lane;
+        self.last = micro_batch;
         Some(self.time_us(rows, keys))
     }
 
-    fn failed(&mut self, step: StepId, lane: Lane, error: PassError, reports: &mut Vec<Report>) {
+    fn failed(&mut self, step: StepId, micro_batch: MicroBatch, error: PassError, reports: &mut Vec<Report>) {
         if let PassError::Coverage { .. } = error {
             self.violations.push(format!("{step}: {error}"));
         }
-        reports.push(Report::Failed { step, lane, error });
+        reports.push(Report::Failed { step, micro_batch, error });
     }
 }
 
@@ -135,9 +135,9 @@ impl SimRunner for Symbolic {
     fn push(&mut self, command: Command) {
         match command {
             Command::Step(work) => {
-                let lane = work.lane.index();
-                assert!(self.passes[lane].is_none(), "one step at a time in a lane");
-                self.passes[lane] = Some(Pass::new(*work));
+                let micro_batch = work.micro_batch.index();
+                assert!(self.passes[micro_batch].is_none(), "one step at a time in a micro_batch");
+                self.passes[micro_batch] = Some(Pass::new(*work));
             }
             Command::Part { step, layer, part } => {
                 if let Some(pass) = self.pass_of(step) {
@@ -156,9 +156,9 @@ impl SimRunner for Symbolic {
                     }
                 }
             }
-            Command::GuestQuery(query) => self.guests.push_back(Guest::Query(query)),
-            Command::GuestWrite(write) => self.guests.push_back(Guest::Write(write)),
-            Command::GuestRead(read) => self.guests.push_back(Guest::Read(read)),
+            Command::RemoteQuery(query) => self.remote_requests.push_back(RemoteRequest::Query(query)),
+            Command::RemoteWrite(write) => self.remote_requests.push_back(RemoteRequest::Write(write)),
+            Command::RemoteRead(read) => self.remote_requests.push_back(RemoteRequest::Read(read)),
             Command::Stage(work) => {
                 assert!(!self.beside.is_empty(), "there is memory beside the store");
                 let pieces = &work.pieces;
@@ -167,7 +167,7 @@ impl SimRunner for Symbolic {
                 self.stages.push_back(Staging { work, left });
             }
             // Slots are memory here: what is shared has one.
-            Command::Share { .. } | Command::GuestSeal { .. } | Command::Map { .. } | Command::Unmap { .. } => {
+            Command::Share { .. } | Command::RemoteSeal { .. } | Command::Map { .. } | Command::Unmap { .. } => {
                 unreachable!("no memory is mapped here")
             }
             Command::Release { .. } => {}
@@ -175,8 +175,8 @@ impl SimRunner for Symbolic {
     }
 
     fn turn(&mut self, _now_us: u64, reports: &mut Vec<Report>) -> Option<u64> {
-        if let Some(work) = self.guests.pop_front() {
-            let (rows, keys) = guest::serve(self, work, reports);
+        if let Some(work) = self.remote_requests.pop_front() {
+            let (rows, keys) = remote_request::serve(self, work, reports);
             return Some(self.time_us(rows, keys));
         }
         self.staged_last = !self.staged_last;
@@ -186,10 +186,10 @@ impl SimRunner for Symbolic {
             return Some(us);
         }
         let other = match self.last {
-            Lane::Local => Lane::Remote,
-            Lane::Remote => Lane::Local,
+            MicroBatch::Local => MicroBatch::Remote,
+            MicroBatch::Remote => MicroBatch::Local,
         };
-        let advanced = [other, self.last].into_iter().find_map(|lane| self.advance(lane, reports));
+        let advanced = [other, self.last].into_iter().find_map(|micro_batch| self.advance(micro_batch, reports));
         advanced.or_else(|| self.stage(reports))
     }
 

@@ -5,9 +5,9 @@
 //! partials. Wrong, stale, missing or doubly counted KV gives another token than the oracle's.
 
 pub mod device;
-mod guest;
 pub mod model;
 mod pass;
+mod remote_request;
 
 pub use device::{Speed, Symbolic};
 pub use model::Oracle;

@@ -1,12 +1,12 @@
 //! One forward pass on the symbolic device, in the pieces and the order of the shipped one.
 
 use super::device::Symbolic;
-use super::guest::{Attended, attend};
 use super::model::{KEY_BYTES, Key, LAYERS, ROW_BYTES, embed, next_hidden, token_of, word};
+use super::remote_request::{Attended, attend};
 use bytes::Bytes;
 use lagoon_runner::{PassError, RemotePart, Report, SampleOut, SeqRows, StepWork};
 use lagoon_types::run::visible_len;
-use lagoon_types::{KvRun, Lane, StepId};
+use lagoon_types::{KvRun, MicroBatch, StepId};
 
 #[derive(Debug)]
 pub(super) enum Progress {
@@ -23,7 +23,7 @@ enum Phase {
     Await,
 }
 
-/// A step under way.
+/// A step in flight.
 #[derive(Debug)]
 pub(super) struct Pass {
     work: StepWork,
@@ -102,7 +102,7 @@ impl Pass {
                 if self.work.watched && self.layer + 1 < LAYERS {
                     reports.push(Report::Layer { step: self.work.step, layer: self.layer });
                 }
-                if self.work.lane == Lane::Remote {
+                if self.work.micro_batch == MicroBatch::Remote {
                     self.hand_out(reports);
                     self.phase = Phase::Attend;
                 } else {

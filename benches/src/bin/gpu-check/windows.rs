@@ -3,7 +3,7 @@
 
 use crate::Args;
 use anyhow::{Context as _, ensure};
-use lagoon_backend::{SharedRegions, WindowMove, Xxh3};
+use lagoon_backend::{RegionCopy, SharedRegions, Xxh3};
 use lagoon_cuda::{CudaDevice, CudaOptions, kernels};
 use serde_json::{Value, json};
 use std::os::fd::AsFd;
@@ -40,7 +40,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<Value> {
     let (mut rows, gb) = (Vec::new(), bytes as f64 / 1e9);
     for piece in PIECES {
         let places: Vec<(u64, u64)> = (0..bytes / PIECES[0]).map(|n| (n * PIECES[0], piece)).collect();
-        let moves: Vec<_> = places.iter().map(|&(at, bytes)| WindowMove { from: at, to: at, bytes }).collect();
+        let moves: Vec<_> = places.iter().map(|&(at, bytes)| RegionCopy { from: at, to: at, bytes }).collect();
         let (copy_s, ()) = best(|| Ok(peer.copy(&moves)?))?;
         let (hash_s, found) = best(|| Ok(target.hashes(&places)?))?;
         for (&(at, bytes), found) in places.iter().zip(&found) {

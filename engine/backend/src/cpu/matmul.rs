@@ -58,7 +58,7 @@ pub(super) fn matmul(
     }
 }
 
-/// A product under way.
+/// A product in flight.
 struct Product<'a> {
     isa: Isa,
     rows: usize,

@@ -32,7 +32,7 @@ struct Member {
     home: u32,
 }
 
-/// An order that is to be given or under way.
+/// An order that is to be given or in flight.
 #[derive(Clone, Copy, Debug)]
 struct Turn {
     /// Index of the member.

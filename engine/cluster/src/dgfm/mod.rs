@@ -41,7 +41,7 @@ pub struct DgfmConfig {
     pub answer_ms: u64,
     /// Time limit of a freeze, answers included.
     pub freeze_ms: u64,
-    /// Pause before an order that moved nothing is given again: what it waits for may be a release under way.
+    /// Pause before an order that moved nothing is given again: what it waits for may be a release in flight.
     pub retry_ms: u64,
     /// Such orders in a row before the swap ends.
     pub tries_max: u32,

@@ -9,7 +9,7 @@
 //!   refused is not named at all.
 
 use super::GManager;
-use lagoon_protocol::{BorrowAdvice, BorrowQuery, Candidate, Refusal, TierWish};
+use lagoon_protocol::{BorrowAdvice, BorrowQuery, Candidate, Refusal, TierRequest};
 use lagoon_types::{InstanceId, limits};
 use lagoon_view::{Answer, Ask, Flags, Slot, SortedView, Tier, ViewWriter};
 use std::net::SocketAddr;
@@ -87,10 +87,10 @@ impl Sorted {
 }
 
 fn ask(query: &BorrowQuery) -> Ask<'_> {
-    let tier = match TierWish::try_from(query.tier).unwrap_or(TierWish::Any) {
-        TierWish::Any => Tier::Any,
-        TierWish::DeviceOnly => Tier::Device,
-        TierWish::HostOnly => Tier::Host,
+    let tier = match TierRequest::try_from(query.tier).unwrap_or(TierRequest::Any) {
+        TierRequest::Any => Tier::Any,
+        TierRequest::DeviceOnly => Tier::Device,
+        TierRequest::HostOnly => Tier::Host,
     };
     Ask { debtor: query.debtor, blocks: query.blocks, exclude: &query.exclude, tier }
 }

@@ -23,7 +23,7 @@ pub(super) struct Drain {
 
 impl Member {
     /// What to tell it again.
-    fn drain_untold(&self) -> Option<Drain> {
+    fn drain_unacknowledged(&self) -> Option<Drain> {
         let says = self.heartbeat.as_ref().is_some_and(|h| h.draining);
         self.drain.filter(|drain| drain.on != says)
     }
@@ -55,9 +55,9 @@ impl GManager {
         self.drain_at_ms = self.now_ms + limits::DRAIN_MS;
         let drained = self.members.iter().filter(|(_, m)| m.is_draining() && m.life == Life::Live);
         let drained: Vec<(InstanceId, Option<Drain>, bool)> =
-            drained.map(|(id, m)| (*id, m.drain_untold(), m.drain.is_none_or(|d| d.on))).collect();
-        for (id, untold, leaves) in drained {
-            if let Some(drain) = untold {
+            drained.map(|(id, m)| (*id, m.drain_unacknowledged(), m.drain.is_none_or(|d| d.on))).collect();
+        for (id, unacknowledged, leaves) in drained {
+            if let Some(drain) = unacknowledged {
                 self.send_drain(id, drain);
             }
             if leaves {

@@ -39,7 +39,7 @@ impl GManager {
         let Some(member) = self.members.get_mut(&id) else { return };
         member.life = Life::Fenced;
         self.silent -= 1;
-        member.parked = None;
+        member.withheld = None;
         member.heartbeat = None;
         member.rows_complete = false;
         let incarnation = member.registration.incarnation;

@@ -72,13 +72,13 @@ impl GManager {
         ack.placements_wanted = !member.rows_complete;
         let kept = u64::from(member.registration.blocks_total - member.cap());
         ack.pool_blocks_total = self.sorted.caps() + kept;
-        ack.elder = self.elder_for(id);
+        ack.oldest_waiting = self.oldest_waiting_for(id);
         ack
     }
 
     fn take_heartbeat(&mut self, id: InstanceId, m: &Heartbeat) {
         self.take_rows(id, m);
-        self.elders.note(id, m.load.as_ref(), self.now_ms);
+        self.oldest_heads.note(id, m.load.as_ref(), self.now_ms);
         let Some(member) = self.members.get_mut(&id) else { return };
         let old = member.heartbeat.replace(without_rows(m));
         member.hear_role();

@@ -2,7 +2,7 @@
 
 use super::GManager;
 use super::drain::Drain;
-use super::roles::Told;
+use super::roles::SentRole;
 use crate::planner::InstanceView;
 use lagoon_protocol::{Heartbeat, MemoryTier, Register};
 use lagoon_types::{InstanceId, SeqId, limits};
@@ -52,9 +52,9 @@ pub(super) struct Member {
     pub(super) near: BTreeMap<InstanceId, [Option<u8>; 2]>,
     pub(super) drain: Option<Drain>,
     /// The last word to it on its role, until it has said that it heard that.
-    pub(super) told: Option<Told>,
+    pub(super) told: Option<SentRole>,
     /// The planner's view of it while it is silent.
-    pub(super) parked: Option<Box<InstanceView>>,
+    pub(super) withheld: Option<Box<InstanceView>>,
 }
 
 impl Member {
@@ -75,7 +75,7 @@ impl Member {
             near: BTreeMap::new(),
             drain: None,
             told: None,
-            parked: None,
+            withheld: None,
         }
     }
 
@@ -121,7 +121,7 @@ impl GManager {
     pub(super) fn instance_view(&mut self, id: InstanceId) -> Option<&mut InstanceView> {
         match self.pool.instances.get_mut(&id) {
             Some(view) => Some(view),
-            None => self.members.get_mut(&id)?.parked.as_deref_mut(),
+            None => self.members.get_mut(&id)?.withheld.as_deref_mut(),
         }
     }
 
@@ -148,7 +148,7 @@ impl GManager {
         if member.life == Life::Silent {
             member.life = Life::Live;
             (self.live, self.silent) = (self.live + 1, self.silent - 1);
-            if let Some(view) = member.parked.take() {
+            if let Some(view) = member.withheld.take() {
                 self.pool.instances.insert(id, *view);
             }
             self.settle(id);
@@ -206,8 +206,8 @@ impl GManager {
         let Some(member) = self.members.get_mut(&id) else { return };
         member.life = Life::Silent;
         (self.live, self.silent) = (self.live - 1, self.silent + 1);
-        member.parked = self.pool.instances.remove(&id).map(Box::new);
-        self.elders.forget(id);
+        member.withheld = self.pool.instances.remove(&id).map(Box::new);
+        self.oldest_heads.forget(id);
         self.rounds.left(member.round);
         self.settle(id);
     }
@@ -232,7 +232,7 @@ impl GManager {
         }
         self.sorted.remove(member.slot, id.0, member.counted);
         self.pool.instances.remove(&id);
-        self.elders.forget(id);
+        self.oldest_heads.forget(id);
         self.drop_orders_of(id);
         self.workers.remove(id);
         Some(member)

@@ -9,17 +9,17 @@
 //!   gManager that has forgotten it;
 //! * an instance that is silent for [`limits::HEARTBEAT_STALE_MS`] is not recommended and not planned with, is fenced
 //!   after [`limits::FENCE_MS`], and is forgotten after [`limits::INSTANCE_FORGET_MS`];
-//! * at most one order for a request is under way, and a request rests after it.
+//! * at most one order for a request is in progress, and a request rests after it.
 //!
 //! [`GManager::poll`] hands out what is to be sent to others than the asker; the methods' answers go to the asker.
 
 mod admin;
 mod advise;
 mod drain;
-mod elders;
 mod fence;
 mod heartbeat;
 mod member;
+mod oldest_heads;
 mod orders;
 mod placements;
 mod register;
@@ -38,12 +38,12 @@ use crate::dgfm::{Dgfm, DgfmConfig, DgfmStats};
 use crate::planner::{Planner, PlannerConfig, PoolView};
 use crate::roles::BalancerConfig;
 use advise::Sorted;
-use elders::Elders;
 use fence::Fences;
 use lagoon_protocol::{ControlBody, InstanceStatus, PoolShape, Rejected, StatusReply};
 use lagoon_types::{InstanceId, limits};
 use lagoon_view::SortedView;
 use member::Member;
+use oldest_heads::OldestHeads;
 use orders::Orders;
 use roles::RoleOrders;
 use rounds::Rounds;
@@ -131,9 +131,9 @@ pub struct GManager {
     /// For the planner: live members, with the rows of the request placement map by debtor.
     pool: PoolView,
     /// By debtor: how many rows each creditor has of it.
-    guests: BTreeMap<InstanceId, BTreeMap<InstanceId, usize>>,
+    remote_requests: BTreeMap<InstanceId, BTreeMap<InstanceId, usize>>,
     rounds: Rounds,
-    elders: Elders,
+    oldest_heads: OldestHeads,
     orders: Orders,
     fences: Fences,
     workers: WorkerList,
@@ -183,9 +183,9 @@ impl GManager {
             silent: 0,
             sorted: Sorted::new(config.instances_max),
             pool: PoolView::default(),
-            guests: BTreeMap::new(),
+            remote_requests: BTreeMap::new(),
             rounds: Rounds::new(planner, config.plan_ms),
-            elders: Elders::default(),
+            oldest_heads: OldestHeads::default(),
             orders: Orders::new(config.term),
             fences: Fences::default(),
             workers: WorkerList::new(config.term),

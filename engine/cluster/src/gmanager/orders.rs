@@ -1,4 +1,4 @@
-//! Orders to move KV (`move_kvcache`, Infinite-LLM v2 §6.2): which are under way, how they ended, and which requests
+//! Orders to move KV (`move_kvcache`, Infinite-LLM v2 §6.2): which are in progress, how they ended, and which requests
 //! rest after one. A refusal is ordinary: it corrects what is known of the target, and a later round plans again.
 
 use super::GManager;
@@ -38,7 +38,7 @@ struct Open {
 /// Where a request stands after an order for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// The order is under way.
+    /// The order is in progress.
     Moving,
     /// It is left alone until then.
     Resting(u64),
@@ -60,7 +60,7 @@ pub(super) struct Orders {
     give_up: BTreeSet<(u64, u64)>,
     rests: BTreeMap<(InstanceId, SeqId), Rest>,
     wake: BTreeSet<(u64, InstanceId, SeqId)>,
-    /// Blocks that orders under way bring to an instance, and take from it.
+    /// Blocks that orders in flight bring to an instance, and take from it.
     under_way: BTreeMap<InstanceId, (u32, u32)>,
     /// The last orders of operators that ended, by number.
     ended: BTreeMap<u64, Ended>,
@@ -102,7 +102,7 @@ impl Orders {
         }
     }
 
-    /// Nothing is under way and nothing remembered.
+    /// Nothing is in progress and nothing remembered.
     #[cfg(test)]
     pub(super) fn is_idle(&self) -> bool {
         let open = self.open.is_empty() && self.give_up.is_empty() && self.under_way.is_empty();
@@ -235,7 +235,7 @@ impl GManager {
             return Err(format!("{}'s {} is moving", order.debtor, order.seq));
         }
         if self.orders.open.len() >= limits::MOVES_MAX {
-            return Err(format!("{} moves are under way, their most", limits::MOVES_MAX));
+            return Err(format!("{} moves are in progress, their most", limits::MOVES_MAX));
         }
         Ok(())
     }

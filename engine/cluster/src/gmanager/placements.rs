@@ -37,19 +37,19 @@ impl GManager {
         let old = if row.blocks == 0 { member.rows.remove(&key) } else { member.rows.insert(key, row) };
         let debtor = key.0;
         if debtor != holder && old.is_none() != (row.blocks == 0) {
-            self.count_guest(debtor, holder, row.blocks > 0);
+            self.count_remote_request(debtor, holder, row.blocks > 0);
         }
         self.set_request(holder, key, row);
     }
 
-    fn count_guest(&mut self, debtor: InstanceId, holder: InstanceId, more: bool) {
-        let holders = self.guests.entry(debtor).or_default();
+    fn count_remote_request(&mut self, debtor: InstanceId, holder: InstanceId, more: bool) {
+        let holders = self.remote_requests.entry(debtor).or_default();
         let count = holders.entry(holder).or_default();
         *count = if more { *count + 1 } else { count.saturating_sub(1) };
         if *count == 0 {
             holders.remove(&holder);
             if holders.is_empty() {
-                self.guests.remove(&debtor);
+                self.remote_requests.remove(&debtor);
             }
         }
     }
@@ -85,7 +85,7 @@ impl GManager {
         let rows = std::mem::take(&mut member.rows);
         for key in rows.into_keys() {
             if key.0 != id {
-                self.count_guest(key.0, id, false);
+                self.count_remote_request(key.0, id, false);
             }
             self.set_request(id, key, Blocks::default());
         }
@@ -93,7 +93,8 @@ impl GManager {
 
     /// What creditors have said of a debtor that comes (back) into the books.
     pub(super) fn gather_requests(&mut self, debtor: InstanceId) {
-        let holders: Vec<InstanceId> = self.guests.get(&debtor).into_iter().flatten().map(|(h, _)| *h).collect();
+        let holders: Vec<InstanceId> =
+            self.remote_requests.get(&debtor).into_iter().flatten().map(|(h, _)| *h).collect();
         for holder in holders {
             let Some(member) = self.members.get(&holder) else { continue };
             let range = (debtor, SeqId(0))..=(debtor, SeqId(u64::MAX));
@@ -104,7 +105,7 @@ impl GManager {
 
     /// Rows of one request: holder and blocks, ascending by holder.
     pub(super) fn rows_of(&self, debtor: InstanceId, seq: SeqId) -> Vec<(InstanceId, Blocks)> {
-        let remote = self.guests.get(&debtor).into_iter().flatten().map(|(h, _)| *h);
+        let remote = self.remote_requests.get(&debtor).into_iter().flatten().map(|(h, _)| *h);
         let mut holders: Vec<InstanceId> = remote.chain([debtor]).collect();
         holders.sort_unstable();
         holders.dedup();

@@ -42,25 +42,25 @@ impl RoleOrders {
     }
 
     /// An order to one that was told `before` and has not confirmed it.
-    pub(super) fn tell(&mut self, before: Option<Told>, role: Role) -> Told {
+    pub(super) fn tell(&mut self, before: Option<SentRole>, role: Role) -> SentRole {
         let number = self.next;
         self.next += 1;
         let mut perhaps = before.as_ref().map_or_else(Vec::new, |told| told.perhaps.clone());
         perhaps.extend(before.map(|told| told.role).filter(|role| !perhaps.contains(role)));
-        Told { role, number, perhaps }
+        SentRole { role, number, perhaps }
     }
 }
 
 /// A role that an instance was told to have, and has not said that it heard.
 #[derive(Clone, Debug)]
-pub(super) struct Told {
+pub(super) struct SentRole {
     role: Role,
     number: u64,
     /// What it was told before, and may have heard instead.
     perhaps: Vec<Role>,
 }
 
-impl Told {
+impl SentRole {
     fn order(&self) -> ControlBody {
         ControlBody::RoleOrder(RoleOrder { role: self.role.into(), number: self.number })
     }
@@ -99,7 +99,7 @@ impl Member {
 
     /// The roles that it may have in the end, if nobody says anything else.
     fn may_become(&self) -> impl Iterator<Item = Role> {
-        let heard = mutants::is(Mutant::RoleUnheard);
+        let heard = mutants::is(Mutant::RoleUnacknowledged);
         let perhaps = self.told.iter().filter(move |_| !heard).flat_map(|told| told.perhaps.iter().copied());
         let says = [if heard { self.becomes() } else { self.says() }, self.becomes()];
         perhaps.chain(says)
@@ -127,7 +127,7 @@ impl Member {
     }
 
     /// What to tell it again.
-    fn role_untold(&self) -> Option<&Told> {
+    fn role_unacknowledged(&self) -> Option<&SentRole> {
         self.told.as_ref().filter(|_| self.life == Life::Live && self.role_state().is_some())
     }
 
@@ -245,8 +245,8 @@ impl GManager {
 
     /// When an order is repeated, if one is to be, or the balancer looks again.
     pub(super) fn roles_wake_ms(&self) -> Option<u64> {
-        let untold = self.members.values().any(|m| m.role_untold().is_some());
-        let repeat = untold.then_some(self.role_orders.repeat_at_ms);
+        let unacknowledged = self.members.values().any(|m| m.role_unacknowledged().is_some());
+        let repeat = unacknowledged.then_some(self.role_orders.repeat_at_ms);
         let balance = self.role_orders.balancer.is_some().then_some(self.role_orders.balance_at_ms);
         repeat.into_iter().chain(balance).min()
     }
@@ -273,8 +273,8 @@ impl GManager {
             return;
         }
         self.role_orders.repeat_at_ms = self.now_ms + limits::ROLE_REPEAT_MS;
-        let untold = self.members.iter().filter_map(|(id, m)| Some((*id, m.role_untold()?.order())));
-        let untold: Vec<(InstanceId, ControlBody)> = untold.collect();
-        untold.into_iter().for_each(|(id, order)| self.send(id, order));
+        let unacknowledged = self.members.iter().filter_map(|(id, m)| Some((*id, m.role_unacknowledged()?.order())));
+        let unacknowledged: Vec<(InstanceId, ControlBody)> = unacknowledged.collect();
+        unacknowledged.into_iter().for_each(|(id, order)| self.send(id, order));
     }
 }

@@ -1,14 +1,14 @@
 //! Registration, the ledger, and whom the gManager recommends.
 
-mod elders;
 mod invariants;
 mod life;
+mod oldest_heads;
 mod placement;
 mod roles;
 
 use super::*;
 use lagoon_protocol::{
-    BorrowQuery, Debt, Heartbeat, Link, MemoryTier, PlacementEntry, Refusal, Register, Registered, Role, TierWish,
+    BorrowQuery, Debt, Heartbeat, Link, MemoryTier, PlacementEntry, Refusal, Register, Registered, Role, TierRequest,
     VERSION_MAX, VERSION_MIN,
 };
 use lagoon_types::{DType, SeqId};
@@ -242,13 +242,13 @@ fn tiers_and_who_borrows() {
     gm.on_register(&Register { tier: MemoryTier::Host.into(), ..register(3) }, 0).unwrap();
     gm.on_heartbeat(&heartbeat(3, 2, 90), 0);
     gm.on_heartbeat(&Heartbeat { blocks_borrowed: 1, ..heartbeat(4, 2, 50) }, 0);
-    let mut with = |tier: TierWish| {
+    let mut with = |tier: TierRequest| {
         let advice = gm.on_borrow_query(&BorrowQuery { debtor: 1, tier: tier.into(), ..Default::default() }, 0);
         advice.candidates.iter().map(|c| c.instance).collect::<Vec<_>>()
     };
-    assert_eq!(with(TierWish::Any), [2, 3, 4]);
-    assert_eq!(with(TierWish::DeviceOnly), [2, 4]);
-    assert_eq!(with(TierWish::HostOnly), [3]);
+    assert_eq!(with(TierRequest::Any), [2, 3, 4]);
+    assert_eq!(with(TierRequest::DeviceOnly), [2, 4]);
+    assert_eq!(with(TierRequest::HostOnly), [3]);
     gm.on_heartbeat(&Heartbeat { frozen: 7, ..heartbeat(2, 3, 10) }, 0);
     gm.on_heartbeat(&Heartbeat { draining: true, ..heartbeat(3, 3, 90) }, 0);
     assert_eq!(ask(&mut gm, 1, 0, &[]), [4], "nobody else lends");

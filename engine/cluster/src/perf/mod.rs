@@ -60,9 +60,9 @@ impl LinkView {
 /// Which engine the model describes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelConfig {
-    /// Rows with remote KV form a batch of their own (Lagoon's two lanes): weights are read twice, and those rows wait for
+    /// Rows with remote KV form a batch of their own (Lagoon's two micro-batches): weights are read twice, and those rows wait for
     /// creditors one after the other with their own work. Without it, one batch waits as a whole (the papers' engine).
-    pub lanes: bool,
+    pub micro_batches: bool,
     /// A creditor answers a debtor once per step of the *debtor*. Without it, once per step of its own (v2 Eq. 6), which
     /// is the same if both take as long.
     pub pace: bool,
@@ -72,12 +72,12 @@ impl ModelConfig {
     /// Eq. 5 to 7 to the letter.
     #[must_use]
     pub fn paper() -> Self {
-        Self { lanes: false, pace: false }
+        Self { micro_batches: false, pace: false }
     }
 }
 
 impl Default for ModelConfig {
     fn default() -> Self {
-        Self { lanes: true, pace: true }
+        Self { micro_batches: true, pace: true }
     }
 }

@@ -26,7 +26,7 @@ pub struct DebtorState<'a> {
     /// Tokens attended to by the own device for own sequences.
     pub local_tokens: f64,
     /// Tokens attended to here for others.
-    pub guest_tokens: f64,
+    pub remote_request_tokens: f64,
     /// Free blocks less those that the running sequences will need within the planner's horizon; negative: some will be
     /// preempted.
     pub spare: i64,
@@ -48,9 +48,9 @@ pub struct CreditorState<'a> {
 }
 
 impl CreditorState<'_> {
-    /// Time of its step with `guests` tokens of the pair's debtor, attended to `pace` times per step.
-    fn step_us(&self, guests: f64, pace: f64) -> f64 {
-        self.rates.other_us(self.batch) + (self.tokens + guests * pace) * self.rates.attention_us
+    /// Time of its step with `remote_requests` tokens of the pair's debtor, attended to `pace` times per step.
+    fn step_us(&self, remote_requests: f64, pace: f64) -> f64 {
+        self.rates.other_us(self.batch) + (self.tokens + remote_requests * pace) * self.rates.attention_us
     }
 }
 
@@ -127,14 +127,14 @@ impl Pair<'_> {
     }
 
     fn predict_with(&self, k: i64, batch: u32, admitted: u64) -> Prediction {
-        let guests = if self.mapped { 0.0 } else { self.tokens(self.blocks_there + k) };
+        let remote_requests = if self.mapped { 0.0 } else { self.tokens(self.blocks_there + k) };
         let (local_us, remote_us) = (self.local_us(k, batch, admitted), self.remote_us(k, batch));
         let step_us = local_us.max(remote_us);
         let pace = if batch == 0 { 0.0 } else { self.pace(step_us) };
         let rate = |batch: u32, us: f64| if batch == 0 { 0.0 } else { f64::from(batch) * 1e6 / us };
         Prediction {
             debtor_tokens_per_s: rate(batch, step_us),
-            creditor_tokens_per_s: rate(self.creditor.batch, self.creditor.step_us(guests, pace)),
+            creditor_tokens_per_s: rate(self.creditor.batch, self.creditor.step_us(remote_requests, pace)),
             batch,
             local_us,
             remote_us,
@@ -172,20 +172,20 @@ impl Pair<'_> {
     /// Local work of the debtor's step: T_lyr - K/g of Eq. 6, over all layers.
     fn local_us(&self, k: i64, batch: u32, admitted: u64) -> f64 {
         let d = &self.debtor;
-        let rows = if self.config.lanes { self.remote_rows(k).min(batch) } else { 0 };
+        let rows = if self.config.micro_batches { self.remote_rows(k).min(batch) } else { 0 };
         let share = if d.batch == 0 { 1.0 } else { (f64::from(batch) / f64::from(d.batch)).min(1.0) };
         let leaving = if self.mapped { 0.0 } else { self.tokens(k) };
         let own = (d.local_tokens - leaving).max(0.0) * share;
         let joined = as_f64(admitted) * f64::from(self.shape.block_tokens);
         let other = d.rates.other_us(batch - rows) + d.rates.other_us(rows);
-        other + (own + joined + d.guest_tokens) * d.rates.attention_us
+        other + (own + joined + d.remote_request_tokens) * d.rates.attention_us
     }
 
     /// The remote part of the debtor's step: the creditor's micro attention, a round trip and the rows on the wire for
-    /// each layer; in a lane of its own also that lane's other work, which waits for it.
+    /// each layer; in a micro-batch of its own also that micro-batch's other work, which waits for it.
     fn remote_us(&self, k: i64, batch: u32) -> f64 {
-        let lane = self.remote_rows(k).min(batch);
-        if lane == 0 {
+        let micro_batch = self.remote_rows(k).min(batch);
+        if micro_batch == 0 {
             return 0.0;
         }
         let here = if self.blocks_there + k > 0 && !self.mapped {
@@ -196,7 +196,7 @@ impl Pair<'_> {
         } else {
             0.0
         };
-        let own = if self.config.lanes { self.debtor.rates.other_us(lane) } else { 0.0 };
+        let own = if self.config.micro_batches { self.debtor.rates.other_us(micro_batch) } else { 0.0 };
         here.max(self.debtor.elsewhere_us) + own
     }
 
@@ -206,7 +206,7 @@ impl Pair<'_> {
         if self.config.pace && self.creditor.batch > 0 { self.creditor.step_us(0.0, 0.0) / step_us } else { 1.0 }
     }
 
-    /// Blocks that the creditor can take before its step is `stretch` times as long as with `own_tokens` and no guests, at
+    /// Blocks that the creditor can take before its step is `stretch` times as long as with `own_tokens` and no remote requests, at
     /// the debtor's present pace.
     #[must_use]
     pub fn stretch_limit(&self, stretch: f64, own_tokens: f64) -> i64 {
@@ -376,7 +376,7 @@ mod tests {
         })
     }
 
-    /// Batch, batch_max beyond it, remote rows, local blocks, guest tokens, spare, blocks of a sequence.
+    /// Batch, batch_max beyond it, remote rows, local blocks, remote request tokens, spare, blocks of a sequence.
     type Numbers = (u32, u32, u32, u32, f64, i64, i64);
 
     fn numbers() -> impl Strategy<Value = Numbers> {
@@ -404,24 +404,24 @@ mod tests {
         #[test]
         fn the_search_finds_what_the_scan_finds(
             (dc, cc) in (calibration(), calibration()),
-            (batch, more, remote_rows, local, guest_tokens, spare, sequence_blocks) in numbers(),
+            (batch, more, remote_rows, local, remote_request_tokens, spare, sequence_blocks) in numbers(),
             (others_there, request_there, request_elsewhere, creditor_batch, creditor_tokens) in others(),
             queue in prop::collection::vec(0u32..60, 0..12),
             (rtt_us, bytes_per_s) in (1.0..5_000.0f64, 1e6..1e10f64),
             elsewhere_us in prop_oneof![Just(0.0), 0.0..20_000.0f64],
-            (lanes, pace, away, mapped) in any::<(bool, bool, bool, bool)>(),
+            (micro_batches, pace, away, mapped) in any::<(bool, bool, bool, bool)>(),
         ) {
             let remote_rows = remote_rows.max(u32::from(request_there + request_elsewhere > 0));
             let pair = Pair {
                 shape: ModelShape { layers: 8, block_tokens: 16, token_bytes: 4_096, row_bytes: 2_048 },
-                config: ModelConfig { lanes, pace },
+                config: ModelConfig { micro_batches, pace },
                 debtor: DebtorState {
                     rates: Rates::new(&dc, true).unwrap(),
                     batch,
                     batch_max: batch + more,
                     remote_rows: remote_rows.min(batch),
                     local_tokens: f64::from(local) * 16.0,
-                    guest_tokens,
+                    remote_request_tokens,
                     spare,
                     sequence_blocks,
                     queue: &queue,
@@ -464,7 +464,7 @@ mod tests {
                 batch_max: 8,
                 remote_rows: 0,
                 local_tokens: 2_000.0,
-                guest_tokens: 0.0,
+                remote_request_tokens: 0.0,
                 spare: 0,
                 sequence_blocks: 100,
                 queue,
@@ -514,11 +514,12 @@ mod tests {
         let mut slow = pair.clone();
         (slow.debtor.elsewhere_us, slow.debtor.remote_rows) = (5_000.0, 1);
         assert_eq!(slow.predict(20).debtor_tokens_per_s, 2e6 / 5_000.0);
-        // In two lanes the remote row's own pass waits too, and the weights are read twice.
-        let lanes = Pair { config: ModelConfig { lanes: true, pace: false }, ..pair.clone() }.predict(20);
-        assert_eq!((lanes.local_us, lanes.remote_us), (3_800.0, 1_260.0));
+        // In two micro-batches the remote row's own pass waits too, and the weights are read twice.
+        let micro_batches =
+            Pair { config: ModelConfig { micro_batches: true, pace: false }, ..pair.clone() }.predict(20);
+        assert_eq!((micro_batches.local_us, micro_batches.remote_us), (3_800.0, 1_260.0));
         // A debtor that steps every 2,800 µs asks 4,000/2,800 times as often.
-        let paced = Pair { config: ModelConfig { lanes: false, pace: true }, ..pair }.predict(20);
+        let paced = Pair { config: ModelConfig { micro_batches: false, pace: true }, ..pair }.predict(20);
         assert!((paced.creditor_tokens_per_s - 4e6 / (4_000.0 + 200.0 * 4.0 / 2.8)).abs() < 1e-9);
     }
 

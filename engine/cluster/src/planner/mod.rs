@@ -94,7 +94,7 @@ pub struct PlannerConfig {
     pub batch_small: u32,
     /// U^thres: an instance whose memory is used to at most this share is a creditor.
     pub creditor_use_max: f64,
-    /// A creditor's step takes at most so many times what it takes without guests (v1 §4.6: lending compute has a
+    /// A creditor's step takes at most so many times what it takes without remote requests (v1 §4.6: lending compute has a
     /// threshold).
     pub creditor_stretch_max: f64,
     /// Growth is foreseen this far ahead: blocks are moved before they are missing.

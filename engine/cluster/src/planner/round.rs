@@ -15,7 +15,7 @@ pub(super) struct Node<'a> {
     pub(super) id: InstanceId,
     pub(super) view: &'a InstanceView,
     pub(super) rates: Rates<'a>,
-    /// Free blocks less what moves under way will take.
+    /// Free blocks less what moves in flight will take.
     pub(super) free: i64,
     pub(super) lendable: i64,
     /// Of `free`, blocks that orders of this round will free: not there yet for anybody else's.
@@ -27,7 +27,7 @@ pub(super) struct Node<'a> {
     /// Tokens that it attends to for its own sequences: those here, and those in mapped memory of creditors.
     pub(super) local_tokens: f64,
     /// Tokens that it attends to for others: without those that debtors have mapped.
-    pub(super) guest_tokens: f64,
+    pub(super) remote_request_tokens: f64,
     /// Blocks that it has lent, and borrowed, orders of this round included.
     pub(super) lent: i64,
     pub(super) borrowed: i64,
@@ -121,7 +121,7 @@ impl<'a> Round<'a> {
             // Mapped KV costs its creditor no compute.
             if let Ok(at) = nodes.binary_search_by_key(&creditor, |n| n.id) {
                 let tokens = f64::from(blocks) * f64::from(view.shape.block_tokens);
-                nodes[at].guest_tokens = (nodes[at].guest_tokens - tokens).max(0.0);
+                nodes[at].remote_request_tokens = (nodes[at].remote_request_tokens - tokens).max(0.0);
             }
         }
         let mut round = Self {
@@ -253,7 +253,7 @@ impl<'a> Round<'a> {
         let mapped = self.maps(debtor, creditor);
         let theirs = if mapped { 0 } else { blocks_there.unsigned_abs() };
         let theirs = as_f64(theirs) * f64::from(self.view.shape.block_tokens);
-        let others = (c.guest_tokens - theirs).max(0.0);
+        let others = (c.remote_request_tokens - theirs).max(0.0);
         let parts = self.remote_of(debtor, seq);
         Pair {
             shape: self.view.shape,
@@ -264,7 +264,7 @@ impl<'a> Round<'a> {
                 batch_max: d.view.load.batch_max.max(d.view.load.batch),
                 remote_rows: owes.rows,
                 local_tokens: d.local_tokens,
-                guest_tokens: d.guest_tokens,
+                remote_request_tokens: d.remote_request_tokens,
                 spare: d.free + i64::from(d.view.blocks_outgoing) - d.growth,
                 sequence_blocks: d.sequence_blocks(),
                 queue: &d.view.load.queue_blocks,
@@ -294,7 +294,7 @@ impl<'a> Round<'a> {
     pub(super) fn tokens_per_s(&self) -> f64 {
         let of = |n: &Node<'_>| {
             let batch = n.view.load.batch;
-            let us = n.rates.other_us(batch) + (n.local_tokens + n.guest_tokens) * n.rates.attention_us;
+            let us = n.rates.other_us(batch) + (n.local_tokens + n.remote_request_tokens) * n.rates.attention_us;
             if batch == 0 { 0.0 } else { f64::from(batch) * 1e6 / us }
         };
         self.nodes.iter().map(of).sum()
@@ -309,7 +309,7 @@ impl<'a> Round<'a> {
     /// arrives later has gained nothing.
     pub(super) fn movable_in_life(&self, debtor: usize, creditor: usize) -> i64 {
         let node = &self.nodes[debtor];
-        let tokens = node.local_tokens + node.guest_tokens;
+        let tokens = node.local_tokens + node.remote_request_tokens;
         let step_us = node.rates.other_us(node.view.load.batch) + tokens * node.rates.attention_us;
         let half_ms = whole(self.config.tokens_expected * step_us / 2e3).unsigned_abs();
         self.blocks_in(half_ms, debtor, creditor)
@@ -358,7 +358,8 @@ impl<'a> Round<'a> {
         for (at, sign, unit) in [(source, -1, -1.0), (target, 1, 1.0)] {
             let mapped = at != debtor && self.maps(debtor, at);
             let attends = &mut self.nodes[if mapped { debtor } else { at }];
-            let attended = if at == debtor || mapped { &mut attends.local_tokens } else { &mut attends.guest_tokens };
+            let attended =
+                if at == debtor || mapped { &mut attends.local_tokens } else { &mut attends.remote_request_tokens };
             *attended = (*attended + unit * tokens).max(0.0);
             let node = &mut self.nodes[at];
             let id = node.id;
@@ -417,14 +418,14 @@ fn node<'a>(
         growth: 0,
         queue,
         local_tokens: as_f64(local),
-        guest_tokens: as_f64(load.guest_tokens),
+        remote_request_tokens: as_f64(load.remote_request_tokens),
         lent: view.lent.iter().map(|(_, b)| i64::from(*b)).sum(),
         borrowed: i64::from(view.borrowed),
         freed: 0,
         owes: None,
         sequence_blocks: OnceCell::new(),
     };
-    let step_us = rates.other_us(load.batch) + (node.local_tokens + node.guest_tokens) * rates.attention_us;
+    let step_us = rates.other_us(load.batch) + (node.local_tokens + node.remote_request_tokens) * rates.attention_us;
     if load.batch > 0 && step_us > 0.0 {
         let steps = as_f64(config.horizon_ms) * 1e3 / step_us;
         let growth = f64::from(load.batch) * steps / f64::from(pool.shape.block_tokens.max(1));

@@ -90,7 +90,7 @@ pub struct RequestView {
     pub local_sealed: u32,
     /// rBlocks on creditors: creditor, blocks there, and how many of these could move now. Ascending by creditor.
     pub remote: Vec<RemoteBlocks>,
-    /// An order for it is under way: it is left alone until its outcome is known.
+    /// An order for it is in progress: it is left alone until its outcome is known.
     pub moving: bool,
 }
 

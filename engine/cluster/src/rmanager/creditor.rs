@@ -134,8 +134,8 @@ pub(super) struct Creditor {
     pub(super) growth_reserve: u32,
     /// Since when an own request waits for blocks that it could get here alone.
     pub(super) waiting_since_ms: Option<u64>,
-    /// The debtor at which the pool's elder waits, and since when.
-    pub(super) elder: Option<(InstanceId, u64)>,
+    /// The debtor at which the pool's oldest waiting request waits, and since when.
+    pub(super) oldest_waiting: Option<(InstanceId, u64)>,
     ttl_ms: u64,
     lease_base: u64,
     epoch_base: u64,
@@ -167,7 +167,7 @@ impl Creditor {
             bound: None,
             growth_reserve: 0,
             waiting_since_ms: None,
-            elder: None,
+            oldest_waiting: None,
             ttl_ms: config.lease_ttl_ms,
             lease_base: 0,
             epoch_base: 0,
@@ -330,13 +330,13 @@ impl Creditor {
 
     /// How long an older request waits that this one must not overtake. What runs waits for nobody.
     fn older_than(&self, from: InstanceId, request: &LeaseRequest, now_ms: u64) -> Option<u64> {
-        let elder = self.elder.filter(|(debtor, _)| *debtor != from).map(|(_, since)| since);
+        let oldest_waiting = self.oldest_waiting.filter(|(debtor, _)| *debtor != from).map(|(_, since)| since);
         let theirs = match (request.waited_ms, request.purpose()) {
             (Some(ms), _) => now_ms.saturating_sub(u64::from(ms)),
-            (None, LeasePurpose::Move) => return elder.map(|since| now_ms.saturating_sub(since)),
+            (None, LeasePurpose::Move) => return oldest_waiting.map(|since| now_ms.saturating_sub(since)),
             (None, LeasePurpose::Growth | LeasePurpose::Swap | LeasePurpose::Handover) => return None,
         };
-        let older = self.waiting_since_ms.into_iter().chain(elder).min().filter(|since| *since < theirs);
+        let older = self.waiting_since_ms.into_iter().chain(oldest_waiting).min().filter(|since| *since < theirs);
         older.map(|since| now_ms.saturating_sub(since))
     }
 
@@ -661,6 +661,6 @@ impl Creditor {
         pool.mark(block, BlockState::Sealed);
         let lease = self.leases.get_mut(&key.0).expect("it was found");
         lease.settle(pool);
-        Ok(lease.purpose != LeasePurpose::Growth && !mutants::is(Mutant::SealUntold))
+        Ok(lease.purpose != LeasePurpose::Growth && !mutants::is(Mutant::SealUnreported))
     }
 }

@@ -14,7 +14,7 @@ use super::output::{BorrowFailure, BorrowId, BorrowedLease, Output};
 use lagoon_kv::RangeSet;
 use lagoon_protocol::{
     BorrowAdvice, BorrowQuery, Candidate, ControlBody, LeaseGrant, LeasePurpose, LeaseRefuse, LeaseRenewed,
-    LeaseRequest, LeaseRevoked, Refusal, TierWish,
+    LeaseRequest, LeaseRevoked, Refusal, TierRequest,
 };
 use lagoon_types::{Epoch, InstanceId, LeaseId, SeqId, limits};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -42,7 +42,7 @@ struct Borrow {
     got: u32,
     /// [`LeasePurpose::Growth`] is all or nothing; a move takes what the first candidate that lends has.
     purpose: LeasePurpose,
-    tier: TierWish,
+    tier: TierRequest,
     /// What the last candidate said that it could lend.
     lendable: Option<u32>,
 }
@@ -113,7 +113,7 @@ impl Debtor {
         &mut self,
         seq: SeqId,
         blocks: u32,
-        tier: TierWish,
+        tier: TierRequest,
         since_ms: Option<u64>,
         now_ms: u64,
     ) -> BorrowId {
@@ -130,7 +130,7 @@ impl Debtor {
         target: Option<(InstanceId, String)>,
         blocks: u32,
         purpose: LeasePurpose,
-        tier: TierWish,
+        tier: TierRequest,
         now_ms: u64,
     ) -> BorrowId {
         assert_ne!(purpose, LeasePurpose::Growth, "growth borrows");
@@ -195,7 +195,7 @@ impl Debtor {
         self.paused.insert(creditor, until_ms);
     }
 
-    fn start(&mut self, seq: SeqId, blocks: u32, purpose: LeasePurpose, tier: TierWish, now_ms: u64) -> BorrowId {
+    fn start(&mut self, seq: SeqId, blocks: u32, purpose: LeasePurpose, tier: TierRequest, now_ms: u64) -> BorrowId {
         assert!(blocks > 0, "a borrow is of something");
         let id = BorrowId(self.issue());
         let borrow = Borrow {
@@ -536,8 +536,8 @@ impl Debtor {
             State::Advice { asked_ms, .. } => asked_ms.is_none_or(|t| now_ms >= t + limits::CONTROL_REPEAT_MS),
             State::Asking { .. } => false,
         };
-        let unheard: Vec<_> = self.borrows.iter().filter(|(_, b)| repeat(b)).map(|(id, _)| *id).collect();
-        for id in unheard {
+        let unacknowledged: Vec<_> = self.borrows.iter().filter(|(_, b)| repeat(b)).map(|(id, _)| *id).collect();
+        for id in unacknowledged {
             self.query(id, now_ms);
         }
         self.late.retain(|_, late| now_ms < late.forget_ms);

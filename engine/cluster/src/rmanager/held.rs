@@ -180,7 +180,7 @@ impl HeldLeases {
         let releasing = Releasing { quic_addr, epoch, entries: end, sent_ms: now_ms, give_up_ms };
         let key = (creditor, lease, first);
         self.outputs.push_back(release_message(key, &releasing));
-        // A longer one from the same entry on may be under way: what it says holds, and it is repeated on its own.
+        // A longer one from the same entry on may be in progress: what it says holds, and it is repeated on its own.
         match self.releasing.get(&key) {
             Some(longer) if longer.entries > end => {}
             _ if mutants::is(Mutant::ReleaseUnconfirmed) => {}
@@ -213,7 +213,7 @@ impl HeldLeases {
         lost
     }
 
-    /// Answers that were under way will not come.
+    /// Answers that were in progress will not come.
     pub(super) fn on_peer_down(&mut self, peer: InstanceId) {
         if let Some(renewals) = self.renewals.get_mut(&peer) {
             renewals.outstanding.clear();

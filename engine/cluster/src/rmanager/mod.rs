@@ -35,7 +35,7 @@ use lagoon_kv::hash::ContentHash;
 use lagoon_kv::{Adopted, Advance, BlockIdentity, BlockPool, Joined, LeaseHasher, Owner, PoolCounts, RemoteEntries};
 use lagoon_protocol::{
     BorrowAdvice, ControlBody, Heartbeat, LeaseGrant, LeasePurpose, LeaseRefuse, LeaseRequest, Link, PlacementEntry,
-    Recall, RefuseCode, TierWish,
+    Recall, RefuseCode, TierRequest,
 };
 use lagoon_types::{Epoch, InstanceId, KvRun, KvShape, KvSpace, LeaseId, LeaseRun, PhysBlock, SeqId, limits};
 use std::collections::BTreeMap;
@@ -359,22 +359,22 @@ impl RManager {
     /// Starts to borrow `blocks` (not 0) for a sequence, all or nothing. Exactly one [`Output::Borrowed`] or
     /// [`Output::BorrowFailed`] follows within [`limits::BORROW_DEADLINE_MS`], unless it is cancelled.
     pub fn borrow(&mut self, seq: SeqId, blocks: u32, now_ms: u64) -> BorrowId {
-        self.borrow_in(TierWish::Any, seq, blocks, now_ms)
+        self.borrow_in(TierRequest::Any, seq, blocks, now_ms)
     }
 
     /// As [`RManager::borrow`], in memory of this tier.
-    pub fn borrow_in(&mut self, tier: TierWish, seq: SeqId, blocks: u32, now_ms: u64) -> BorrowId {
+    pub fn borrow_in(&mut self, tier: TierRequest, seq: SeqId, blocks: u32, now_ms: u64) -> BorrowId {
         self.debtor.borrow(seq, blocks, tier, None, now_ms)
     }
 
     /// As [`RManager::borrow`], for a sequence that came at `since_ms` and does not run yet.
     pub fn borrow_to_admit(&mut self, seq: SeqId, blocks: u32, since_ms: u64, now_ms: u64) -> BorrowId {
-        self.debtor.borrow(seq, blocks, TierWish::Any, Some(since_ms), now_ms)
+        self.debtor.borrow(seq, blocks, TierRequest::Any, Some(since_ms), now_ms)
     }
 
     /// As [`RManager::reserve`] for a move to host memory, wherever the gManager names some.
     pub fn reserve_host(&mut self, seq: SeqId, blocks: u32, now_ms: u64) -> BorrowId {
-        self.debtor.reserve(seq, None, blocks, LeasePurpose::Move, TierWish::HostOnly, now_ms)
+        self.debtor.reserve(seq, None, blocks, LeasePurpose::Move, TierRequest::HostOnly, now_ms)
     }
 
     /// Reserves up to `blocks` (not 0) for a move of a sequence (`try_move_kvcache`, v2 §6.2), at `target` with its
@@ -389,7 +389,7 @@ impl RManager {
         purpose: LeasePurpose,
         now_ms: u64,
     ) -> BorrowId {
-        self.debtor.reserve(seq, target, blocks, purpose, TierWish::Any, now_ms)
+        self.debtor.reserve(seq, target, blocks, purpose, TierRequest::Any, now_ms)
     }
 
     /// KV for a reservation was sent.
@@ -403,11 +403,11 @@ impl RManager {
         self.creditor.unnoted().growth_reserve = blocks;
     }
 
-    /// An own request waits since then for memory that this instance has, and the pool's elder: nothing is lent to admit
+    /// An own request waits since then for memory that this instance has, and the pool's oldest waiting request: nothing is lent to admit
     /// a younger one than either.
-    pub fn set_waiting(&mut self, own_since_ms: Option<u64>, elder: Option<(InstanceId, u64)>) {
+    pub fn set_waiting(&mut self, own_since_ms: Option<u64>, oldest_waiting: Option<(InstanceId, u64)>) {
         let creditor = self.creditor.unnoted();
-        (creditor.waiting_since_ms, creditor.elder) = (own_since_ms, elder);
+        (creditor.waiting_since_ms, creditor.oldest_waiting) = (own_since_ms, oldest_waiting);
     }
 
     /// A creditor recalled blocks: nothing is borrowed from it before `until_ms`.
@@ -549,7 +549,7 @@ impl RManager {
     }
 
     /// Rows of the request placement map for what others' requests have here.
-    pub fn guest_rows(&self) -> Vec<PlacementEntry> {
+    pub fn lent_rows(&self) -> Vec<PlacementEntry> {
         self.creditor.rows(&self.pool)
     }
 
@@ -629,7 +629,7 @@ impl RManager {
         self.creditor.recalls().overdue(now_ms)
     }
 
-    /// Whether recalls are under way.
+    /// Whether recalls are in progress.
     #[must_use]
     pub fn recalling(&self) -> bool {
         self.creditor.recalling()

@@ -51,7 +51,7 @@ impl Recalls {
         self.wanted.is_empty()
     }
 
-    /// Spreads `blocks`, less what is under way, over debtors in the order given (a debtor may come several times, with
+    /// Spreads `blocks`, less what is in progress, over debtors in the order given (a debtor may come several times, with
     /// the blocks of each of its leases).
     pub(super) fn start(
         &mut self,

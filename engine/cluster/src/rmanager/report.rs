@@ -86,7 +86,7 @@ impl PlacementReport {
     /// The gManager has a heartbeat, or wants all rows.
     pub fn on_ack(&mut self, ack: &HeartbeatAck) {
         if ack.placements_wanted {
-            // A full one may be under way already.
+            // A full one may be in progress already.
             if self.full.is_none_or(|sent| sent <= ack.seq) {
                 self.restart();
             }

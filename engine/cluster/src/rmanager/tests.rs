@@ -71,7 +71,7 @@ fn nothing_is_lent_to_admit_a_younger_request_than_one_that_waits() {
     assert_eq!(asks(&mut rm, A, 1, Some(9_999)), Err(12), "it has the blocks, and keeps them");
     assert!(asks(&mut rm, A, 2, Some(10_001)).is_ok(), "an older one");
     assert!(asks(&mut rm, A, 3, None).is_ok(), "one that runs");
-    // The pool's elder waits at A: B's younger requests and moves wait too, A's do not.
+    // The pool's oldest waiting request waits at A: B's younger requests and moves wait too, A's do not.
     rm.set_waiting(None, Some((A, 40_000)));
     assert!(asks(&mut rm, A, 4, Some(5_000)).is_ok());
     assert!(asks(&mut rm, B, 5, Some(5_000)).is_err());
@@ -258,7 +258,7 @@ fn any_entries_are_freed_and_reads_of_them_refused() {
     for (offset, len) in [(0, 9), (7, 2), (8, 8), (12, 8), (0, 24), (20, 1), (15, 2)] {
         assert_eq!(resolve(offset, len), Err(RefuseCode::OutOfRange), "{offset}+{len}");
     }
-    // A layer that was on its way goes around the holes; freed blocks may have another owner by now.
+    // A layer that was on its way goes around the lost blocks; freed blocks may have another owner by now.
     let piece = |token0, slot0, tokens| WritePiece { token0, slot0, tokens };
     assert_eq!(write(&mut rm, (lease, epoch), 1, 24, 0), [piece(0, 0, 8), piece(16, 16, 4)]);
     assert_eq!(rm.seal(A, lease, epoch, 3, &[0; 32]), Ok(false), "a freed entry needs no seal");
@@ -309,7 +309,7 @@ fn ids_of_two_processes_do_not_meet() {
     assert_ne!(a.1, b.1);
 }
 
-/// Its answer was under way, or this instance stood still, until the creditor's time to live was over.
+/// Its answer was in progress, or this instance stood still, until the creditor's time to live was over.
 #[test]
 fn what_was_handed_over_long_ago_is_not_taken() {
     let mut rm = manager();

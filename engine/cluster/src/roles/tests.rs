@@ -13,7 +13,7 @@ fn view(id: u32, role: Role) -> RoleView {
 struct Pool {
     balancer: Balancer,
     views: Vec<RoleView>,
-    /// When a switch under way ends.
+    /// When a switch in flight ends.
     ends_ms: u64,
     now_ms: u64,
     switches: Vec<(u64, RoleSwitch)>,

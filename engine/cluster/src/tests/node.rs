@@ -59,7 +59,7 @@ pub(super) struct Seq {
     pub(super) uid: u64,
     pub(super) table: SeqBlocks,
     pub(super) window: Option<u32>,
-    /// The borrow under way, and when it began.
+    /// The borrow in flight, and when it began.
     pub(super) borrow: Option<(BorrowId, u64)>,
     hashers: BTreeMap<LeaseId, LeaseHasher>,
 }
@@ -119,7 +119,7 @@ impl Node {
             let blocks = s.table.local_blocks();
             PlacementEntry { debtor, seq: seq.0, blocks, blocks_sealed: 0 }
         });
-        own.filter(|r| r.blocks > 0).chain(self.rm.guest_rows()).collect()
+        own.filter(|r| r.blocks > 0).chain(self.rm.lent_rows()).collect()
     }
 
     pub(super) fn heartbeat(&mut self) -> Heartbeat {
@@ -272,7 +272,7 @@ impl Node {
         result.err().map(|code| Data::Refused { lease, code, read_offset })
     }
 
-    /// Ends the sequences that have KV on `creditor`, or in one of its leases: what was under way to it is lost.
+    /// Ends the sequences that have KV on `creditor`, or in one of its leases: what was in progress to it is lost.
     pub(super) fn lose_creditor(&mut self, creditor: InstanceId, lease: Option<LeaseId>, now_ms: u64) {
         let hit = |s: &Seq| s.table.leases().any(|l| l.creditor == creditor && lease.is_none_or(|id| id == l.lease));
         let lost: Vec<SeqId> = self.seqs.iter().filter(|(_, s)| hit(s)).map(|(id, _)| *id).collect();

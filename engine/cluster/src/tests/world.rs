@@ -1,7 +1,7 @@
 //! The network and the course of events.
 //!
 //! Two nodes have one connection at a time. Control and data are separate ordered streams of it, each direction for
-//! itself; nothing is ordered between streams or connections. A broken connection loses everything under way, both
+//! itself; nothing is ordered between streams or connections. A broken connection loses everything in flight, both
 //! ends learn of it at different times, and whatever an end sends before it knows is lost. A restarted node is another
 //! process: another incarnation, nothing remembered, and (by chance) its old number or a new one. Messages to and from
 //! the gManager are delayed without order and, with faults, lost.

@@ -103,7 +103,7 @@ impl Instance {
     }
 
     /// A prompt for which its asker keeps memory waits for this instance's memory only: not behind a head that waits for
-    /// others' (it may be the asker's), and not for an elder (the asker keeps nothing for what is younger).
+    /// others' (it may be the asker's), and not for an oldest waiting request (the asker keeps nothing for what is younger).
     fn admit_pushed(&mut self) {
         let head = self.batch.sched.next_waiting().and_then(|head| self.batch.seqs.get(&head.seq));
         let elsewhere = |s: &Sequence| s.blocks.shortfall(s.len() + 1) > self.cx.config.blocks_total;
@@ -155,9 +155,9 @@ impl Instance {
             if self.batch.sched.running_len() >= self.cx.config.sched.running {
                 return;
             }
-            let lane = self.batch.lane_of(seq);
+            let micro_batch = self.batch.lane_of(seq);
             let known = self.batch.seqs.get(&seq).map_or(0, |s| s.blocks.written());
-            self.batch.admit(seq, lane, known);
+            self.batch.admit(seq, micro_batch, known);
             self.note_admitted(seq);
         }
     }
@@ -174,7 +174,7 @@ impl Instance {
 
     /// Whether what came at `since_ms` waits until the oldest waiting pool-sized request has its memory.
     pub(crate) fn gives_way(&self, since_ms: u64) -> bool {
-        policy::gives_way(since_ms, self.membership.elder(self.cx.now_ms), self.membership.id)
+        policy::gives_way(since_ms, self.membership.oldest_waiting(self.cx.now_ms), self.membership.id)
     }
 
     /// Tells the rManager who waits for memory here, and in the pool.
@@ -182,7 +182,7 @@ impl Instance {
         if let Some(until_ms) = self.membership.elder_until_ms(self.cx.now_ms) {
             self.batch.due.wake_at(until_ms);
         }
-        self.cx.memory.rm.set_waiting(self.waiting_since_ms(), self.membership.elder(self.cx.now_ms));
+        self.cx.memory.rm.set_waiting(self.waiting_since_ms(), self.membership.oldest_waiting(self.cx.now_ms));
     }
 
     /// Since when the head of the queue waits for memory that this instance has by itself, if it does.

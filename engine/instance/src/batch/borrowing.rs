@@ -7,7 +7,7 @@ use crate::instance::Instance;
 use lagoon_cluster::{BorrowFailure, BorrowedLease};
 use lagoon_kv::{LeaseHasher, RemoteEntries, RemoteGrant};
 use lagoon_types::limits::ADMISSION_RETRY_MS;
-use lagoon_types::{Lane, PhysBlock, RequestError, SeqId};
+use lagoon_types::{MicroBatch, PhysBlock, RequestError, SeqId};
 
 impl Instance {
     pub(crate) fn on_borrowed(&mut self, id: SeqId, leases: &[BorrowedLease]) {
@@ -20,7 +20,7 @@ impl Instance {
             }
             return;
         };
-        let restores = seq.blocks.holes() > 0;
+        let restores = seq.blocks.lost_blocks() > 0;
         for lease in leases {
             let &BorrowedLease { creditor, lease, epoch, blocks, .. } = lease;
             let grant = RemoteGrant { creditor, lease, epoch, blocks };
@@ -42,7 +42,7 @@ impl Instance {
         seq.restore_by_ms = None;
         (seq.misses, seq.frugal) = (0, false);
         if self.batch.is_running(id) {
-            self.batch.sched.set_lane(id, Lane::Remote);
+            self.batch.sched.set_micro_batch(id, MicroBatch::Remote);
             self.batch.changed();
         } else {
             self.admit_placed();
@@ -55,7 +55,7 @@ impl Instance {
 
     pub(crate) fn on_borrow_failed(&mut self, id: SeqId, reason: &BorrowFailure) {
         let Some(seq) = self.batch.seqs.get(&id) else { return };
-        if seq.blocks.holes() > 0 {
+        if seq.blocks.lost_blocks() > 0 {
             self.on_restore_failed(id, reason);
             return;
         }
@@ -79,7 +79,7 @@ impl Instance {
         self.release_memory(id);
         let Some(seq) = self.batch.seqs.get(&id) else { return };
         if let BorrowFailure::PoolTooSmall { pool_blocks_total } = reason
-            && policy::is_patience_over(seq.misses)
+            && policy::has_waited_enough(seq.misses)
         {
             // It fitted when it was accepted: instances have left since, for longer than one needs to come back.
             self.fail_outgrown(id, *pool_blocks_total);

@@ -5,14 +5,14 @@ use super::sequence::Need;
 use crate::creditor::CreditorEvent;
 use crate::instance::Instance;
 use crate::membership::Lending;
-use lagoon_protocol::TierWish;
-use lagoon_types::{Lane, SeqId};
+use lagoon_protocol::TierRequest;
+use lagoon_types::{MicroBatch, SeqId};
 
 impl Instance {
     /// Gives every idle running sequence that has filled its blocks another one.
     pub(crate) fn grow(&mut self) {
-        for lane in Lane::ALL {
-            let idle: Vec<(SeqId, u32)> = self.batch.sched.idle(lane).collect();
+        for micro_batch in MicroBatch::ALL {
+            let idle: Vec<(SeqId, u32)> = self.batch.sched.idle(micro_batch).collect();
             for (id, tokens) in idle {
                 self.free_behind_window(id);
                 self.catch_up(id);
@@ -25,7 +25,7 @@ impl Instance {
 
     fn grow_one(&mut self, id: SeqId, tokens: u32) {
         let Some(seq) = self.batch.seqs.get_mut(&id) else { return };
-        if seq.blocks.holes() > 0 {
+        if seq.blocks.lost_blocks() > 0 {
             self.restore(id);
             return;
         }
@@ -56,7 +56,7 @@ impl Instance {
             (Lending::Open, Some(seq)) => {
                 let (wanted, tier) = policy::growth_request(seq.frugal, shortfall);
                 // Before it borrows host memory, a younger one is swapped out there.
-                if tier == TierWish::Any && self.swap_out_for(id) {
+                if tier == TierRequest::Any && self.swap_out_for(id) {
                     return;
                 }
                 let borrow = self.cx.memory.rm.borrow_in(tier, id, wanted, self.cx.now_ms);
@@ -71,7 +71,7 @@ impl Instance {
     /// Gives a sequence the own blocks that it is short of, if there are as many.
     pub(crate) fn grow_here(&mut self, id: SeqId) -> bool {
         let Some(seq) = self.batch.seqs.get_mut(&id) else { return false };
-        if seq.blocks.holes() > 0 {
+        if seq.blocks.lost_blocks() > 0 {
             return self.restore_here(id);
         }
         let (first, short) = (seq.blocks.blocks(), seq.blocks.shortfall(seq.len()));
@@ -101,8 +101,8 @@ impl Instance {
         if !freed.is_empty() {
             self.end_moves_behind_window(id);
             self.give_back(id, &freed);
-            let lane = self.batch.lane_of(id);
-            self.batch.sched.set_lane(id, lane);
+            let micro_batch = self.batch.lane_of(id);
+            self.batch.sched.set_micro_batch(id, micro_batch);
         }
     }
 }

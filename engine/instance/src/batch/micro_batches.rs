@@ -1,31 +1,31 @@
-//! One batch or two: how the sequences that run are divided over the two lanes (docs/adr/0009).
+//! One batch or two: how the sequences that run are divided over the two micro-batches (docs/adr/0009).
 //!
 //! Rows with KV elsewhere may form a batch of their own, so that a slow creditor delays nobody else; but two batches read
 //! the weights twice. So where local attention covers what creditors take (v2 Fig. 6a), or nearly, all rows are one
-//! batch, in the remote lane. In which of the two more of the device's time is of use is predicted from this instance's
+//! batch, in the remote micro-batch. In which of the two more of the device's time is of use is predicted from this instance's
 //! calibration (v2 Eq. 5) and the measured time from a step's queries to its last partial:
 //! * one batch: the work `W(n) + A` in `W(n) + max(A, R)`;
-//! * two: the remote lane's share of that work in `P = 2 W(n_r) + max(2 A_r, R)`, as the lanes take turns on the device,
-//!   and the local lane's in `W(n_l) + A_l` of the time that this leaves.
+//! * two: the remote micro-batch's share of that work in `P = 2 W(n_r) + max(2 A_r, R)`, as the micro-batches take turns on the device,
+//!   and the local micro-batch's in `W(n_l) + A_l` of the time that this leaves.
 //!
 //! Invariants:
 //! * without a calibration, with a latency target, or while a remote sequence computes a prompt, there are two;
 //! * one batch that waits for a creditor for much longer than usual is broken up, and stays so for a while: a creditor
-//!   that hangs stops the local rows for [`PATIENCE_MS`] or a few usual waits, not for a step's deadline.
+//!   that hangs stops the local rows for [`TIMEOUT_MS`] or a few usual waits, not for a step's deadline.
 
 use crate::cx::Cx;
 use lagoon_cluster::perf::Rates;
-use lagoon_types::{InstanceId, Lane, SeqId};
+use lagoon_types::{InstanceId, MicroBatch, SeqId};
 use std::collections::BTreeMap;
 
 /// Weight of the newest step in the mean.
 const NEWEST: f64 = 1.0 / 8.0;
-/// A change must gain this share, so that the lanes do not flap.
+/// A change must gain this share, so that the micro-batches do not flap.
 const GAIN_MIN: f64 = 0.03;
 /// One batch waits at least so long before it is broken up.
-const PATIENCE_MS: u64 = 500;
+const TIMEOUT_MS: u64 = 500;
 /// Usual waits after which one batch is broken up.
-const PATIENCE_WAITS: f64 = 8.0;
+const TIMEOUT_WAITS: f64 = 8.0;
 /// Then there are two for so long.
 const APART_MS: u64 = 10_000;
 
@@ -65,7 +65,7 @@ fn attended_elsewhere(
 }
 
 /// The useful share of the device's time, in one batch and in two: a token is worth its attention and its share of the
-/// weights of one batch. (Counted in tokens alone, rows of short contexts would always be worth a lane of their own: they
+/// weights of one batch. (Counted in tokens alone, rows of short contexts would always be worth a micro-batch of their own: they
 /// would advance faster at the cost of long ones, and the weights be read twice for it.)
 fn predict(rates: &Rates<'_>, local: Batch, remote: Batch, remote_us: f64) -> (f64, f64) {
     let attention_us = |b: Batch| b.tokens * rates.attention_us;
@@ -92,17 +92,17 @@ impl MicroBatches {
         self.stale = true;
     }
 
-    fn patience_ms(&self) -> u64 {
-        let waits = self.remote_us.unwrap_or(0.0) * PATIENCE_WAITS / 1e3;
-        PATIENCE_MS.max(u64::try_from(lagoon_cluster::perf::whole(waits)).unwrap_or(0))
+    fn timeout_ms(&self) -> u64 {
+        let waits = self.remote_us.unwrap_or(0.0) * TIMEOUT_WAITS / 1e3;
+        TIMEOUT_MS.max(u64::try_from(lagoon_cluster::perf::whole(waits)).unwrap_or(0))
     }
 }
 
 impl super::Batch {
-    /// The lane that a sequence's next step is in.
-    pub(crate) fn lane_of(&self, seq: SeqId) -> Lane {
+    /// The micro-batch that a sequence's next step is in.
+    pub(crate) fn lane_of(&self, seq: SeqId) -> MicroBatch {
         let remote = self.micro.merged || self.seqs.get(&seq).is_some_and(|s| s.blocks.remote_blocks() > 0);
-        if remote { Lane::Remote } else { Lane::Local }
+        if remote { MicroBatch::Remote } else { MicroBatch::Local }
     }
 
     /// Divides what runs anew, if something changed. `has_target`: peers' work here is bounded by a latency target. `maps`: whether
@@ -116,8 +116,8 @@ impl super::Batch {
             self.micro.merged = merged;
             let running: Vec<SeqId> = self.sched.running().collect();
             for seq in running {
-                let lane = self.lane_of(seq);
-                self.sched.set_lane(seq, lane);
+                let micro_batch = self.lane_of(seq);
+                self.sched.set_micro_batch(seq, micro_batch);
             }
         }
     }
@@ -158,7 +158,7 @@ impl super::Batch {
 
     /// Breaks one batch up that waits for a creditor, since then, for much longer than usual. Says whether its step is to end.
     pub(crate) fn break_up(&mut self, now_ms: u64, waits_since_ms: Option<u64>) -> bool {
-        let late = waits_since_ms.is_some_and(|at| now_ms >= at + self.micro.patience_ms());
+        let late = waits_since_ms.is_some_and(|at| now_ms >= at + self.micro.timeout_ms());
         if !self.micro.merged || !late {
             return false;
         }
@@ -225,7 +225,7 @@ mod tests {
     fn short_contexts_do_not_overtake_a_long_one_at_the_price_of_the_weights() {
         let calibration = calibration();
         let rates = Rates::new(&calibration, true).unwrap();
-        // In a lane of their own the short ones would generate more tokens a second, and the whole take longer.
+        // In a micro-batch of their own the short ones would generate more tokens a second, and the whole take longer.
         let (local, remote) = (Batch { rows: 3, tokens: 4_400.0 }, Batch { rows: 1, tokens: 26_000.0 });
         let (one, two) = predict(&rates, local, remote, 2_000.0);
         assert!(one > two * 1.2, "{one} {two}");
@@ -241,12 +241,12 @@ mod tests {
 
     #[test]
     fn the_mean_follows_what_is_measured() {
-        let mut lanes = MicroBatches::default();
-        lanes.remote_took(8);
-        assert_eq!(lanes.remote_us, Some(8_000.0));
-        (0..40).for_each(|_| lanes.remote_took(80));
-        assert!(lanes.remote_us.is_some_and(|us| us > 75_000.0));
-        assert_eq!(MicroBatches::default().patience_ms(), PATIENCE_MS);
-        assert!((590..=640).contains(&lanes.patience_ms()), "{}", lanes.patience_ms());
+        let mut micro_batches = MicroBatches::default();
+        micro_batches.remote_took(8);
+        assert_eq!(micro_batches.remote_us, Some(8_000.0));
+        (0..40).for_each(|_| micro_batches.remote_took(80));
+        assert!(micro_batches.remote_us.is_some_and(|us| us > 75_000.0));
+        assert_eq!(MicroBatches::default().timeout_ms(), TIMEOUT_MS);
+        assert!((590..=640).contains(&micro_batches.timeout_ms()), "{}", micro_batches.timeout_ms());
     }
 }

@@ -20,7 +20,7 @@ mod swap;
 use due::Due;
 use freeze::FrozenDebt;
 use lagoon_types::limits::ADMISSION_DEADLINE_MS;
-use lagoon_types::{Chunk, Lane, SeqId, StepPlan};
+use lagoon_types::{Chunk, MicroBatch, SeqId, StepPlan};
 use micro_batches::MicroBatches;
 use scheduler::{QueueFull, Scheduler, SchedulerConfig, Waiting};
 use sequence::{Life, Need, Sequence};
@@ -175,8 +175,8 @@ impl Batch {
     }
 
     /// Moves a waiting sequence into the batch. The KV of its first `computed` tokens is there.
-    fn admit(&mut self, id: SeqId, lane: Lane, computed: u32) {
-        self.sched.admit(id, lane, computed);
+    fn admit(&mut self, id: SeqId, micro_batch: MicroBatch, computed: u32) {
+        self.sched.admit(id, micro_batch, computed);
         self.set_life(id, Life::Running(Need::Met));
         self.micro.changed();
     }
@@ -188,15 +188,15 @@ impl Batch {
     }
 
     /// Puts a sequence into the batch whose first `computed` of `tokens` tokens were computed elsewhere.
-    pub(crate) fn resume(&mut self, id: SeqId, lane: Lane, tokens: u32, computed: u32) {
-        self.sched.resume(id, lane, tokens, computed);
+    pub(crate) fn resume(&mut self, id: SeqId, micro_batch: MicroBatch, tokens: u32, computed: u32) {
+        self.sched.resume(id, micro_batch, tokens, computed);
         self.set_life(id, Life::Running(Need::Met));
     }
 
     /// Moves a running sequence to another micro-batch, from its next step on.
-    pub(crate) fn set_lane(&mut self, id: SeqId, lane: Lane) {
+    pub(crate) fn set_micro_batch(&mut self, id: SeqId, micro_batch: MicroBatch) {
         self.due.touch();
-        self.sched.set_lane(id, lane);
+        self.sched.set_micro_batch(id, micro_batch);
     }
 
     /// Sequences came, went, moved or advanced: the micro-batches are divided anew before the next step.
@@ -211,9 +211,9 @@ impl Batch {
     }
 
     /// Plans the next step of a micro-batch: sequences that are ready take part.
-    pub(crate) fn plan(&mut self, lane: Lane) -> StepPlan {
+    pub(crate) fn plan(&mut self, micro_batch: MicroBatch) -> StepPlan {
         let seqs = &self.seqs;
-        self.sched.plan(lane, |seq| seqs.get(&seq).is_some_and(Sequence::is_ready))
+        self.sched.plan(micro_batch, |seq| seqs.get(&seq).is_some_and(Sequence::is_ready))
     }
 
     /// A planned chunk has been computed. With `sampled`, the sequence has one token more.

@@ -6,7 +6,7 @@
 //! * the oldest running sequence always advances: it is preempted only if it is alone;
 //! * preempted is whoever is recomputed soonest; swapped out, if that is cheaper, the youngest.
 
-use lagoon_protocol::TierWish;
+use lagoon_protocol::TierRequest;
 use lagoon_types::limits::{ADMISSION_RETRY_MAX_MS, ADMISSION_RETRY_MS, GROWTH_BLOCKS};
 use lagoon_types::{InstanceId, SeqId};
 
@@ -34,11 +34,11 @@ pub(super) fn gives_way(since_ms: u64, oldest: Option<(InstanceId, u64)>, me: Op
 
 /// Whether a waiting sequence that needs `needed` rBlocks of a pool of `capacity` is given up.
 pub(super) fn is_outgrown(needed: u32, capacity: u64, misses: u32) -> bool {
-    u64::from(needed) > capacity && is_patience_over(misses)
+    u64::from(needed) > capacity && has_waited_enough(misses)
 }
 
 /// Whether there was no memory so often that a pool which is too small is not waited for.
-pub(super) fn is_patience_over(misses: u32) -> bool {
+pub(super) fn has_waited_enough(misses: u32) -> bool {
     misses >= OUTGROWN_MISSES
 }
 
@@ -53,8 +53,8 @@ pub(super) fn retry_pause_ms(incarnation: u64, seq: SeqId, misses: u32) -> u64 {
 
 /// What a running sequence that is short of `shortfall` rBlocks asks creditors for. Host memory is the last resort: it is
 /// asked for only after a request for more than the shortfall, in devices' memory, failed (`frugal`).
-pub(super) fn growth_request(frugal: bool, shortfall: u32) -> (u32, TierWish) {
-    if frugal { (shortfall, TierWish::Any) } else { (shortfall.max(GROWTH_BLOCKS), TierWish::DeviceOnly) }
+pub(super) fn growth_request(frugal: bool, shortfall: u32) -> (u32, TierRequest) {
+    if frugal { (shortfall, TierRequest::Any) } else { (shortfall.max(GROWTH_BLOCKS), TierRequest::DeviceOnly) }
 }
 
 /// A running sequence, as the choice of a victim looks at it.

@@ -96,7 +96,7 @@ impl Instance {
             return;
         }
         if let Some(seq) = self.batch.seqs.get(&id) {
-            let lost = seq.blocks.holes() > 0 || !seq.blocks.lost().is_empty();
+            let lost = seq.blocks.lost_blocks() > 0 || !seq.blocks.lost().is_empty();
             let counter =
                 if lost { &mut self.batch.counts.recomputed_tokens } else { &mut self.batch.counts.preempted_tokens };
             *counter += u64::from(seq.blocks.written());

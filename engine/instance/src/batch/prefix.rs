@@ -131,7 +131,7 @@ impl Instance {
         };
         let (next, whole) = (seq.blocks.next_position(), (seq.len() - 1) / tokens);
         let (free, first) = (seq.may_change_memory(), next / tokens);
-        let known = seq.blocks.lost().is_empty() && seq.blocks.holes() == 0 && seq.named == first;
+        let known = seq.blocks.lost().is_empty() && seq.blocks.lost_blocks() == 0 && seq.named == first;
         if !free || !known || seq.sharing.is_some() || first >= whole.min(seq.blocks.blocks()) {
             return;
         }

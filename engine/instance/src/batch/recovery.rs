@@ -38,7 +38,7 @@ impl Instance {
         }
         self.end_moves_with(creditor, Some(id));
         if self.batch.sched.in_step(id) {
-            self.abort_lane_of(id);
+            self.abort_micro_batch_of(id);
         }
         if let Some(over) = self.batch.lose_frozen(id, creditor) {
             return self.remove(over);
@@ -54,7 +54,7 @@ impl Instance {
             );
             self.fail(id, RequestError::Unavailable(message));
         } else if self.batch.is_running(id) {
-            self.make_holes(id, |b| b.creditor == creditor && lease.is_none_or(|lease| lease == b.lease));
+            self.mark_lost(id, |b| b.creditor == creditor && lease.is_none_or(|lease| lease == b.lease));
         } else {
             // Nothing is computed yet: it begins to look for memory anew.
             self.release_memory(id);
@@ -69,28 +69,28 @@ impl Instance {
         }
         self.end_moves_with(creditor, Some(id));
         if self.batch.sched.in_step(id) {
-            self.abort_lane_of(id);
+            self.abort_micro_batch_of(id);
         }
         // One that is over waits for a thaw only.
         if let Some(over) = self.batch.lose_frozen(id, creditor) {
             return self.remove(over);
         }
         if self.batch.is_running(id) {
-            self.make_holes(id, |b| (b.creditor, b.lease) == (creditor, lease) && entries.contains(&b.entry));
+            self.mark_lost(id, |b| (b.creditor, b.lease) == (creditor, lease) && entries.contains(&b.entry));
         } else {
             self.release_memory(id);
         }
     }
 
     /// Takes the lost blocks out of the table of a running sequence that is in no step.
-    fn make_holes(&mut self, id: SeqId, is_lost: impl Fn(&RemoteBlock) -> bool) {
+    fn mark_lost(&mut self, id: SeqId, is_lost: impl Fn(&RemoteBlock) -> bool) {
         let swapped_out = self.batch.seqs.get(&id).is_some_and(Sequence::is_swapped_out);
         self.batch.stop_waiting(&mut self.cx, id);
         let (now, window) = (self.cx.now_ms, self.cx.config.window);
         let Some(seq) = self.batch.seqs.get_mut(&id) else { return };
         let gone = seq.blocks.lose_where(is_lost);
         gone.iter().for_each(|entries| seq.forget_entries(entries));
-        if seq.blocks.holes() > 0 {
+        if seq.blocks.lost_blocks() > 0 {
             seq.restore_by_ms.get_or_insert(now + RESTORE_DEADLINE_MS);
         }
         if swapped_out {
@@ -100,8 +100,8 @@ impl Instance {
         gone.iter().for_each(|entries| self.cx.memory.rm.release(entries, now));
         if seq.blocks.can_restore(window) {
             self.batch.sched.set_lost(id, seq.blocks.lost());
-            let lane = self.batch.lane_of(id);
-            self.batch.sched.set_lane(id, lane);
+            let micro_batch = self.batch.lane_of(id);
+            self.batch.sched.set_micro_batch(id, micro_batch);
             self.batch.changed();
         } else {
             self.preempt(id);
@@ -120,14 +120,14 @@ impl Instance {
             Some(Need::Met | Need::RetryAt(_)) => {}
         }
         let late = seq.restore_by_ms.is_some_and(|at| at <= self.cx.now_ms);
-        let (holes, local) = (seq.blocks.holes(), self.cx.memory.rm.available());
-        let mut hole_blocks = seq.blocks.hole_blocks();
+        let (lost_blocks, local) = (seq.blocks.lost_blocks(), self.cx.memory.rm.available());
+        let mut lost_block_numbers = seq.blocks.lost_block_numbers();
         self.membership.need_gmanager(self.cx.now_ms);
         match self.membership.lending(self.cx.now_ms) {
             Lending::Open => {
-                let newest = hole_blocks.split_off((holes - local) as usize);
+                let newest = lost_block_numbers.split_off((lost_blocks - local) as usize);
                 let Some(aside) = self.cx.memory.rm.allocate(id, newest.into_iter(), None) else { return };
-                let borrow = self.cx.memory.rm.borrow(id, holes - local, self.cx.now_ms);
+                let borrow = self.cx.memory.rm.borrow(id, lost_blocks - local, self.cx.now_ms);
                 if let Some(seq) = self.batch.seqs.get_mut(&id) {
                     seq.set_need(Need::Borrowing(borrow));
                     seq.aside = aside;
@@ -141,11 +141,11 @@ impl Instance {
     /// Gives a sequence own blocks for all that it lost, if there are as many.
     pub(crate) fn restore_here(&mut self, id: SeqId) -> bool {
         let Some(seq) = self.batch.seqs.get(&id) else { return false };
-        let holes = seq.blocks.holes();
-        if !seq.may_change_memory() || holes > self.cx.memory.rm.available() {
+        let lost_blocks = seq.blocks.lost_blocks();
+        if !seq.may_change_memory() || lost_blocks > self.cx.memory.rm.available() {
             return false;
         }
-        let Some(blocks) = self.cx.memory.rm.allocate(id, seq.blocks.hole_blocks().into_iter(), None) else {
+        let Some(blocks) = self.cx.memory.rm.allocate(id, seq.blocks.lost_block_numbers().into_iter(), None) else {
             return false;
         };
         if let Some(seq) = self.batch.seqs.get_mut(&id) {

@@ -9,7 +9,7 @@
 //! before prefill, so that a long prompt delays nobody's next token by more than one chunk. Ranges whose KV was lost are
 //! computed before anything new of their sequence, in ascending order, in chunks like a prompt's.
 
-use lagoon_types::{Chunk, Lane, SeqId, StepPlan};
+use lagoon_types::{Chunk, MicroBatch, SeqId, StepPlan};
 use std::collections::VecDeque;
 use std::ops::Range;
 
@@ -44,7 +44,7 @@ pub(crate) struct Waiting {
 #[derive(Clone, Debug)]
 struct Running {
     seq: SeqId,
-    lane: Lane,
+    micro_batch: MicroBatch,
     tokens: u32,
     computed: u32,
     /// Below `computed`, to be computed again: ascending, disjoint, never empty.
@@ -131,12 +131,12 @@ impl Scheduler {
     ///
     /// # Panics
     /// If `seq` does not wait, or has nothing to compute.
-    pub(crate) fn admit(&mut self, seq: SeqId, lane: Lane, computed: u32) {
+    pub(crate) fn admit(&mut self, seq: SeqId, micro_batch: MicroBatch, computed: u32) {
         let at = self.waiting.iter().position(|w| w.seq == seq);
         let Some(entry) = at.and_then(|at| self.waiting.remove(at)) else { panic!("{seq} does not wait") };
         let (tokens, lost) = (entry.tokens, VecDeque::new());
         assert!(computed < tokens, "{seq} has nothing to compute");
-        self.running.push(Running { seq, lane, tokens, computed, lost, in_step: false });
+        self.running.push(Running { seq, micro_batch, tokens, computed, lost, in_step: false });
     }
 
     /// Puts a sequence into the batch whose first `computed` of `tokens` tokens were computed elsewhere. The caller keeps
@@ -144,10 +144,10 @@ impl Scheduler {
     ///
     /// # Panics
     /// If it waits or runs, or has nothing to compute.
-    pub(crate) fn resume(&mut self, seq: SeqId, lane: Lane, tokens: u32, computed: u32) {
+    pub(crate) fn resume(&mut self, seq: SeqId, micro_batch: MicroBatch, tokens: u32, computed: u32) {
         assert!(!self.is_running(seq) && self.waiting.iter().all(|w| w.seq != seq), "{seq} waits or runs");
         assert!(computed < tokens, "{seq} has nothing to compute");
-        self.running.push(Running { seq, lane, tokens, computed, lost: VecDeque::new(), in_step: false });
+        self.running.push(Running { seq, micro_batch, tokens, computed, lost: VecDeque::new(), in_step: false });
     }
 
     /// The KV of these positions was lost, and of no others: ascending, disjoint, below what was computed.
@@ -168,24 +168,24 @@ impl Scheduler {
         self.running.retain(|r| r.seq != seq);
     }
 
-    /// Moves a running sequence to another lane, from its next step on.
-    pub(crate) fn set_lane(&mut self, seq: SeqId, lane: Lane) {
-        self.entry_mut(seq).lane = lane;
+    /// Moves a running sequence to another micro-batch, from its next step on.
+    pub(crate) fn set_micro_batch(&mut self, seq: SeqId, micro_batch: MicroBatch) {
+        self.entry_mut(seq).micro_batch = micro_batch;
     }
 
-    /// Running sequences of `lane` that are not in a step, with the tokens that the store must hold for their next
+    /// Running sequences of `micro_batch` that are not in a step, with the tokens that the store must hold for their next
     /// token to be computed, in order of admission.
-    pub(crate) fn idle(&self, lane: Lane) -> impl Iterator<Item = (SeqId, u32)> {
-        self.running.iter().filter(move |r| r.lane == lane && !r.in_step).map(|r| (r.seq, r.tokens))
+    pub(crate) fn idle(&self, micro_batch: MicroBatch) -> impl Iterator<Item = (SeqId, u32)> {
+        self.running.iter().filter(move |r| r.micro_batch == micro_batch && !r.in_step).map(|r| (r.seq, r.tokens))
     }
 
-    /// The next step of `lane`: one row for each decoding sequence, then chunks of prompts and of what was lost, within
+    /// The next step of `micro_batch`: one row for each decoding sequence, then chunks of prompts and of what was lost, within
     /// the row budget. `ready` says whether a sequence has memory for its tokens; others sit out.
-    pub(crate) fn plan(&mut self, lane: Lane, ready: impl Fn(SeqId) -> bool) -> StepPlan {
+    pub(crate) fn plan(&mut self, micro_batch: MicroBatch, ready: impl Fn(SeqId) -> bool) -> StepPlan {
         let mut budget = self.config.step_rows;
         let mut plan = StepPlan::default();
         for prefill in [false, true] {
-            for entry in self.running.iter_mut().filter(|r| r.lane == lane && !r.in_step) {
+            for entry in self.running.iter_mut().filter(|r| r.micro_batch == micro_batch && !r.in_step) {
                 let (due, new) = entry.due();
                 let left = due.end - due.start;
                 if (left > 1 || !new) != prefill || budget == 0 || !ready(entry.seq) {
@@ -269,18 +269,18 @@ mod tests {
 
     fn admit(s: &mut Scheduler, seq: u64, tokens: u32) {
         s.enqueue(SeqId(seq), tokens, 0).unwrap();
-        s.admit(SeqId(seq), Lane::Local, 0);
+        s.admit(SeqId(seq), MicroBatch::Local, 0);
     }
 
     #[test]
     fn decoding_goes_before_a_long_prompt() {
         let mut s = scheduler(16);
         admit(&mut s, 1, 5);
-        let plan = s.plan(Lane::Local, |_| true);
+        let plan = s.plan(MicroBatch::Local, |_| true);
         assert_eq!(plan.chunks, [Chunk { seq: SeqId(1), start: 0, len: 5, last: true }]);
         s.complete(&plan.chunks[0], true);
         admit(&mut s, 2, 100);
-        let plan = s.plan(Lane::Local, |_| true);
+        let plan = s.plan(MicroBatch::Local, |_| true);
         assert_eq!(plan.chunks[0], Chunk { seq: SeqId(1), start: 5, len: 1, last: true });
         assert_eq!(plan.chunks[1], Chunk { seq: SeqId(2), start: 0, len: 15, last: false });
     }
@@ -296,7 +296,7 @@ mod tests {
         s.enqueue_accepted(SeqId(10), 3, 0);
         assert_eq!(s.waiting().last().map(|w| w.seq), Some(SeqId(10)), "it was counted before");
         for seq in 0..4 {
-            s.admit(SeqId(seq), Lane::Local, 0);
+            s.admit(SeqId(seq), MicroBatch::Local, 0);
         }
         assert_eq!(s.next_waiting(), None, "the batch is full");
         s.preempt(SeqId(3), 7);
@@ -307,31 +307,31 @@ mod tests {
     fn what_was_lost_is_computed_first_in_chunks_beside_others_that_decode() {
         let mut s = scheduler(8);
         admit(&mut s, 1, 30);
-        while let Some(&chunk) = s.plan(Lane::Local, |_| true).chunks.first() {
+        while let Some(&chunk) = s.plan(MicroBatch::Local, |_| true).chunks.first() {
             s.complete(&chunk, chunk.last);
             if chunk.last {
                 break;
             }
         }
         admit(&mut s, 2, 2);
-        let plan = s.plan(Lane::Local, |seq| seq == SeqId(2));
+        let plan = s.plan(MicroBatch::Local, |seq| seq == SeqId(2));
         s.complete(&plan.chunks[0], true);
         s.set_lost(SeqId(1), &[4..5, 12..24]);
         let decode = |start| Chunk { seq: SeqId(2), start, len: 1, last: true };
         let again = |start, len| Chunk { seq: SeqId(1), start, len, last: false };
         for (turn, expected) in (2..).zip([again(4, 1), again(12, 7), again(19, 5)]) {
-            let plan = s.plan(Lane::Local, |_| true);
+            let plan = s.plan(MicroBatch::Local, |_| true);
             assert_eq!(plan.chunks, [decode(turn), expected], "a range of one row does not decode either");
             plan.chunks.iter().for_each(|c| s.complete(c, c.last));
         }
-        let plan = s.plan(Lane::Local, |_| true);
+        let plan = s.plan(MicroBatch::Local, |_| true);
         assert_eq!(plan.chunks[0], Chunk { seq: SeqId(1), start: 30, len: 1, last: true });
         plan.chunks.iter().for_each(|c| s.abandon(c.seq));
         // What is computed again as a whole has lost nothing in particular.
         s.set_lost(SeqId(1), &[0..8, 9..30]);
         s.preempt(SeqId(1), 1);
-        s.admit(SeqId(1), Lane::Remote, 0);
-        assert_eq!(s.plan(Lane::Remote, |_| true).chunks, [again(0, 8)]);
+        s.admit(SeqId(1), MicroBatch::Remote, 0);
+        assert_eq!(s.plan(MicroBatch::Remote, |_| true).chunks, [again(0, 8)]);
     }
 
     proptest! {
@@ -361,7 +361,7 @@ mod tests {
                     }
                     s.set_lost(SeqId(1), &lost);
                 }
-                let chunk = s.plan(Lane::Local, |_| true).chunks[0];
+                let chunk = s.plan(MicroBatch::Local, |_| true).chunks[0];
                 prop_assert_eq!(due.first(), Some(&chunk.start));
                 (chunk.start..chunk.start + chunk.len).for_each(|pos| assert!(due.remove(&pos)));
                 prop_assert_eq!(chunk.last, due.is_empty());
@@ -379,7 +379,7 @@ mod tests {
         fn every_token_is_computed_once(
             prompts in prop::collection::vec((1u32..70, 1u32..5), 1..8),
             rows in 1u32..40,
-            lanes in prop::collection::vec(any::<bool>(), 8),
+            micro_batches in prop::collection::vec(any::<bool>(), 8),
             known in 0u32..100,
         ) {
             let mut s = scheduler(rows);
@@ -391,13 +391,13 @@ mod tests {
             }
             for turn in 0..10_000 {
                 while let Some(w) = s.next_waiting() {
-                    let lane = if lanes[usize::try_from(w.seq.0).unwrap()] { Lane::Local } else { Lane::Remote };
+                    let micro_batch = if micro_batches[usize::try_from(w.seq.0).unwrap()] { MicroBatch::Local } else { MicroBatch::Remote };
                     // Some of the first tokens are known.
                     let known = (known * w.tokens / 100).min(w.tokens - 1);
                     computed.insert(w.seq, known);
-                    s.admit(w.seq, lane, known);
+                    s.admit(w.seq, micro_batch, known);
                 }
-                let plan = s.plan(Lane::ALL[turn % 2], |_| true);
+                let plan = s.plan(MicroBatch::ALL[turn % 2], |_| true);
                 prop_assert!(plan.chunks.iter().map(|c| c.len).sum::<u32>() <= rows);
                 for chunk in &plan.chunks {
                     let done = computed.entry(chunk.seq).or_default();

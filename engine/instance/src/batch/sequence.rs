@@ -103,7 +103,7 @@ pub(crate) struct Sequence {
     pub(crate) names: Vec<BlockIdentity>,
     /// Blocks of the table that were looked at for names, from the first on.
     pub(crate) named: u32,
-    /// Own blocks for the newest tokens (or holes), until the older ones are borrowed and the table can be built in order.
+    /// Own blocks for the newest tokens (or lost blocks), until the older ones are borrowed and the table can be built in order.
     pub(crate) aside: Vec<PhysBlock>,
     pub(super) life: Life,
     /// Times that there was no memory since there last was.
@@ -213,7 +213,7 @@ impl Sequence {
 
     /// Has places for every known token and negotiates for nothing.
     pub(crate) fn is_placed(&self) -> bool {
-        self.need() == Some(Need::Met) && self.blocks.holes() == 0 && self.blocks.capacity_tokens() >= self.len()
+        self.need() == Some(Need::Met) && self.blocks.lost_blocks() == 0 && self.blocks.capacity_tokens() >= self.len()
     }
 
     /// Notes that it lost KV. Losses at the same moment are one. Says whether it was one too many.

@@ -4,7 +4,7 @@
 //! When a running sequence cannot grow, here or in other devices' memory, the youngest sequence for which moving is
 //! cheaper than computing again stops, and its whole blocks move to a host tier. The rest of them, less than a block as a
 //! rule, is dropped: it is a lost range that is recomputed when the sequence goes on. So a swapped-out sequence holds nothing
-//! here. It goes on, with its KV where it is, when there is room for its holes and its growth and nobody else is short.
+//! here. It goes on, with its KV where it is, when there is room for its lost blocks and its growth and nobody else is short.
 //! Where no host tier has room, nothing has changed: the short sequence borrows from whoever lends, and the youngest is
 //! preempted only if nobody does.
 
@@ -54,7 +54,7 @@ impl Instance {
             && alone >= PARK_BLOCKS_MIN
             && seq.swap_after_ms <= self.cx.now_ms
             && self.cx.config.window.is_none()
-            && seq.blocks.holes() == 0
+            && seq.blocks.lost_blocks() == 0
             && seq.blocks.lost().is_empty()
             && !self.moves.is_moving(id);
         (may && self.moving_is_cheaper(seq, whole)).then_some(whole)
@@ -134,7 +134,7 @@ impl Instance {
                     continue;
                 }
             }
-            let needed = seq.blocks.holes() + seq.blocks.shortfall(seq.len()) + GROWTH_BLOCKS;
+            let needed = seq.blocks.lost_blocks() + seq.blocks.shortfall(seq.len()) + GROWTH_BLOCKS;
             if needed <= room {
                 self.batch.due.touch();
                 seq.set_need(Need::Met);

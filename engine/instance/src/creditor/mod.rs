@@ -17,7 +17,7 @@ use bytes::Bytes;
 use lagoon_backend::DeviceError;
 use lagoon_cluster::LeaseEnded;
 use lagoon_protocol::{BulkFrame, LeaseRelease, PartialsFrame, RefuseCode};
-use lagoon_runner::GuestTag;
+use lagoon_runner::RemoteTag;
 use lagoon_types::{InstanceId, LeaseId};
 use requests::Requests;
 use seals::Seals;
@@ -74,30 +74,30 @@ pub(crate) enum CreditorEvent {
     },
     /// The device answered a query.
     Partial {
-        tag: GuestTag,
+        tag: RemoteTag,
         out: Bytes,
         lse: Bytes,
         count: Bytes,
     },
     /// The device answered a read.
     Kv {
-        tag: GuestTag,
+        tag: RemoteTag,
         kv: Bytes,
     },
     /// The device failed a query or a read.
     Failed {
-        tag: GuestTag,
+        tag: RemoteTag,
         error: DeviceError,
     },
     /// The device sealed an rBlock, or failed to.
     Sealed {
-        tag: GuestTag,
+        tag: RemoteTag,
         sealed: bool,
     },
-    /// An own step of the local micro-batch that only decoded took `ms`; peers' work had taken `guests_us` before it.
+    /// An own step of the local micro-batch that only decoded took `ms`; peers' work had taken `remote_requests_us` before it.
     OwnStep {
         ms: u64,
-        guests_us: f64,
+        remote_requests_us: f64,
     },
     /// Own sequences need lent blocks back; with `take`, those that do not come are taken.
     WantBack {
@@ -125,27 +125,27 @@ impl Creditor {
 
     pub(crate) fn handle(&mut self, cx: &mut Cx, event: CreditorEvent) -> Outcomes {
         match event {
-            CreditorEvent::Partials { peer, from, frame } => self.on_guest_partials(cx, peer, from, frame),
-            CreditorEvent::Bulk { peer, from, frame } => self.on_guest_bulk(cx, peer, from, frame),
+            CreditorEvent::Partials { peer, from, frame } => self.on_remote_partials(cx, peer, from, frame),
+            CreditorEvent::Bulk { peer, from, frame } => self.on_remote_bulk(cx, peer, from, frame),
             CreditorEvent::Released { from, release } => self.on_released(cx, from, &release),
             CreditorEvent::Ended(ended) => self.on_ended(cx, &ended),
             CreditorEvent::PeerUp { peer, instance } => recall::repeat_revoked(cx, peer, instance),
             CreditorEvent::PeerDown(instance) => self.requests.forget(instance),
             CreditorEvent::SendFailed { peer, instance } => {
-                self.refuse_guest(cx, peer, instance, "a frame could not be sent");
+                self.refuse_remote_request(cx, peer, instance, "a frame could not be sent");
             }
             CreditorEvent::Written { bytes } => self.requests.on_written(bytes),
-            CreditorEvent::Partial { tag, out, lse, count } => self.on_guest_partial(cx, tag, out, lse, count),
-            CreditorEvent::Kv { tag, kv } => self.on_guest_kv(cx, tag, kv),
-            CreditorEvent::Failed { tag, error } => self.on_guest_failed(cx, tag, &error),
-            CreditorEvent::Sealed { tag, sealed } => self.on_guest_sealed(cx, tag, sealed),
-            CreditorEvent::OwnStep { ms, guests_us } => self.own_step_took(cx, ms, guests_us),
+            CreditorEvent::Partial { tag, out, lse, count } => self.on_remote_partial(cx, tag, out, lse, count),
+            CreditorEvent::Kv { tag, kv } => self.on_remote_kv(cx, tag, kv),
+            CreditorEvent::Failed { tag, error } => self.on_remote_failed(cx, tag, &error),
+            CreditorEvent::Sealed { tag, sealed } => self.on_remote_sealed(cx, tag, sealed),
+            CreditorEvent::OwnStep { ms, remote_requests_us } => self.own_step_took(cx, ms, remote_requests_us),
             CreditorEvent::WantBack { blocks, take } => recall::want_back(cx, blocks, take),
             CreditorEvent::Revoke { debtor, blocks } => self.revoke(cx, debtor, blocks),
             CreditorEvent::Tick => {
                 self.expire_threshold(cx);
                 let outcomes = self.expire_recalls(cx);
-                self.expire_guests(cx);
+                self.expire_remote_requests(cx);
                 return outcomes;
             }
         }
@@ -205,8 +205,8 @@ impl Creditor {
     }
 
     /// Estimated time of remote attention requests since the start, in microseconds; 0 without a latency target.
-    pub(crate) fn guests_us(&self) -> f64 {
-        self.threshold.as_ref().map_or(0.0, Threshold::guests_us)
+    pub(crate) fn remote_requests_us(&self) -> f64 {
+        self.threshold.as_ref().map_or(0.0, Threshold::remote_requests_us)
     }
 
     /// Steps that were refused for the latency target.

@@ -10,8 +10,10 @@ use crate::event::{Effect, PeerKey};
 use bytes::Bytes;
 use lagoon_backend::{AttnRows, DeviceError};
 use lagoon_protocol::{BulkFrame, ControlBody, LeaseSealed, PartialsFrame, RefuseCode, StepTicket};
-use lagoon_runner::{Command, GuestQuery, GuestRead, GuestTag, GuestWrite};
-use lagoon_types::limits::{GUEST_TICKETS_MAX, GUEST_WAITING_MAX, GUEST_WRITE_BYTES_MAX, STEP_ROWS_MAX};
+use lagoon_runner::{Command, RemoteQuery, RemoteRead, RemoteTag, RemoteWrite};
+use lagoon_types::limits::{
+    REMOTE_REQUEST_TICKETS_MAX, REMOTE_REQUEST_WAITING_MAX, REMOTE_REQUEST_WRITE_BYTES_MAX, STEP_ROWS_MAX,
+};
 use lagoon_types::{DType, Epoch, InstanceId, KvRun, LeaseId, LeaseRun, StepId};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -61,7 +63,7 @@ pub(crate) struct Requests {
     tickets: BTreeMap<(InstanceId, StepId), Ticket>,
     /// In order of arrival; retried as KV arrives.
     waiting: Vec<(PeerKey, InstanceId, u64, Waiting)>,
-    outstanding: BTreeMap<GuestTag, Outstanding>,
+    outstanding: BTreeMap<RemoteTag, Outstanding>,
     /// Bytes of peers' KV that wait for the device.
     write_bytes: usize,
     /// Bytes that have left the queue.
@@ -125,7 +127,7 @@ impl Requests {
     /// Whether the shell should hand in more bulk frames now. While the device is behind with peers' KV it should not:
     /// the transport's flow control then holds the peers back.
     pub(crate) fn takes_bulk(&self) -> bool {
-        self.write_bytes < GUEST_WRITE_BYTES_MAX
+        self.write_bytes < REMOTE_REQUEST_WRITE_BYTES_MAX
     }
 
     /// Frames of peers that wait or are on the device.
@@ -136,7 +138,7 @@ impl Requests {
 
 impl Creditor {
     /// Ends a peer's steps and waiting reads, and says so.
-    pub(super) fn refuse_guest(&mut self, cx: &mut Cx, peer: PeerKey, instance: InstanceId, detail: &str) {
+    pub(super) fn refuse_remote_request(&mut self, cx: &mut Cx, peer: PeerKey, instance: InstanceId, detail: &str) {
         let code = RefuseCode::Overloaded;
         let of = |key: &&(InstanceId, StepId)| key.0 == instance;
         let steps = self.requests.tickets.keys().filter(of);
@@ -156,7 +158,7 @@ impl Creditor {
     }
 
     /// A frame of the partials class that concerns this instance as creditor.
-    pub(super) fn on_guest_partials(&mut self, cx: &mut Cx, peer: PeerKey, from: InstanceId, frame: PartialsFrame) {
+    pub(super) fn on_remote_partials(&mut self, cx: &mut Cx, peer: PeerKey, from: InstanceId, frame: PartialsFrame) {
         let (step, result) = match frame {
             PartialsFrame::Ticket(ticket) => (ticket.step, self.on_ticket(cx, from, &ticket)),
             PartialsFrame::Query { step, layer, rows, queries } => {
@@ -179,8 +181,8 @@ impl Creditor {
     }
 
     fn on_ticket(&mut self, cx: &mut Cx, from: InstanceId, ticket: &StepTicket) -> Result<(), Refusal> {
-        if self.requests.tickets.len() >= GUEST_TICKETS_MAX {
-            return refuse(RefuseCode::Overloaded, format!("{GUEST_TICKETS_MAX} steps of peers are open"));
+        if self.requests.tickets.len() >= REMOTE_REQUEST_TICKETS_MAX {
+            return refuse(RefuseCode::Overloaded, format!("{REMOTE_REQUEST_TICKETS_MAX} steps of peers are open"));
         }
         let rows: u64 = ticket.seqs.iter().map(|s| u64::from(s.rows)).sum();
         if rows == 0 || rows > STEP_ROWS_MAX as u64 {
@@ -242,15 +244,15 @@ impl Creditor {
         queries: Bytes,
     ) -> Result<(), Refusal> {
         let Some(ticket) = self.requests.tickets.get_mut(&(from, step)) else {
-            // A step that was refused or cancelled: its frames under way are expected and answered already.
+            // A step that was refused or cancelled: its frames in flight are expected and answered already.
             return Ok(());
         };
         let bytes = rows as usize * cx.config.geometry.q_dim() * ticket.dtype.size();
         if rows != ticket.rows || queries.len() != bytes || layer >= cx.config.kv.layers {
             return refuse(RefuseCode::Malformed, format!("{rows} rows, layer {layer} do not fit the ticket"));
         }
-        if self.requests.load() >= GUEST_WAITING_MAX {
-            return refuse(RefuseCode::Overloaded, format!("{GUEST_WAITING_MAX} frames of peers wait"));
+        if self.requests.load() >= REMOTE_REQUEST_WAITING_MAX {
+            return refuse(RefuseCode::Overloaded, format!("{REMOTE_REQUEST_WAITING_MAX} frames of peers wait"));
         }
         let ticket = &self.requests.tickets[&(from, step)];
         let deadline = cx.now_ms + u64::from(ticket.deadline_ms);
@@ -280,7 +282,7 @@ impl Creditor {
                 ticket.expires_ms = cx.now_ms + 2 * cx.step_deadline_ms;
                 let (dtype, rows) = (ticket.dtype, ticket.rows);
                 if let Some(threshold) = &mut self.threshold {
-                    threshold.on_guest(from, ticket.row_keys);
+                    threshold.on_remote_request(from, ticket.row_keys);
                 }
                 let last = *layer + 1 == cx.config.kv.layers;
                 let (seqs, runs) = if last {
@@ -295,8 +297,8 @@ impl Creditor {
                 let what = Outstanding::Query { peer, step: *step, layer: *layer, rows };
                 self.requests.outstanding.insert(tag, what);
                 let queries = std::mem::take(queries);
-                let query = GuestQuery { tag, layer: *layer, dtype, queries, seqs, runs };
-                cx.effects.push(Effect::Runner(Command::GuestQuery(query)));
+                let query = RemoteQuery { tag, layer: *layer, dtype, queries, seqs, runs };
+                cx.effects.push(Effect::Runner(Command::RemoteQuery(query)));
                 true
             }
             Waiting::Read { id, lease, epoch, end, layer, pieces, .. } => {
@@ -307,15 +309,15 @@ impl Creditor {
                 let what = Outstanding::Read { peer, id: *id, lease: *lease, layer: *layer, tokens };
                 let tag = cx.tags.take(TagOwner::Request);
                 self.requests.outstanding.insert(tag, what);
-                let read = GuestRead { tag, layer: *layer, pieces: std::mem::take(pieces) };
-                cx.effects.push(Effect::Runner(Command::GuestRead(read)));
+                let read = RemoteRead { tag, layer: *layer, pieces: std::mem::take(pieces) };
+                cx.effects.push(Effect::Runner(Command::RemoteRead(read)));
                 true
             }
         }
     }
 
     /// A frame of the bulk class that concerns this instance as creditor.
-    pub(super) fn on_guest_bulk(&mut self, cx: &mut Cx, peer: PeerKey, from: InstanceId, frame: BulkFrame) {
+    pub(super) fn on_remote_bulk(&mut self, cx: &mut Cx, peer: PeerKey, from: InstanceId, frame: BulkFrame) {
         let (id, lease, result) = match frame {
             BulkFrame::Write { lease, epoch, layer, offset, tokens, kv } => {
                 (0, lease, self.on_write(cx, from, lease, epoch, layer, offset, tokens, kv))
@@ -371,9 +373,9 @@ impl Creditor {
             let kv = kv.slice(from..from + tokens as usize * token_bytes);
             let pieces = group.iter().map(|p| (p.slot0, p.tokens)).collect();
             self.requests.queue_write(kv.len());
-            let write = GuestWrite { tag: None, layer, pieces, kv };
+            let write = RemoteWrite { tag: None, layer, pieces, kv };
             cx.release_freed();
-            cx.effects.push(Effect::Runner(Command::GuestWrite(write)));
+            cx.effects.push(Effect::Runner(Command::RemoteWrite(write)));
         }
         self.serve_waiting(cx);
         Ok(())
@@ -392,8 +394,8 @@ impl Creditor {
         if layer >= cx.config.kv.layers || run.len == 0 {
             return refuse(RefuseCode::Malformed, format!("layer {layer}, {} tokens", run.len));
         }
-        if self.requests.load() >= GUEST_WAITING_MAX {
-            return refuse(RefuseCode::Overloaded, format!("{GUEST_WAITING_MAX} frames of peers wait"));
+        if self.requests.load() >= REMOTE_REQUEST_WAITING_MAX {
+            return refuse(RefuseCode::Overloaded, format!("{REMOTE_REQUEST_WAITING_MAX} frames of peers wait"));
         }
         let mut runs = Vec::new();
         cx.memory
@@ -409,23 +411,23 @@ impl Creditor {
         Ok(())
     }
 
-    /// The device answered a guest's query.
-    pub(super) fn on_guest_partial(&mut self, cx: &mut Cx, tag: GuestTag, out: Bytes, lse: Bytes, count: Bytes) {
+    /// The device answered a remote request's query.
+    pub(super) fn on_remote_partial(&mut self, cx: &mut Cx, tag: RemoteTag, out: Bytes, lse: Bytes, count: Bytes) {
         if let Some(Outstanding::Query { peer, step, layer, rows }) = self.requests.outstanding.remove(&tag) {
             let frame = PartialsFrame::Partial { step, layer, rows, out, lse, count };
             cx.effects.push(Effect::Partials { peer, frame });
         }
     }
 
-    /// The device answered a guest's read.
-    pub(super) fn on_guest_kv(&mut self, cx: &mut Cx, tag: GuestTag, kv: Bytes) {
+    /// The device answered a remote request's read.
+    pub(super) fn on_remote_kv(&mut self, cx: &mut Cx, tag: RemoteTag, kv: Bytes) {
         if let Some(Outstanding::Read { peer, id, layer, tokens, .. }) = self.requests.outstanding.remove(&tag) {
             cx.effects.push(Effect::Bulk { peer, frame: BulkFrame::Data { id, layer, tokens, kv } });
         }
     }
 
-    /// The device failed a guest.
-    pub(super) fn on_guest_failed(&mut self, cx: &mut Cx, tag: GuestTag, error: &DeviceError) {
+    /// The device failed a remote request.
+    pub(super) fn on_remote_failed(&mut self, cx: &mut Cx, tag: RemoteTag, error: &DeviceError) {
         let (code, detail) = (RefuseCode::Device, error.to_string());
         match self.requests.outstanding.remove(&tag) {
             Some(Outstanding::Query { peer, step, .. }) => {
@@ -439,7 +441,7 @@ impl Creditor {
     }
 
     /// Refuses what waited too long and forgets steps that nobody continues.
-    pub(super) fn expire_guests(&mut self, cx: &mut Cx) {
+    pub(super) fn expire_remote_requests(&mut self, cx: &mut Cx) {
         let now = cx.now_ms;
         self.requests.tickets.retain(|_, t| t.expires_ms > now);
         let mut waiting = std::mem::take(&mut self.requests.waiting);

@@ -4,7 +4,7 @@ use super::Creditor;
 use crate::cx::{Cx, TagOwner};
 use crate::event::{Effect, PeerKey};
 use lagoon_protocol::{ControlBody, LeaseSealed};
-use lagoon_runner::{Command, GuestTag};
+use lagoon_runner::{Command, RemoteTag};
 use lagoon_types::{Epoch, LeaseId};
 use std::collections::BTreeMap;
 
@@ -22,7 +22,7 @@ struct Sealing {
 #[derive(Debug, Default)]
 pub(super) struct Seals {
     /// At most one for each rBlock of the store.
-    sealing: BTreeMap<GuestTag, Sealing>,
+    sealing: BTreeMap<RemoteTag, Sealing>,
     sealed: u64,
 }
 
@@ -39,11 +39,11 @@ impl Creditor {
         let Some(block) = cx.memory.rm.lent_entry(lease, entry).map(|lent| lent.block.0) else { return };
         let tag = cx.tags.take(TagOwner::Seal);
         self.seals.sealing.insert(tag, Sealing { peer, lease, epoch, entry, block });
-        cx.effects.push(Effect::Runner(Command::GuestSeal { tag, block, epoch }));
+        cx.effects.push(Effect::Runner(Command::RemoteSeal { tag, block, epoch }));
     }
 
     /// The device has sealed an rBlock, or failed.
-    pub(super) fn on_guest_sealed(&mut self, cx: &mut Cx, tag: GuestTag, sealed: bool) {
+    pub(super) fn on_remote_sealed(&mut self, cx: &mut Cx, tag: RemoteTag, sealed: bool) {
         let Some(Sealing { peer, lease, epoch, entry, block }) = self.seals.sealing.remove(&tag) else {
             return;
         };

@@ -3,14 +3,14 @@
 //!
 //! Every lent token may be attended to once in each of this instance's own decode steps. So the memory that it lends is
 //! bounded by the time that its own part of a step leaves under the target; where that is nothing, it lends nothing.
-//! Guests that are here already are refused only when steps are far over the target for a while and guests are to blame
+//! Remote requests that are here already are refused only when steps are far over the target for a while and remote requests are to blame
 //! for a good part of it: then the one that brings most work loses one step's blocks here, and after that nobody loses
 //! anything until the effect was measured. Lending begins again well under the target only. So a debtor that was sent
 //! away cannot come back at once, and cannot be sent away again and again.
 //!
-//! Time of guests is estimated, not measured: query rows times keys, at the rate of the calibration (or of the cost
-//! model's, without one). Only steps of the local lane that decode and nothing else count as own steps: what creditors
-//! and prompts add is not the guests' doing.
+//! Time of remote requests is estimated, not measured: query rows times keys, at the rate of the calibration (or of the cost
+//! model's, without one). Only steps of the local micro-batch that decode and nothing else count as own steps: what creditors
+//! and prompts add is not the remote requests' doing.
 
 use super::Creditor;
 use crate::config::InstanceConfig;
@@ -24,11 +24,11 @@ use std::collections::BTreeMap;
 const NEWEST: f64 = 1.0 / 16.0;
 /// Steps before the mean says anything.
 const STEPS_MIN: u32 = 8;
-/// Far over the target: guests are sent away.
+/// Far over the target: remote requests are sent away.
 const FAR: f64 = 1.5;
 /// Well under the target: lending begins again.
 const WELL_UNDER: f64 = 0.8;
-/// Part of a step that must be the guests' before they are sent away.
+/// Part of a step that must be the remote requests' before they are sent away.
 const SHARE_MIN: f64 = 0.2;
 
 /// See the module's documentation.
@@ -39,13 +39,13 @@ pub(crate) struct Threshold {
     row_key_us: f64,
     /// The same over one rBlock in all layers.
     block_us: f64,
-    /// Means of steps, and of the part of them that guests did not take.
+    /// Means of steps, and of the part of them that remote requests did not take.
     step_us: f64,
     own_us: f64,
     steps: u32,
     last_step_ms: u64,
-    /// Estimated time of guests since the start, and since the last shedding by debtor.
-    guests_us: f64,
+    /// Estimated time of remote requests since the start, and since the last shedding by debtor.
+    remote_requests_us: f64,
     by_debtor: BTreeMap<InstanceId, f64>,
     /// Over the target; until it is well under.
     closed: bool,
@@ -74,7 +74,7 @@ impl Threshold {
             own_us: 0.0,
             steps: 0,
             last_step_ms: 0,
-            guests_us: 0.0,
+            remote_requests_us: 0.0,
             by_debtor: BTreeMap::new(),
             closed: false,
             far_since_ms: None,
@@ -88,24 +88,24 @@ impl Threshold {
         self.shed
     }
 
-    /// Estimated time of guests since the start.
-    pub(crate) fn guests_us(&self) -> f64 {
-        self.guests_us
+    /// Estimated time of remote requests since the start.
+    pub(crate) fn remote_requests_us(&self) -> f64 {
+        self.remote_requests_us
     }
 
     /// One layer of a peer's step goes to the device: `row_keys` pairs of a query row and a key.
-    pub(crate) fn on_guest(&mut self, debtor: InstanceId, row_keys: u64) {
+    pub(crate) fn on_remote_request(&mut self, debtor: InstanceId, row_keys: u64) {
         // Exact up to 2^53, and an estimate anyway.
         #[allow(clippy::cast_precision_loss, reason = "an estimate")]
         let us = row_keys as f64 * self.row_key_us;
-        self.guests_us += us;
+        self.remote_requests_us += us;
         *self.by_debtor.entry(debtor).or_default() += us;
     }
 
-    /// An own step that only decoded took `ms`, of which guests took an estimated `guests_us`.
-    pub(crate) fn on_step(&mut self, ms: u64, guests_us: f64, now_ms: u64) {
+    /// An own step that only decoded took `ms`, of which remote requests took an estimated `remote_requests_us`.
+    pub(crate) fn on_step(&mut self, ms: u64, remote_requests_us: f64, now_ms: u64) {
         let step_us = f64::from(u32::try_from(ms).unwrap_or(u32::MAX)) * 1000.0;
-        let own_us = (step_us - guests_us).max(0.0);
+        let own_us = (step_us - remote_requests_us).max(0.0);
         self.steps = self.steps.saturating_add(1);
         // The first steps count alike.
         let weight = NEWEST.max(1.0 / f64::from(self.steps));
@@ -171,10 +171,10 @@ impl Threshold {
 }
 
 impl Creditor {
-    /// An own step of the local lane that only decoded is done.
-    pub(super) fn own_step_took(&mut self, cx: &mut Cx, ms: u64, guests_us_before: f64) {
+    /// An own step of the local micro-batch that only decoded is done.
+    pub(super) fn own_step_took(&mut self, cx: &mut Cx, ms: u64, remote_requests_us_before: f64) {
         if let Some(threshold) = &mut self.threshold {
-            threshold.on_step(ms, threshold.guests_us - guests_us_before, cx.now_ms);
+            threshold.on_step(ms, threshold.remote_requests_us - remote_requests_us_before, cx.now_ms);
             self.bound_lending(cx);
         }
     }
@@ -210,17 +210,17 @@ mod tests {
         Threshold::new(20, 1.0, 4, 32)
     }
 
-    /// Runs `steps` steps of `own_ms` and of what the guests bring: keys of A and B in each step.
+    /// Runs `steps` steps of `own_ms` and of what the remote requests bring: keys of A and B in each step.
     fn run(t: &mut Threshold, now_ms: &mut u64, steps: u32, own_ms: u64, keys: [u64; 2]) {
         for _ in 0..steps {
-            let before = t.guests_us();
+            let before = t.remote_requests_us();
             for (debtor, keys) in [A, B].into_iter().zip(keys) {
-                (0..4).for_each(|_| t.on_guest(debtor, keys));
+                (0..4).for_each(|_| t.on_remote_request(debtor, keys));
             }
-            let guests = t.guests_us() - before;
+            let remote_requests = t.remote_requests_us() - before;
             let ms = own_ms + (keys[0] + keys[1]) / 1000;
             *now_ms += ms;
-            t.on_step(ms, guests, *now_ms);
+            t.on_step(ms, remote_requests, *now_ms);
             t.tick(*now_ms);
         }
     }
@@ -230,7 +230,7 @@ mod tests {
         let (mut t, mut now) = (threshold(), 0);
         assert_eq!(t.lend_blocks_max(), None, "nothing was measured");
         run(&mut t, &mut now, 50, 12, [0, 0]);
-        // 8 ms are left, which are 250 blocks of 32 us; guests that use them change nothing.
+        // 8 ms are left, which are 250 blocks of 32 us; remote requests that use them change nothing.
         assert_eq!(t.lend_blocks_max(), Some(250));
         run(&mut t, &mut now, 50, 12, [4_000, 3_000]);
         assert_eq!(t.lend_blocks_max(), Some(250));
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn only_guests_that_are_to_blame_are_sent_away_and_one_at_a_time() {
+    fn only_remote_requests_that_are_to_blame_are_sent_away_and_one_at_a_time() {
         let (mut t, mut now) = (threshold(), 0);
         // Over, but not far over: whoever is here stays.
         assert_eq!(refused(&mut t, &mut now, 500, 14, [8_000, 6_000]), [0, 0], "28 ms");

@@ -21,9 +21,9 @@ use lagoon_protocol::{
     VERSION_MAX, VERSION_MIN,
 };
 use lagoon_types::limits::{
-    DRAIN_QUIET_MS, ELDER_HOLD_MS, GMANAGER_WAIT_MS, HEARTBEAT_LINKS_MAX, HEARTBEAT_MS, LOAD_QUEUE_MAX,
+    DRAIN_QUIET_MS, GMANAGER_WAIT_MS, HEARTBEAT_LINKS_MAX, HEARTBEAT_MS, LOAD_QUEUE_MAX, OLDEST_WAITING_HOLD_MS,
 };
-use lagoon_types::{InstanceId, Lane, StepId};
+use lagoon_types::{InstanceId, MicroBatch, StepId};
 use roles::Roles;
 
 /// Whether memory can be borrowed.
@@ -37,7 +37,7 @@ pub(crate) enum Lending {
     Closed,
 }
 
-/// A drain under way.
+/// A drain in flight.
 #[derive(Clone, Copy, Debug)]
 struct Drain {
     stop: bool,
@@ -68,12 +68,12 @@ pub(crate) struct Membership {
     pub(crate) drained: bool,
     /// Times that it was fenced.
     pub(crate) fences: u64,
-    /// The pool's elder if this instance keeps memory for it: its debtor, since when it waits, until when that holds.
-    elder: Option<(InstanceId, u64, u64)>,
+    /// The pool's oldest waiting request if this instance keeps memory for it: its debtor, since when it waits, until when that holds.
+    oldest_waiting: Option<(InstanceId, u64, u64)>,
     steps: StepTimes,
 }
 
-/// How long decode steps take, per lane, by the clock of the events.
+/// How long decode steps take, per micro-batch, by the clock of the events.
 #[derive(Debug, Default)]
 struct StepTimes {
     started: [Option<(StepId, u64)>; 2],
@@ -96,7 +96,7 @@ impl Membership {
             drain: None,
             drained: false,
             fences: 0,
-            elder: None,
+            oldest_waiting: None,
             steps: StepTimes::default(),
         }
     }
@@ -138,14 +138,16 @@ impl Membership {
         self.heartbeat_at_ms = 0;
     }
 
-    /// Until when the elder counts, if nobody names it again.
+    /// Until when the oldest waiting request counts, if nobody names it again.
     pub(crate) fn elder_until_ms(&self, now_ms: u64) -> Option<u64> {
-        self.elder.map(|(_, _, until_ms)| until_ms).filter(|until_ms| now_ms < *until_ms)
+        self.oldest_waiting.map(|(_, _, until_ms)| until_ms).filter(|until_ms| now_ms < *until_ms)
     }
 
     /// The request that goes before all younger ones here: where it waits, and since when.
-    pub(crate) fn elder(&self, now_ms: u64) -> Option<(InstanceId, u64)> {
-        self.elder.filter(|(_, _, until_ms)| now_ms < *until_ms).map(|(debtor, since_ms, _)| (debtor, since_ms))
+    pub(crate) fn oldest_waiting(&self, now_ms: u64) -> Option<(InstanceId, u64)> {
+        self.oldest_waiting
+            .filter(|(_, _, until_ms)| now_ms < *until_ms)
+            .map(|(debtor, since_ms, _)| (debtor, since_ms))
     }
 }
 
@@ -202,8 +204,10 @@ impl Instance {
         } else {
             self.membership.pool_blocks_total = ack.pool_blocks_total;
             let since = |waits_ms: u32| self.cx.now_ms.saturating_sub(u64::from(waits_ms));
-            let elder = ack.elder.map(|e| (InstanceId(e.debtor), since(e.waits_ms), self.cx.now_ms + ELDER_HOLD_MS));
-            self.membership.elder = elder;
+            let oldest_waiting = ack
+                .oldest_waiting
+                .map(|e| (InstanceId(e.debtor), since(e.waits_ms), self.cx.now_ms + OLDEST_WAITING_HOLD_MS));
+            self.membership.oldest_waiting = oldest_waiting;
             if ack.term == self.membership.term {
                 self.membership.report.on_ack(ack);
             } else {
@@ -303,13 +307,13 @@ impl Instance {
         heartbeat.moves = Some(Box::new(self.move_status().counts()));
         heartbeat.prefill = self.cx.config.transfer.is_some().then(|| Box::new(self.prefill_status().counts()));
         heartbeat.role = self.changes_role().then(|| Box::new(self.membership.roles.state()));
-        let guests = self.cx.memory.rm.guest_rows();
+        let remote_requests = self.cx.memory.rm.lent_rows();
         let me = heartbeat.instance;
         heartbeat.workers = self.prefill.version();
         let (prefills, pool) = (&self.prefill, self.cx.memory.rm.pool());
         let own = self.batch.seqs().filter(|s| !prefills.is_job(s.id));
         let own = own.map(|s| own_row(me, s, as_u32(prefills.landing(s.id)), pool));
-        self.membership.report.fill(&mut heartbeat, own.chain(guests));
+        self.membership.report.fill(&mut heartbeat, own.chain(remote_requests));
         self.cx.effects.push(Effect::ToGManager(ControlBody::Heartbeat(heartbeat)));
     }
 
@@ -319,13 +323,13 @@ impl Instance {
         let decodes = |s: &&Sequence| self.batch.is_running(s.id) && s.blocks.written() + 1 >= s.len();
         let decoding = || self.batch.seqs().filter(decodes);
         let remote = |s: &Sequence| u64::from((s.blocks.remote_blocks() * block_tokens).min(s.len()));
-        let guests: u32 = self.cx.memory.rm.guest_rows().iter().map(|r| r.blocks).sum();
+        let remote_requests: u32 = self.cx.memory.rm.lent_rows().iter().map(|r| r.blocks).sum();
         let queue = self.batch.waiting().take(LOAD_QUEUE_MAX);
         Load {
             batch: as_u32(decoding().count()),
             context_tokens: decoding().map(|s| u64::from(s.len())).sum(),
             remote_tokens: decoding().map(remote).sum(),
-            guest_tokens: u64::from(guests) * u64::from(block_tokens),
+            remote_request_tokens: u64::from(remote_requests) * u64::from(block_tokens),
             queue_blocks: queue.map(|w| (w.tokens + 1).div_ceil(block_tokens)).collect(),
             batch_max: as_u32(self.cx.config.sched.running),
             step_us: u32::try_from(self.membership.steps.mean_us).unwrap_or(u32::MAX),
@@ -341,11 +345,11 @@ impl Instance {
         u32::try_from(waits_ms).unwrap_or(u32::MAX)
     }
 
-    /// A lane has started a step, if it has.
-    pub(crate) fn note_step(&mut self, lane: Lane) {
+    /// A micro-batch has started a step, if it has.
+    pub(crate) fn note_step(&mut self, micro_batch: MicroBatch) {
         let now_ms = self.cx.now_ms;
-        let started = &mut self.membership.steps.started[lane.index()];
-        match self.step.flight_in(lane) {
+        let started = &mut self.membership.steps.started[micro_batch.index()];
+        match self.step.flight_in(micro_batch) {
             Some(flight) if started.is_none_or(|(step, _)| step != flight.step) => {
                 *started = flight.decodes().then_some((flight.step, now_ms));
             }
@@ -354,9 +358,9 @@ impl Instance {
     }
 
     /// A step has ended well.
-    pub(crate) fn note_step_done(&mut self, step: StepId, lane: Lane) {
+    pub(crate) fn note_step_done(&mut self, step: StepId, micro_batch: MicroBatch) {
         let steps = &mut self.membership.steps;
-        if let Some((_, at_ms)) = steps.started[lane.index()].take_if(|(s, _)| *s == step) {
+        if let Some((_, at_ms)) = steps.started[micro_batch.index()].take_if(|(s, _)| *s == step) {
             let took_us = self.cx.now_ms.saturating_sub(at_ms) * 1000;
             // The clock ticks in milliseconds: only the mean of many steps means something.
             steps.mean_us = if steps.mean_us == 0 { took_us } else { (steps.mean_us * 15 + took_us) / 16 };

@@ -28,7 +28,7 @@ struct Dialling {
 /// A sample of a link's rate is taken over so long at least: the clock counts milliseconds.
 const METER_MS: u64 = 20;
 
-/// Measures a link's bulk rate: bytes that arrived over the time in which some were under way.
+/// Measures a link's bulk rate: bytes that arrived over the time in which some were in progress.
 #[derive(Debug, Default)]
 struct Meter {
     under_way: u32,

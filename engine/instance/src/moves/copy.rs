@@ -12,7 +12,7 @@ use bytes::Bytes;
 use lagoon_cluster::mutants::{self, Mutant};
 use lagoon_kv::Placement;
 use lagoon_protocol::{BulkFrame, RefuseCode};
-use lagoon_runner::{Command, GuestRead, GuestTag, GuestWrite};
+use lagoon_runner::{Command, RemoteRead, RemoteTag, RemoteWrite};
 use lagoon_transfer::Check;
 use lagoon_types::limits::{MOVE_RESERVE_MS, MOVE_WINDOW_MS};
 use lagoon_types::{InstanceId, LeaseId, SeqId};
@@ -59,7 +59,7 @@ impl Instance {
         }
     }
 
-    /// Bytes that may be under way in all while a move goes on: the slower of its links is kept busy, and no more.
+    /// Bytes that may be in progress in all while a move goes on: the slower of its links is kept busy, and no more.
     fn bytes_in_flight_max(&self, no: u64) -> u64 {
         let Some(entry) = self.moves.moves.get(&no) else { return 0 };
         let ends = [entry.source, entry.target];
@@ -78,8 +78,8 @@ impl Instance {
             Placement::Local(phys) => {
                 let tag = self.cx.tags.take(TagOwner::Move);
                 self.moves.tags.insert(tag, (no, block, layer));
-                let read = GuestRead { tag, layer, pieces: vec![(phys.0 * tokens, tokens)] };
-                self.cx.effects.push(Effect::Runner(Command::GuestRead(read)));
+                let read = RemoteRead { tag, layer, pieces: vec![(phys.0 * tokens, tokens)] };
+                self.cx.effects.push(Effect::Runner(Command::RemoteRead(read)));
             }
             Placement::Remote(b) => {
                 let Some(peer) = self.cx.peers.key(b.creditor) else { return false };
@@ -93,7 +93,7 @@ impl Instance {
                 let frame = BulkFrame::Read { id, lease, epoch, layer, offset, tokens, deadline_ms };
                 self.cx.effects.push(Effect::Bulk { peer, frame });
             }
-            Placement::Gone | Placement::Hole => panic!("a block that moves has a place"),
+            Placement::Gone | Placement::Lost => panic!("a block that moves has a place"),
         }
         true
     }
@@ -119,13 +119,13 @@ impl Instance {
     }
 
     /// KV that a move read here.
-    pub(crate) fn on_move_kv(&mut self, tag: GuestTag, kv: Bytes) {
+    pub(crate) fn on_move_kv(&mut self, tag: RemoteTag, kv: Bytes) {
         let Some((no, block, layer)) = self.moves.tags.remove(&tag) else { return };
         self.arrived(no, block, layer, kv);
     }
 
     /// The device stored a layer of a block that comes home.
-    pub(crate) fn on_move_stored(&mut self, tag: GuestTag) {
+    pub(crate) fn on_move_stored(&mut self, tag: RemoteTag) {
         let Some((no, block, _)) = self.moves.tags.remove(&tag) else { return };
         let (layers, layer_bytes) = (self.cx.config.kv.layers, self.layer_bytes());
         let Some(entry) = self.moves.moves.get_mut(&no) else { return };
@@ -142,7 +142,7 @@ impl Instance {
     }
 
     /// The device failed a move.
-    pub(crate) fn on_move_failed(&mut self, tag: GuestTag, error: &str) {
+    pub(crate) fn on_move_failed(&mut self, tag: RemoteTag, error: &str) {
         let Some((no, _, _)) = self.moves.tags.remove(&tag) else { return };
         self.close_move(no, error, true);
     }
@@ -176,7 +176,7 @@ impl Instance {
         match to {
             Placement::Local(_) => self.pass_home(no, at, layer, kv),
             Placement::Remote(_) => self.pass_on(no, at, layer, kv),
-            Placement::Gone | Placement::Hole => panic!("a move has a target"),
+            Placement::Gone | Placement::Lost => panic!("a move has a target"),
         }
         true
     }
@@ -205,9 +205,9 @@ impl Instance {
         let tag = self.cx.tags.take(TagOwner::Move);
         self.moves.tags.insert(tag, (no, block, layer));
         self.creditor.queue_write(kv.len());
-        let write = GuestWrite { tag: Some(tag), layer, pieces: vec![(phys.0 * tokens, tokens)], kv };
+        let write = RemoteWrite { tag: Some(tag), layer, pieces: vec![(phys.0 * tokens, tokens)], kv };
         self.cx.release_freed();
-        self.cx.effects.push(Effect::Runner(Command::GuestWrite(write)));
+        self.cx.effects.push(Effect::Runner(Command::RemoteWrite(write)));
     }
 
     /// Whether an item's content is what was written to its source, or computed there.

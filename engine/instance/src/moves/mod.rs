@@ -28,7 +28,7 @@ use lagoon_kv::hash::ContentHash;
 use lagoon_kv::seq::push_entry;
 use lagoon_kv::{Advance, BlockHasher, LeaseHasher, Placement, RemoteBlock, RemoteEntries};
 use lagoon_protocol::{ControlBody, LeasePurpose, MoveKvCache, MoveOutcome, MoveReason};
-use lagoon_runner::GuestTag;
+use lagoon_runner::RemoteTag;
 use lagoon_transfer::Check;
 use lagoon_types::limits::{INSTANCE_MOVES_MAX, MOVE_BYTES_IN_FLIGHT_MAX, MOVE_MS_MAX, PARK_DEADLINE_MS};
 use lagoon_types::{Epoch, InstanceId, LeaseId, PhysBlock, SeqId};
@@ -123,10 +123,10 @@ pub(crate) struct Moves {
     issued: u64,
     /// By number: the oldest first.
     moves: BTreeMap<u64, Move>,
-    /// Reads under way at creditors: move, block and layer.
+    /// Reads in flight at creditors: move, block and layer.
     reads: BTreeMap<u64, (u64, u32, u32)>,
     /// Reads and writes of this instance's own store: move, block and layer.
-    tags: BTreeMap<GuestTag, (u64, u32, u32)>,
+    tags: BTreeMap<RemoteTag, (u64, u32, u32)>,
     /// Bytes that were asked for and are not verified yet.
     bytes_in_flight: u64,
     /// At most so many, or two blocks.
@@ -313,7 +313,7 @@ impl Instance {
             return Err("the source is the target".to_owned());
         }
         if self.moves.moves.len() >= INSTANCE_MOVES_MAX {
-            return Err(format!("{INSTANCE_MOVES_MAX} moves are under way"));
+            return Err(format!("{INSTANCE_MOVES_MAX} moves are in progress"));
         }
         let n = self.choose((seq, why), source, first, blocks).len();
         let n = u32::try_from(n).unwrap_or(u32::MAX);
@@ -471,7 +471,7 @@ impl Instance {
             match source {
                 Placement::Local(b) => self.cx.memory.rm.free(seq, &[*b]),
                 Placement::Remote(b) => push_entry(&mut entries, b),
-                Placement::Gone | Placement::Hole => panic!("a block that moves has a place"),
+                Placement::Gone | Placement::Lost => panic!("a block that moves has a place"),
             }
         }
         entries.iter().for_each(|entries| self.cx.memory.rm.release(entries, self.cx.now_ms));
@@ -507,7 +507,7 @@ impl Instance {
                 Placement::Local(b) => {
                     self.cx.memory.rm.mark_written(&Advance { sealed: vec![b], ..Advance::default() })
                 }
-                Placement::Gone | Placement::Hole => panic!("a move has a target"),
+                Placement::Gone | Placement::Lost => panic!("a move has a target"),
             }
             if let Placement::Remote(b) = old {
                 seq.forget_entries(&RemoteEntries::one(&b));
@@ -518,8 +518,8 @@ impl Instance {
         }
         self.free_sources(id, &freed);
         if self.batch.is_running(id) {
-            let lane = self.batch.lane_of(id);
-            self.batch.set_lane(id, lane);
+            let micro_batch = self.batch.lane_of(id);
+            self.batch.set_micro_batch(id, micro_batch);
             self.batch.changed();
         }
     }
@@ -570,7 +570,7 @@ impl Instance {
             match item.to {
                 Placement::Local(b) => own.push(b),
                 Placement::Remote(b) => push_entry(&mut entries, &b),
-                Placement::Gone | Placement::Hole => panic!("a move has a target"),
+                Placement::Gone | Placement::Lost => panic!("a move has a target"),
             }
         }
         entries.iter().for_each(|e| self.cx.memory.rm.release(e, self.cx.now_ms));

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 /// What moved so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct MoveStatus {
-    /// Moves under way.
+    /// Moves in flight.
     pub in_progress: usize,
     /// Tokens per step that move beside a sequence that grows.
     pub tokens_per_step: u32,

@@ -281,7 +281,7 @@ impl Instance {
         if self.prefill.away.is_empty() {
             return;
         }
-        // As at admission: what is younger than the pool's elder takes no memory before it.
+        // As at admission: what is younger than the pool's oldest waiting request takes no memory before it.
         let may = |seq: &SeqId| self.batch.seq(*seq).is_some_and(|seq| !self.gives_way(seq.since_ms));
         let waiting = |seq: &SeqId, away: &Away| matches!(away.stage, Stage::Waiting) && may(seq);
         let waiting = self.prefill.away.iter().filter(|(seq, away)| waiting(seq, away));

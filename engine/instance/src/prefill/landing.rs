@@ -39,7 +39,7 @@ pub(super) struct Landing {
     offers: Vec<Offer>,
     /// What the worker said of blocks that stay with it.
     left_checks: BTreeMap<u32, LayerChecks>,
-    /// Reads under way, with their tokens times layers.
+    /// Reads in flight, with their tokens times layers.
     pulls: BTreeMap<PullId, u64>,
     /// Tokens times layers that have not arrived.
     missing: u64,
@@ -208,9 +208,10 @@ impl Settling {
 impl Instance {
     /// Reads what was announced.
     pub(super) fn read_landings(&mut self) {
-        let guests = &self.creditor;
-        let written =
-            |landing: &Landing| guests.has_written(landing.after_writes) || mutants::is(Mutant::WritesUnawaited);
+        let remote_requests = &self.creditor;
+        let written = |landing: &Landing| {
+            remote_requests.has_written(landing.after_writes) || mutants::is(Mutant::WritesUnawaited)
+        };
         let waits = |stage: &Stage| stage.landing().is_some_and(|of| !of.offers.is_empty() && written(of));
         let waiting = self.prefill.away.iter().filter(|(_, away)| waits(&away.stage));
         let ids: Vec<SeqId> = waiting.map(|(seq, _)| *seq).collect();

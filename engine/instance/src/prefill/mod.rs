@@ -9,7 +9,7 @@
 //! * a sequence whose prompt is away is in no queue and no batch of the scheduler, and holds no own blocks but those that
 //!   are being read into;
 //! * the table of a sequence is switched to what was read only when all of it has arrived and is verified;
-//! * blocks that are being read into are given back only when no read into them is under way, whatever else happens;
+//! * blocks that are being read into are given back only when no read into them is in progress, whatever else happens;
 //! * blocks that a worker handed over are free only when their lease has ended and nobody reads them.
 
 mod affinity;

@@ -35,7 +35,7 @@ pub(super) struct Publication {
     from: u32,
     upto: u32,
     layers: u32,
-    /// Of the step under way: the end of the whole blocks that it fills, and the layers in which it has filled them.
+    /// Of the step in flight: the end of the whole blocks that it fills, and the layers in which it has filled them.
     step: Option<(u32, u32)>,
     /// An export is being made.
     making: bool,

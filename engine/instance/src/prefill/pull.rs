@@ -354,8 +354,8 @@ impl Instance {
         let tokens = seq.len();
         self.cx.memory.rm.mark_written(&advance);
         self.cx.memory.rm.release(&handed.entries(left), now_ms);
-        let lane = self.batch.lane_of(id);
-        self.batch.resume(id, lane, tokens, handed.tokens);
+        let micro_batch = self.batch.lane_of(id);
+        self.batch.resume(id, micro_batch, tokens, handed.tokens);
         self.batch.changed();
     }
 

@@ -62,7 +62,7 @@ impl Instance {
 
     /// Whether a lease is of a prompt whose asker is told when all of it is exported: that may wait for memory beside the store.
     #[must_use]
-    pub fn is_untold(&self, lease: LeaseId) -> bool {
+    pub fn is_unreported(&self, lease: LeaseId) -> bool {
         let exporting = |job: &Job| matches!(job.stage, Stage::Exporting { lease: of, .. } if of == lease);
         self.prefill.jobs.values().any(exporting)
     }
@@ -309,7 +309,7 @@ impl Instance {
     /// something is missing now is never whole, and an asker that waits for what is ready has not heard that it is, or
     /// will have before it hears it again.
     fn on_prefill_renew(&mut self, from: InstanceId, m: &PrefillRenew) {
-        let (now_ms, mut unknown, mut unheard) = (self.cx.now_ms, Vec::new(), Vec::new());
+        let (now_ms, mut unknown, mut unacknowledged) = (self.cx.now_ms, Vec::new(), Vec::new());
         for request in m.requests.iter().take(PREFILL_JOBS_MAX) {
             let key = (from, *request);
             let Some(job) = self.prefill.jobs.get_mut(&key) else {
@@ -326,7 +326,7 @@ impl Instance {
                 Stage::Exporting { lease, .. } => self.cx.memory.rm.touch(from, *lease, now_ms),
                 Stage::Ready { lease, ready, .. } => {
                     self.cx.memory.rm.touch(from, *lease, now_ms);
-                    unheard.push(PrefillReady::clone(ready));
+                    unacknowledged.push(PrefillReady::clone(ready));
                 }
             }
         }
@@ -338,7 +338,7 @@ impl Instance {
         if mutants::is(Mutant::AnswerUnrepeated) {
             return;
         }
-        for ready in unheard {
+        for ready in unacknowledged {
             self.cx.send_if_connected(from, ControlBody::PrefillReady(PrefillReady { queued_tokens, ..ready }));
         }
     }

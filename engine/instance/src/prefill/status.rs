@@ -17,7 +17,7 @@ pub struct PrefillTimes {
     pub transfer_ms: u64,
 }
 
-/// Counts since the start, and what is under way.
+/// Counts since the start, and what is in progress.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct PrefillStatus {
     /// Workers that compute prompts for this instance, connected and readable.
@@ -52,7 +52,7 @@ pub struct PrefillStatus {
     /// Prompts that were given to a worker which had computed their beginning, and the tokens of these beginnings.
     pub affine: u64,
     pub affine_tokens: u64,
-    /// Prompts for others: under way, handed over, refused, and given up by whoever asked.
+    /// Prompts for others: in flight, handed over, refused, and given up by whoever asked.
     pub jobs: usize,
     pub jobs_done: u64,
     pub jobs_refused: u64,

@@ -3,8 +3,8 @@
 use crate::batch::freeze::tests::config;
 use crate::{Effect, Event, Instance, InstanceConfig, PeerKey, TICK_MS, TransferConfig, TransferEffect, TransferEvent};
 use lagoon_protocol::{
-    BorrowAdvice, ControlBody, Elder, HeartbeatAck, Hello, PrefillReady, PrefillRenew, PrefillRequest, PrefillSampling,
-    Registered, Role, TransferBlocks, TransferConnected, TransferExport, VERSION_MAX, Worker, Workers,
+    BorrowAdvice, ControlBody, HeartbeatAck, Hello, OldestWaiting, PrefillReady, PrefillRenew, PrefillRequest,
+    PrefillSampling, Registered, Role, TransferBlocks, TransferConnected, TransferExport, VERSION_MAX, Worker, Workers,
 };
 use lagoon_runner::{Command, Report, SampleOut};
 use lagoon_types::limits::LEASE_TTL_MS;
@@ -105,7 +105,7 @@ fn computed() -> (Side, Vec<ControlBody>) {
     });
     let step = step.expect("the prompt is computed");
     let sample = SampleOut { seq: step.seqs[0].seq, token: 3, logprobs: None, logits: None };
-    let done = Report::Done { step: step.step, lane: step.lane, samples: vec![sample] };
+    let done = Report::Done { step: step.step, micro_batch: step.micro_batch, samples: vec![sample] };
     let job = side.on(Event::Runner(done)).into_iter().find_map(|effect| match effect {
         Effect::Transfer(TransferEffect::Export { job, .. }) => Some(job),
         _ => None,
@@ -263,8 +263,8 @@ fn what_is_answered_and_never_exported_is_given_back() {
 fn memory_for_what_nobody_has_begun_is_given_up_for_an_older_request() {
     let (mut side, request) = asking(true);
     assert_eq!(side.instance.cx.memory.rm.available(), 2, "it has memory before it asks");
-    let elder = Some(Elder { debtor: 2, waits_ms: 900 });
-    let ack = HeartbeatAck { known: true, pool_blocks_total: 100, elder, ..HeartbeatAck::default() };
+    let oldest_waiting = Some(OldestWaiting { debtor: 2, waits_ms: 900 });
+    let ack = HeartbeatAck { known: true, pool_blocks_total: 100, oldest_waiting, ..HeartbeatAck::default() };
     side.on(Event::GManager(ControlBody::HeartbeatAck(ack)));
     let said = side.tick(TICK_MS);
     let cancelled = |body: &ControlBody| matches!(body, ControlBody::PrefillCancel(m) if m.requests == [request]);

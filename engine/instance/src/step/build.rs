@@ -1,12 +1,12 @@
 //! The work of one step: from planned chunks to rows, attention over remote KV, tickets and writes.
 
 use super::as_u32;
-use super::mapped::InReach;
+use super::mapped::MappedRuns;
 use lagoon_backend::AttnRows;
 use lagoon_kv::Segment;
 use lagoon_protocol::TicketSeq;
-use lagoon_runner::{Fetch, MapId, Reach, RemoteWork, SampleSpec, SeqRows, Ship, StepWork, WriteSegment};
-use lagoon_types::{Chunk, InstanceId, Lane, LeaseRun, SeqId, StepId};
+use lagoon_runner::{Fetch, MapId, MappedKv, RemoteWork, SampleSpec, SeqRows, Ship, StepWork, WriteSegment};
+use lagoon_types::{Chunk, InstanceId, LeaseRun, MicroBatch, SeqId, StepId};
 use std::collections::BTreeMap;
 
 /// Work for the runner, the tickets of its creditors, and the owners of its writes.
@@ -22,11 +22,11 @@ pub(super) struct Builder {
 }
 
 impl Builder {
-    pub(super) fn new(step: StepId, lane: Lane, dtype: lagoon_types::DType) -> Self {
+    pub(super) fn new(step: StepId, micro_batch: MicroBatch, dtype: lagoon_types::DType) -> Self {
         let remote = RemoteWork { dtype, ..RemoteWork::default() };
         let work = StepWork {
             step,
-            lane,
+            micro_batch,
             tokens: Vec::new(),
             slots: Vec::new(),
             seqs: Vec::new(),
@@ -70,14 +70,20 @@ impl Builder {
     }
 
     /// The chunk's rows attend to what is in reach of `creditor`'s memory. Returns the rest.
-    pub(super) fn reach(&mut self, creditor: InstanceId, map: MapId, chunk: &Chunk, found: InReach) -> Vec<LeaseRun> {
-        let reaches = &mut self.work.remote.reaches;
-        let at = reaches.iter().position(|reach| reach.creditor == creditor).unwrap_or_else(|| {
+    pub(super) fn reach(
+        &mut self,
+        creditor: InstanceId,
+        map: MapId,
+        chunk: &Chunk,
+        found: MappedRuns,
+    ) -> Vec<LeaseRun> {
+        let peer_access = &mut self.work.remote.peer_access;
+        let at = peer_access.iter().position(|reach| reach.creditor == creditor).unwrap_or_else(|| {
             let (seqs, runs, sealed) = (Vec::new(), Vec::new(), Vec::new());
-            reaches.push(Reach { creditor, map, seqs, runs, sealed });
-            reaches.len() - 1
+            peer_access.push(MappedKv { creditor, map, seqs, runs, sealed });
+            peer_access.len() - 1
         });
-        let reach = &mut reaches[at];
+        let reach = &mut peer_access[at];
         let (run0, runs) = (as_u32(reach.runs.len()), as_u32(found.runs.len()));
         reach.seqs.push(AttnRows { row0: self.row0, rows: chunk.len, pos0: chunk.start, run0, runs });
         reach.runs.extend(found.runs);
@@ -108,7 +114,7 @@ impl Builder {
 
     pub(super) fn finish(mut self) -> Built {
         // Whatever the order of the sequences: partials are merged in that of creditors.
-        self.work.remote.reaches.sort_by_key(|reach| reach.creditor);
+        self.work.remote.peer_access.sort_by_key(|reach| reach.creditor);
         self.work.remote.ships =
             self.ships.into_iter().map(|(creditor, segments)| Ship { creditor, segments }).collect();
         self.work.remote.writes = self.writes.iter().map(|(_, write)| *write).collect();

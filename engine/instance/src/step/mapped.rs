@@ -6,7 +6,7 @@
 //! Invariants:
 //! * a debtor attends only to rBlocks of which the creditor has said that they are sealed, as part of the lease that it holds;
 //! * the creditor says so when its device has sealed them with the lease's epoch, behind their last byte, and the debtor's device
-//!   compares that before anything that follows from them leaves a step: what is somebody else's by then is a hole;
+//!   compares that before anything that follows from them leaves a step: what is somebody else's by then is a lost block;
 //! * memory is mapped as long as the connection on which it was offered stands.
 
 use crate::cx::Cx;
@@ -20,7 +20,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// How KV of creditors was attended to, and what is mapped.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct ReachStatus {
+pub struct PeerAccessStatus {
     /// Micro attentions of a sequence's step over KV of a creditor: where it lies, by queries that were sent there, and
     /// here, where the KV was brought.
     pub attended_mapped: u64,
@@ -51,13 +51,13 @@ struct Mapping {
 pub(crate) struct Mapped {
     mappings: BTreeMap<InstanceId, Mapping>,
     next_map: u64,
-    status: ReachStatus,
+    status: PeerAccessStatus,
 }
 
 impl Mapped {
-    pub(crate) fn status(&self) -> ReachStatus {
+    pub(crate) fn status(&self) -> PeerAccessStatus {
         let mapped = self.mappings.values().filter(|mapping| mapping.stands).count();
-        ReachStatus { mapped, ..self.status.clone() }
+        PeerAccessStatus { mapped, ..self.status.clone() }
     }
 
     /// Whether this creditor's memory is mapped here: its device computes nothing for sealed KV of this instance.
@@ -69,7 +69,7 @@ impl Mapped {
     pub(crate) fn count(&mut self, work: &RemoteWork) {
         let fetched: BTreeSet<_> = work.fetches.iter().map(|fetch| (fetch.creditor, fetch.seq_index)).collect();
         let shipped: usize = work.ships.iter().map(|ship| ship.segments.len()).sum();
-        let mapped: usize = work.reaches.iter().map(|reach| reach.seqs.len()).sum();
+        let mapped: usize = work.peer_access.iter().map(|reach| reach.seqs.len()).sum();
         self.status.attended_fetched += fetched.len() as u64;
         self.status.attended_shipped += shipped as u64;
         self.status.attended_mapped += mapped as u64;
@@ -83,7 +83,7 @@ impl Mapped {
 
 /// What of a sequence's runs at a creditor is in reach.
 #[derive(Debug, Default)]
-pub(crate) struct InReach {
+pub(crate) struct MappedRuns {
     /// In the creditor's store, ascending.
     pub(crate) runs: Vec<KvRun>,
     pub(crate) sealed: Vec<SealedBlock>,
@@ -91,7 +91,7 @@ pub(crate) struct InReach {
     pub(crate) rest: Vec<LeaseRun>,
 }
 
-impl InReach {
+impl MappedRuns {
     /// `len` tokens from `offset` of a run, in a sealed rBlock or elsewhere.
     fn add(&mut self, of: &LeaseRun, offset: u32, len: u32, sealed: Option<(u32, u32)>) {
         let first_pos = of.first_pos + (offset - of.offset);
@@ -113,7 +113,7 @@ impl InReach {
 impl Mapped {
     /// A peer says in its Hello where it lends memory that can be mapped, if it does.
     pub(crate) fn on_lent_memory(&mut self, cx: &mut Cx, creditor: InstanceId, lent: Option<&LentMemory>) {
-        let same_host = |lent: &&LentMemory| cx.config.reaches.as_ref().is_some_and(|host| *host == lent.host);
+        let same_host = |lent: &&LentMemory| cx.config.peer_access.as_ref().is_some_and(|host| *host == lent.host);
         let wanted = cx.config.remote == RemotePolicy::Auto;
         let offered = lent.filter(same_host).filter(|_| wanted).and_then(|lent| Some((lent.memory.as_ref()?, lent)));
         let Some((memory, &LentMemory { blocks, .. })) = offered else { return self.unmap(cx, creditor) };
@@ -153,10 +153,10 @@ impl Mapped {
     }
 
     /// Divides a sequence's runs at a creditor into what its own device attends to there and the rest.
-    pub(crate) fn in_reach(&self, cx: &Cx, creditor: InstanceId, runs: &[LeaseRun]) -> Option<(MapId, InReach)> {
+    pub(crate) fn mapped_runs(&self, cx: &Cx, creditor: InstanceId, runs: &[LeaseRun]) -> Option<(MapId, MappedRuns)> {
         let mapping = self.mappings.get(&creditor).filter(|mapping| mapping.stands)?;
         let block_tokens = cx.config.block_tokens;
-        let mut found = InReach::default();
+        let mut found = MappedRuns::default();
         for run in runs {
             let places = cx.memory.rm.places(creditor, run.lease, run.epoch);
             let mut at = run.offset;

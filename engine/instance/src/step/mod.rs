@@ -14,7 +14,9 @@ use lagoon_backend::{DeviceError, LaunchCounters};
 use lagoon_protocol::{BulkFrame, PartialsFrame, RefuseCode, StepTicket};
 use lagoon_runner::{Command, Fetch, PassError, RemotePart, SampleOut, SampleSpec, WriteSegment};
 use lagoon_types::run::visible;
-use lagoon_types::{Chunk, InstanceId, Lane, LeaseId, LeaseRun, RequestError, SeqId, StepId, StepPlan, TokenEvent};
+use lagoon_types::{
+    Chunk, InstanceId, LeaseId, LeaseRun, MicroBatch, RequestError, SeqId, StepId, StepPlan, TokenEvent,
+};
 use mapped::Mapped;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -36,15 +38,15 @@ pub(crate) struct InFlight {
     asked_ms: u64,
     remote_ms: u64,
     started_ms: u64,
-    /// Estimated time of guests until it started.
-    guests_us: f64,
+    /// Estimated time of remote requests until it started.
+    remote_requests_us: f64,
 }
 
 /// Steps of this instance as debtor.
 #[derive(Debug)]
 pub(crate) struct Steps {
     flights: [Option<InFlight>; 2],
-    /// Reads under way: step, layer and index of the fetch.
+    /// Reads in flight: step, layer and index of the fetch.
     reads: BTreeMap<u64, (StepId, u32, usize)>,
     next_step: u64,
     next_read: u64,
@@ -77,13 +79,13 @@ impl Steps {
     }
 
     /// The step of a micro-batch.
-    pub(crate) fn flight_in(&self, lane: Lane) -> Option<&InFlight> {
-        self.flights[lane.index()].as_ref()
+    pub(crate) fn flight_in(&self, micro_batch: MicroBatch) -> Option<&InFlight> {
+        self.flights[micro_batch.index()].as_ref()
     }
 
     /// Since when creditors of a micro-batch's step have a layer's queries and have not all answered.
-    pub(crate) fn waits_since(&self, lane: Lane) -> Option<u64> {
-        self.flight_in(lane).and_then(InFlight::waits_since)
+    pub(crate) fn waits_since(&self, micro_batch: MicroBatch) -> Option<u64> {
+        self.flight_in(micro_batch).and_then(InFlight::waits_since)
     }
 
     /// Whether a layer's queries are out.
@@ -128,18 +130,18 @@ impl Instance {
         }
     }
 
-    /// Plans and starts the next step of a lane that is idle.
-    pub(crate) fn start_lane(&mut self, lane: Lane) {
-        if self.step.flights[lane.index()].is_some() {
+    /// Plans and starts the next step of a micro-batch that is idle.
+    pub(crate) fn start_micro_batch(&mut self, micro_batch: MicroBatch) {
+        if self.step.flights[micro_batch.index()].is_some() {
             return;
         }
-        let plan = self.batch.plan(lane);
+        let plan = self.batch.plan(micro_batch);
         if plan.chunks.is_empty() {
             return;
         }
         self.step.next_step += 1;
         let step = StepId(self.step.next_step);
-        let (mut work, tickets, writes) = self.build(step, lane, &plan);
+        let (mut work, tickets, writes) = self.build(step, micro_batch, &plan);
         work.watched = self.watch(&plan.chunks);
         self.step.mapped.count(&work.remote);
         let mut creditors = Vec::with_capacity(tickets.len());
@@ -151,8 +153,8 @@ impl Instance {
             }
             creditors.push(creditor);
         }
-        let remote = lane == Lane::Remote;
-        self.step.flights[lane.index()] = Some(InFlight {
+        let remote = micro_batch == MicroBatch::Remote;
+        self.step.flights[micro_batch.index()] = Some(InFlight {
             step,
             chunks: plan.chunks,
             creditors,
@@ -163,7 +165,7 @@ impl Instance {
             asked_ms: self.cx.now_ms,
             remote_ms: 0,
             started_ms: self.cx.now_ms,
-            guests_us: self.creditor.guests_us(),
+            remote_requests_us: self.creditor.remote_requests_us(),
         });
         self.cx.release_freed();
         self.cx.effects.push(Effect::Runner(Command::Step(Box::new(work))));
@@ -171,8 +173,8 @@ impl Instance {
     }
 
     /// Turns a plan into work, the tickets of its creditors and the owners of its writes.
-    fn build(&self, step: StepId, lane: Lane, plan: &StepPlan) -> Built {
-        let mut builder = Builder::new(step, lane, self.cx.config.wire);
+    fn build(&self, step: StepId, micro_batch: MicroBatch, plan: &StepPlan) -> Built {
+        let mut builder = Builder::new(step, micro_batch, self.cx.config.wire);
         builder.work.next_row = self.cx.memory.rm.pool().next_row().map(|block| block.0 * self.cx.config.block_tokens);
         for chunk in &plan.chunks {
             let seq = self.batch.known(chunk.seq);
@@ -191,7 +193,7 @@ impl Instance {
             seq.blocks.local_runs(end, window_start, &mut builder.work.runs);
             builder.seq(chunk, run0, sample);
             for (creditor, runs) in seq.blocks.remote_runs(chunk.start, window_start) {
-                let runs = match self.step.mapped.in_reach(&self.cx, creditor, &runs) {
+                let runs = match self.step.mapped.mapped_runs(&self.cx, creditor, &runs) {
                     Some((map, found)) => builder.reach(creditor, map, chunk, found),
                     None => runs,
                 };
@@ -370,16 +372,20 @@ impl Instance {
     }
 
     /// The runner is done with a step.
-    pub(crate) fn on_done(&mut self, step: StepId, lane: Lane, samples: Vec<SampleOut>) {
-        let Some(flight) = self.step.flights[lane.index()].take_if(|f| f.step == step) else { return };
-        if lane == Lane::Local && flight.chunks.iter().all(|chunk| chunk.len == 1) {
+    pub(crate) fn on_done(&mut self, step: StepId, micro_batch: MicroBatch, samples: Vec<SampleOut>) {
+        let Some(flight) = self.step.flights[micro_batch.index()].take_if(|f| f.step == step) else { return };
+        if micro_batch == MicroBatch::Local && flight.chunks.iter().all(|chunk| chunk.len == 1) {
             let ms = self.cx.now_ms - flight.started_ms;
-            self.creditor(CreditorEvent::OwnStep { ms, guests_us: flight.guests_us });
+            self.creditor(CreditorEvent::OwnStep { ms, remote_requests_us: flight.remote_requests_us });
         }
         let growing = flight.chunks.iter().filter(|c| c.len == 1).count();
         let prompt_rows = flight.chunks.iter().filter(|c| c.len > 1).map(|c| c.len).sum();
         self.moves.pace.on_step(as_u32(growing), prompt_rows, self.cx.now_ms - flight.started_ms);
-        if lane == Lane::Remote && !flight.creditors.is_empty() && flight.fetches.is_empty() && flight.decodes() {
+        if micro_batch == MicroBatch::Remote
+            && !flight.creditors.is_empty()
+            && flight.fetches.is_empty()
+            && flight.decodes()
+        {
             self.batch.remote_took(flight.remote_ms);
         }
         self.batch.changed();
@@ -418,8 +424,8 @@ impl Instance {
     }
 
     /// The runner could not finish a step: its device or a peer's answer is at fault.
-    pub(crate) fn on_step_failed(&mut self, step: StepId, lane: Lane, error: &PassError) {
-        let Some(flight) = self.step.flights[lane.index()].take_if(|f| f.step == step) else { return };
+    pub(crate) fn on_step_failed(&mut self, step: StepId, micro_batch: MicroBatch, error: &PassError) {
+        let Some(flight) = self.step.flights[micro_batch.index()].take_if(|f| f.step == step) else { return };
         self.cancel_tickets(&flight);
         self.leave(&flight);
         match error {
@@ -464,18 +470,18 @@ impl Instance {
 
     /// Ends the step that a sequence is in; all its sequences leave it as they were. The runner forgets the step before
     /// it sees any later command, so their memory may be given away at once.
-    pub(crate) fn abort_lane_of(&mut self, seq: SeqId) {
+    pub(crate) fn abort_micro_batch_of(&mut self, seq: SeqId) {
         let holds = |f: &InFlight| f.chunks.iter().any(|c| c.seq == seq);
-        for lane in Lane::ALL {
-            if self.step.flights[lane.index()].as_ref().is_some_and(holds) {
-                self.abort_lane(lane);
+        for micro_batch in MicroBatch::ALL {
+            if self.step.flights[micro_batch.index()].as_ref().is_some_and(holds) {
+                self.abort_micro_batch(micro_batch);
             }
         }
     }
 
-    /// Ends the step of a lane, if there is one.
-    pub(crate) fn abort_lane(&mut self, lane: Lane) {
-        if let Some(flight) = self.step.flights[lane.index()].take() {
+    /// Ends the step of a micro-batch, if there is one.
+    pub(crate) fn abort_micro_batch(&mut self, micro_batch: MicroBatch) {
+        if let Some(flight) = self.step.flights[micro_batch.index()].take() {
             self.cx.effects.push(Effect::Runner(Command::Abort { step: flight.step }));
             self.cancel_tickets(&flight);
             self.leave(&flight);
@@ -498,7 +504,7 @@ impl Instance {
         let Some(flight) = self.step.flights.iter().flatten().find(|f| f.step == step) else { return };
         let chunks = flight.chunks.clone();
         if let Some(first) = chunks.first() {
-            self.abort_lane_of(first.seq);
+            self.abort_micro_batch_of(first.seq);
         }
         for chunk in chunks {
             creditors.iter().for_each(|creditor| self.lose(chunk.seq, *creditor, None, why));
@@ -507,7 +513,7 @@ impl Instance {
 
     /// Fails steps whose creditors do not answer. One that waits for this instance's own device only is not late.
     pub(crate) fn expire_steps(&mut self) {
-        let (now, patience_ms) = (self.cx.now_ms, self.cx.step_deadline_ms);
+        let (now, timeout_ms) = (self.cx.now_ms, self.cx.step_deadline_ms);
         let mut late = Vec::new();
         for flight in self.step.flights.iter_mut().flatten().filter(|f| f.deadline_ms.is_some_and(|at| at <= now)) {
             let reads = self.step.reads.values().filter(|(step, _, _)| *step == flight.step);
@@ -515,13 +521,13 @@ impl Instance {
                 reads.filter_map(|(_, _, index)| flight.fetches.get(*index).map(|f| f.creditor)).collect();
             missing.extend(&flight.unanswered);
             if missing.is_empty() {
-                flight.deadline_ms = Some(now + patience_ms);
+                flight.deadline_ms = Some(now + timeout_ms);
             } else {
                 late.push((flight.step, missing));
             }
         }
         for (step, missing) in late {
-            self.fail_step(step, &missing, &format!("a step made no progress for {patience_ms} ms"));
+            self.fail_step(step, &missing, &format!("a step made no progress for {timeout_ms} ms"));
         }
     }
 }

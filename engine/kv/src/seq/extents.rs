@@ -51,7 +51,7 @@ impl SeqBlocks {
 
     /// Visits positions `range`, of which none is behind the window, in order as maximal pieces.
     pub(super) fn visit_extents(&self, range: &Range<u32>, mut visit: impl FnMut(Segment)) {
-        if self.holes > 0 {
+        if self.lost_blocks > 0 {
             return self.pieces(range.clone(), visit);
         }
         if range.is_empty() {
@@ -120,7 +120,7 @@ mod tests {
                         let (creditor, lease) = (InstanceId(leases % 3 + 1), LeaseId(u64::from(leases)));
                         seq.push_remote(&RemoteGrant { creditor, lease, epoch: Epoch(1), blocks });
                     }
-                    Op::Write(tokens) if seq.holes() == 0 => {
+                    Op::Write(tokens) if seq.lost_blocks() == 0 => {
                         let end = seq.lost().first().map_or(seq.capacity_tokens(), |lost| lost.end);
                         let start = seq.next_position();
                         seq.write(start, tokens.min(end - start));
@@ -132,7 +132,7 @@ mod tests {
                         }
                     }
                     Op::Lose(lease) => drop(seq.lose(|_, of| of == LeaseId(lease))),
-                    Op::Fill(to) if seq.holes() > 0 => seq.fill_local(&[PhysBlock(to)]),
+                    Op::Fill(to) if seq.lost_blocks() > 0 => seq.fill_local(&[PhysBlock(to)]),
                     Op::Window(window) if seq.lost().is_empty() => {
                         drop(seq.free_behind_window(seq.next_position(), window));
                     }
@@ -142,7 +142,7 @@ mod tests {
                 prop_assert_eq!(seq.remote_blocks() as usize, remote);
                 let start = (from / BLOCK * BLOCK).max(seq.gone * BLOCK).min(seq.capacity_tokens());
                 let range = start..(start + len).min(seq.capacity_tokens());
-                if seq.holes() == 0 {
+                if seq.lost_blocks() == 0 {
                     let [quick, slow] = both(&seq, &range);
                     prop_assert_eq!(quick, slow);
                 }

@@ -111,8 +111,8 @@ fn vmm(stripes: u32, reclaim_below: u32) -> Vmm {
     let config = VmmConfig {
         direct_blocks: BLOCKS,
         batch_max: 0,
-        guests_max: 0,
-        guest_blocks_max: 0,
+        lent_rows_max: 0,
+        lent_row_blocks_max: 0,
         stripes,
         reclaim_below,
         ..CONFIG

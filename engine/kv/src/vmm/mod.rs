@@ -6,7 +6,7 @@
 //!
 //! Addresses are given out by the caller ([`Vmm::hold`], [`Vmm::release`]), as [`crate::BlockPool`] does for the engine, or
 //! here by rows: what the paper calls reqIds, ranges of virtual memory, one for each request that runs, and some for
-//! guests (rBlocks lent to other instances). The unit of accounting is the stripe, see [`VmmLayout`].
+//! lent rows (rBlocks lent to other instances). The unit of accounting is the stripe, see [`VmmLayout`].
 //!
 //! Invariants, asserted at every change and recounted by [`Vmm::check`]:
 //! * a virtual place holds at most one stripe; `free + stripes mapped somewhere == total`;
@@ -16,8 +16,8 @@
 
 #[cfg(test)]
 mod direct_tests;
-mod guests;
 mod layout;
+mod lent_rows;
 mod places;
 mod requests;
 mod row;

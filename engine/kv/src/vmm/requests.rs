@@ -280,7 +280,8 @@ impl Vmm {
         if needed as usize <= has {
             return Ok(());
         }
-        let most = if row < self.config.batch_max as usize { self.most_blocks } else { self.config.guest_blocks_max };
+        let most =
+            if row < self.config.batch_max as usize { self.most_blocks } else { self.config.lent_row_blocks_max };
         let too_long = VmmError::TooLong { tokens, max: most.saturating_mul(self.layout.block_tokens()) };
         if needed > most {
             return Err(too_long);

@@ -9,7 +9,7 @@ pub(super) enum Use {
     /// Nobody; what is mapped is kept for the next request.
     Idle,
     Request,
-    Guest,
+    Lent,
 }
 
 #[derive(Clone, Debug)]
@@ -25,8 +25,8 @@ pub(super) struct Row {
     pub(super) tokens: u32,
     /// Tokens at the front whose stripes other rows may see, too.
     pub(super) shared_tokens: u32,
-    /// Of a guest: position of the first token of each rBlock, `None` for a recalled one.
-    pub(super) guests: Vec<Option<u32>>,
+    /// Of a lent row: position of the first token of each rBlock, `None` for a recalled one.
+    pub(super) lent_rows: Vec<Option<u32>>,
 }
 
 impl Row {
@@ -38,7 +38,7 @@ impl Row {
             vacant: BTreeSet::new(),
             tokens: 0,
             shared_tokens: 0,
-            guests: Vec::new(),
+            lent_rows: Vec::new(),
         }
     }
 }

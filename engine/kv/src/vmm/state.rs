@@ -54,9 +54,9 @@ pub struct VmmConfig {
     pub batch_max: u32,
     /// Tokens of the longest request (L).
     pub context_max: u32,
-    /// Rows for guests, and the rBlocks of the largest.
-    pub guests_max: u32,
-    pub guest_blocks_max: u32,
+    /// Rows for lent rows, and the rBlocks of the largest.
+    pub lent_rows_max: u32,
+    pub lent_row_blocks_max: u32,
     /// Physical stripes.
     pub stripes: u32,
     /// Bytes of device addresses for all tensors together.
@@ -128,8 +128,8 @@ impl Vmm {
         let numbered = u64::from((u32::MAX - 1) / layout.block_tokens());
         let available = (config.address_bytes_max / block_bytes).min(numbered);
         let most = layout.blocks_for(config.context_max).max(1);
-        let guests = u64::from(config.guests_max) * u64::from(config.guest_blocks_max);
-        let fixed = u64::from(config.direct_blocks) + guests;
+        let lent_rows = u64::from(config.lent_rows_max) * u64::from(config.lent_row_blocks_max);
+        let fixed = u64::from(config.direct_blocks) + lent_rows;
         let needed = u64::from(config.batch_max) * u64::from(most) + fixed;
         let short = |available: u64| {
             // Half of what is left goes to the rows' first ranges, the rest is for those that grow.
@@ -142,14 +142,14 @@ impl Vmm {
             return Err(VmmError::Addresses { needed: bytes(needed), available: bytes(available) });
         }
         let blocks = u32::try_from(needed.min(available)).expect("bounded by what u32 numbers");
-        // Guests have their ranges for good, behind those of the requests.
+        // Lent rows have their ranges for good, behind those of the requests.
         let mut rows = vec![Row::new(0..0); config.batch_max as usize];
         let mut addresses = Extents::new(blocks);
         addresses.take_at(0, config.direct_blocks);
-        for guest in 1..=config.guests_max {
-            let start = blocks - guest * config.guest_blocks_max;
-            addresses.take_at(start, config.guest_blocks_max);
-            rows.push(Row::new(start..start + config.guest_blocks_max));
+        for lent_row in 1..=config.lent_rows_max {
+            let start = blocks - lent_row * config.lent_row_blocks_max;
+            addresses.take_at(start, config.lent_row_blocks_max);
+            rows.push(Row::new(start..start + config.lent_row_blocks_max));
         }
         Ok(Self {
             layout,

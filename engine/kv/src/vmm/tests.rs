@@ -1,4 +1,4 @@
-//! Random requests, guests, shares and failures, carried out on a model of memory that knows every token's contents.
+//! Random requests, lent rows, shares and failures, carried out on a model of memory that knows every token's contents.
 //!
 //! The model maps, unmaps and writes as a device would: a double map, an unmap of nothing, a write to what somebody
 //! else sees or a read of what is not mapped fails the test.
@@ -17,8 +17,8 @@ pub(super) const CONFIG: VmmConfig = VmmConfig {
     direct_blocks: 0,
     batch_max: 3,
     context_max: 24,
-    guests_max: 2,
-    guest_blocks_max: 5,
+    lent_rows_max: 2,
+    lent_row_blocks_max: 5,
     stripes: 40,
     address_bytes_max: 1 << 30,
     grow: false,
@@ -90,7 +90,7 @@ impl Memory {
     }
 }
 
-/// A request's or guest's tokens: what each position holds, if it is here.
+/// A request's or lent row's tokens: what each position holds, if it is here.
 type Tokens = BTreeMap<u32, u64>;
 
 struct World {
@@ -98,7 +98,7 @@ struct World {
     memory: Memory,
     /// By row: tokens, and how many are at the front of the others.
     requests: BTreeMap<usize, (u32, Tokens)>,
-    guests: BTreeMap<usize, (Vec<Option<u32>>, Tokens)>,
+    lent_rows: BTreeMap<usize, (Vec<Option<u32>>, Tokens)>,
     values: u64,
 }
 
@@ -143,7 +143,7 @@ fn pick<T>(map: &BTreeMap<usize, T>, n: usize) -> Option<usize> {
 impl World {
     fn new(config: VmmConfig) -> Self {
         let vmm = Vmm::new(VmmLayout::new(shape()).unwrap(), config).unwrap();
-        Self { vmm, memory: Memory::default(), requests: BTreeMap::new(), guests: BTreeMap::new(), values: 0 }
+        Self { vmm, memory: Memory::default(), requests: BTreeMap::new(), lent_rows: BTreeMap::new(), values: 0 }
     }
 
     fn value(&mut self) -> u64 {
@@ -186,14 +186,14 @@ impl World {
             }
             Op::Restore(n, block) => self.restore(n, block, fail),
             Op::Open => {
-                if let Ok(row) = self.vmm.open_guest() {
-                    self.guests.insert(row, (Vec::new(), Tokens::new()));
+                if let Ok(row) = self.vmm.open_lent_row() {
+                    self.lent_rows.insert(row, (Vec::new(), Tokens::new()));
                 }
             }
             Op::Lend(n, blocks, first) => self.lend(n, blocks, first, fail),
             Op::Recall(n, at, blocks) => {
-                let Some(row) = pick(&self.guests, n) else { return };
-                let (per, (entries, tokens)) = (self.per(), self.guests.get_mut(&row).unwrap());
+                let Some(row) = pick(&self.lent_rows, n) else { return };
+                let (per, (entries, tokens)) = (self.per(), self.lent_rows.get_mut(&row).unwrap());
                 let end = (at + blocks).min(u32::try_from(entries.len()).unwrap());
                 let plan = self.vmm.recall(row, at.min(end)..end);
                 if self.memory.run(&mut self.vmm, plan, fail) {
@@ -205,17 +205,17 @@ impl World {
                 }
             }
             Op::Compact(n) => {
-                let Some(row) = pick(&self.guests, n) else { return };
+                let Some(row) = pick(&self.lent_rows, n) else { return };
                 let plan = self.vmm.compact(row);
                 if self.memory.run(&mut self.vmm, plan, fail) {
-                    self.guests.get_mut(&row).unwrap().0.retain(Option::is_some);
+                    self.lent_rows.get_mut(&row).unwrap().0.retain(Option::is_some);
                 }
             }
             Op::Close(n) => {
-                let Some(row) = pick(&self.guests, n) else { return };
-                let plan = self.vmm.close_guest(row);
+                let Some(row) = pick(&self.lent_rows, n) else { return };
+                let plan = self.vmm.close_lent_row(row);
                 if self.memory.run(&mut self.vmm, plan, fail) {
-                    self.guests.remove(&row);
+                    self.lent_rows.remove(&row);
                 }
             }
         }
@@ -284,9 +284,9 @@ impl World {
     }
 
     fn lend(&mut self, n: usize, blocks: u32, first: u32, fail: Option<usize>) {
-        let Some(row) = pick(&self.guests, n) else { return };
-        let (per, (entries, tokens)) = (self.per(), self.guests.get_mut(&row).unwrap());
-        // Guests' positions ascend, with gaps.
+        let Some(row) = pick(&self.lent_rows, n) else { return };
+        let (per, (entries, tokens)) = (self.per(), self.lent_rows.get_mut(&row).unwrap());
+        // Lent rows' positions ascend, with gaps.
         let first = tokens.keys().last().map_or(0, |p| p + 1) + first;
         match self.vmm.lend(row, blocks, first) {
             Ok(plan) => {
@@ -323,8 +323,8 @@ impl World {
         for (row, (len, tokens)) in &self.requests {
             holds(self.vmm.runs(*row, *len), tokens);
         }
-        for (row, (_, tokens)) in &self.guests {
-            holds(self.vmm.guest_runs(*row), tokens);
+        for (row, (_, tokens)) in &self.lent_rows {
+            holds(self.vmm.lent_row_runs(*row), tokens);
         }
     }
 }
@@ -398,7 +398,7 @@ fn the_next_request_is_prepared_and_cached_memory_reclaimed() {
     let _ = vmm.alloc_reqid().unwrap();
     assert_eq!(vmm.kept_stripes(), 0, "the new request took the cached row");
     let _ = vmm.free_reqid(1);
-    let third = vmm.open_guest().unwrap();
+    let third = vmm.open_lent_row().unwrap();
     let _ = vmm.lend(third, 4, 0).unwrap();
     assert_eq!((vmm.counters().reclaimed, vmm.counters().lent), (8, 4));
     vmm.check();
@@ -423,7 +423,7 @@ fn without_memory_a_step_changes_nothing() {
 #[test]
 fn addresses_that_do_not_suffice_are_refused_or_grown_into() {
     let layout = VmmLayout::new(shape()).unwrap();
-    // Three requests of 6 rBlocks and two guests of 5, 96 bytes each.
+    // Three requests of 6 rBlocks and two lent rows of 5, 96 bytes each.
     let tight = VmmConfig { address_bytes_max: 22 * 96, ..CONFIG };
     assert_eq!(Vmm::new(layout, tight).unwrap_err(), VmmError::Addresses { needed: 28 * 96, available: 22 * 96 });
     let mut vmm = Vmm::new(layout, VmmConfig { grow: true, ..tight }).unwrap();
@@ -447,8 +447,8 @@ fn addresses_that_do_not_suffice_are_refused_or_grown_into() {
     let huge = VmmConfig {
         batch_max: 500,
         context_max: 200_000,
-        guests_max: 0,
-        guest_blocks_max: 0,
+        lent_rows_max: 0,
+        lent_row_blocks_max: 0,
         address_bytes_max: 1 << 47,
         ..CONFIG
     };
@@ -464,22 +464,22 @@ fn addresses_that_do_not_suffice_are_refused_or_grown_into() {
 #[test]
 fn recalling_from_the_middle_keeps_positions_and_compacting_keeps_runs() {
     let mut vmm = small();
-    let guest = vmm.open_guest().unwrap();
-    let _ = vmm.lend(guest, 4, 100).unwrap();
-    let base = vmm.slot0(guest);
-    assert_eq!(vmm.guest_runs(guest), [KvRun { base, len: 16, first_pos: 100 }]);
-    let _ = vmm.recall(guest, 1..2);
+    let lent_row = vmm.open_lent_row().unwrap();
+    let _ = vmm.lend(lent_row, 4, 100).unwrap();
+    let base = vmm.slot0(lent_row);
+    assert_eq!(vmm.lent_row_runs(lent_row), [KvRun { base, len: 16, first_pos: 100 }]);
+    let _ = vmm.recall(lent_row, 1..2);
     let halves = [KvRun { base, len: 4, first_pos: 100 }, KvRun { base: base + 8, len: 8, first_pos: 108 }];
-    assert_eq!(vmm.guest_runs(guest), halves);
-    let plan = vmm.compact(guest);
+    assert_eq!(vmm.lent_row_runs(lent_row), halves);
+    let plan = vmm.compact(lent_row);
     assert!(plan.unmaps() && plan.commands().len() == 12);
     let together = [KvRun { base, len: 4, first_pos: 100 }, KvRun { base: base + 4, len: 8, first_pos: 108 }];
-    assert_eq!(vmm.guest_runs(guest), together);
+    assert_eq!(vmm.lent_row_runs(lent_row), together);
     // A new loan lies behind, where there was none.
-    let _ = vmm.lend(guest, 2, 116).unwrap();
-    assert_eq!(vmm.guest_runs(guest)[1], KvRun { base: base + 4, len: 16, first_pos: 108 });
+    let _ = vmm.lend(lent_row, 2, 116).unwrap();
+    assert_eq!(vmm.lent_row_runs(lent_row)[1], KvRun { base: base + 4, len: 16, first_pos: 108 });
     vmm.check();
-    let _ = vmm.close_guest(guest);
+    let _ = vmm.close_lent_row(lent_row);
     assert_eq!(vmm.free_stripes(), 40);
 }
 

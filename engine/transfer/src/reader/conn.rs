@@ -49,7 +49,7 @@ pub(super) struct Completion {
     outcome: TransferOutcome,
 }
 
-/// A read under way.
+/// A read in flight.
 #[derive(Debug)]
 pub(super) struct InFlight {
     pub(super) transaction: Arc<Transaction>,
@@ -264,7 +264,7 @@ impl Reader {
         }
     }
 
-    /// A connection that is given up closes its path, and goes when nothing of it is under way.
+    /// A connection that is given up closes its path, and goes when nothing of it is in progress.
     pub(super) fn forget_if_idle(&mut self, id: ConnId) {
         let Some(conn) = self.conns.get(&id).filter(|conn| conn.leaving) else { return };
         match conn.state {

@@ -297,7 +297,7 @@ impl Reader {
     /// Every block is here and verified: COMPLETE follows its TRANSFERs.
     fn done(&mut self, id: PullId) {
         let Some(pulling) = self.pulls.remove(&id) else { return };
-        assert!(pulling.reads == 0 && pulling.checking == 0, "a pull that is done has nothing under way");
+        assert!(pulling.reads == 0 && pulling.checking == 0, "a pull that is done has nothing in flight");
         if let Some(conn) = self.conns.get_mut(&pulling.conn) {
             conn.pulls.remove(&pulling.export);
         }
@@ -322,7 +322,7 @@ impl Reader {
         self.release(id);
     }
 
-    /// A failed pull is over when nothing of it is under way: then its memory is the owner's again, and the writer may
+    /// A failed pull is over when nothing of it is in progress: then its memory is the owner's again, and the writer may
     /// free its own.
     pub(super) fn release(&mut self, id: PullId) {
         let busy = |pulling: &Pulling| pulling.reads > 0 || pulling.checking > 0;

@@ -6,7 +6,7 @@
 //!
 //! * bytes that were asked for and have not arrived are bounded, per connection and in all;
 //! * a pull is told to be done only after every block's check matched, and its COMPLETE is sent only after that;
-//! * the memory of a pull that fails is given back only when no read into it is under way;
+//! * the memory of a pull that fails is given back only when no read into it is in progress;
 //! * COMPLETEs of a connection are sent one at a time, in order, repeated until acknowledged, and survive a lost path;
 //! * every pull ends, at its deadline at the latest.
 //!
@@ -243,7 +243,7 @@ struct Pulling {
     /// Pieces of each block that are not checked.
     unchecked: Vec<usize>,
     blocks_left: usize,
-    /// Reads under way, and checks that the owner computes.
+    /// Reads in flight, and checks that the owner computes.
     reads: usize,
     checking: usize,
     retries: u32,
@@ -451,7 +451,7 @@ impl Reader {
         }
     }
 
-    /// Ends a pull. [`ReaderOutput::Failed`] follows when no read into its memory is under way.
+    /// Ends a pull. [`ReaderOutput::Failed`] follows when no read into its memory is in progress.
     pub fn cancel(&mut self, pull: PullId, now_ms: u64) {
         self.now_ms = now_ms;
         self.fail(pull, Failure::Cancelled);

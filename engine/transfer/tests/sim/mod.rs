@@ -74,7 +74,7 @@ enum Event {
     },
 }
 
-/// A path as long as anything of it is under way.
+/// A path as long as anything of it is in progress.
 #[derive(Debug)]
 struct Path {
     reader: usize,

@@ -1,6 +1,6 @@
 //! Handing arenas, of the host's memory or of a device's, to readers on the same host: a unix socket, a token, a descriptor.
 
-use lagoon_backend::{ArenaView, DeviceError, PeerMemory, PeerWindow, SharedArena, Window};
+use lagoon_backend::{ArenaView, DeviceError, PeerMemory, PeerRegion, SharedArena, SharedRegion};
 use lagoon_protocol::TransferArena;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
@@ -30,7 +30,7 @@ use subtle::ConstantTimeEq;
 /// Bytes of a token.
 const TOKEN_BYTES: usize = 32;
 /// Time that either side waits for the other.
-const PATIENCE: Duration = Duration::from_secs(1);
+const TIMEOUT: Duration = Duration::from_secs(1);
 /// Readers that are served at once.
 const AT_ONCE_MAX: usize = 16;
 
@@ -102,7 +102,7 @@ impl ArenaServer {
     ///
     /// # Errors
     /// As there, and when the device refuses a descriptor.
-    pub fn of_window(socket: &Path, window: &dyn Window) -> Result<Self, HostError> {
+    pub fn of_region(socket: &Path, window: &dyn SharedRegion) -> Result<Self, HostError> {
         let of = TransferArena { device: window.device().to_vec(), bytes: window.bytes(), ..TransferArena::default() };
         Self::offer(socket, vec![(of, File::from(window.descriptor()?))])
     }
@@ -164,8 +164,8 @@ fn accept(listener: &UnixListener, stop: &AtomicBool, offered: &Arc<Vec<Offered>
 }
 
 fn hand_out(mut stream: UnixStream, offered: &[Offered]) -> Result<(), HostError> {
-    stream.set_read_timeout(Some(PATIENCE)).map_err(io_error("setting a deadline"))?;
-    stream.set_write_timeout(Some(PATIENCE)).map_err(io_error("setting a deadline"))?;
+    stream.set_read_timeout(Some(TIMEOUT)).map_err(io_error("setting a deadline"))?;
+    stream.set_write_timeout(Some(TIMEOUT)).map_err(io_error("setting a deadline"))?;
     let peer = socket_peercred(&stream).map_err(|error| io_error("asking who the reader is")(error.into()))?;
     if peer.uid.as_raw() != rustix_uid() {
         return Err(HostError::Refused);
@@ -201,7 +201,7 @@ pub fn fetch_arena(offer: &TransferArena, bytes: u64) -> Result<ArenaView, HostE
 ///
 /// # Errors
 /// When the writer refuses the token, or the device cannot map what it hands out.
-pub fn fetch_window(offer: &TransferArena, own: &Arc<dyn Window>) -> Result<Box<dyn PeerWindow>, HostError> {
+pub fn fetch_region(offer: &TransferArena, own: &Arc<dyn SharedRegion>) -> Result<Box<dyn PeerRegion>, HostError> {
     let of = offer.device.as_slice().try_into().map_err(|_other_size| HostError::Name(offer.device.len()))?;
     Ok(Arc::clone(own).import(of, fetch(offer)?.as_fd(), offer.bytes)?)
 }
@@ -221,8 +221,8 @@ fn fetch(offer: &TransferArena) -> Result<File, HostError> {
         return Err(HostError::Token(offer.token.len()));
     }
     let mut stream = UnixStream::connect(&offer.socket).map_err(io_error("connecting to the writer's socket"))?;
-    stream.set_read_timeout(Some(PATIENCE)).map_err(io_error("setting a deadline"))?;
-    stream.set_write_timeout(Some(PATIENCE)).map_err(io_error("setting a deadline"))?;
+    stream.set_read_timeout(Some(TIMEOUT)).map_err(io_error("setting a deadline"))?;
+    stream.set_write_timeout(Some(TIMEOUT)).map_err(io_error("setting a deadline"))?;
     stream.write_all(&offer.token).map_err(io_error("sending the token"))?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);

@@ -102,7 +102,7 @@ mod tests {
         time::Duration,
     };
 
-    const PATIENCE: Duration = Duration::from_secs(60);
+    const TIMEOUT: Duration = Duration::from_secs(60);
 
     #[test]
     fn every_job_is_done_once_and_threads_end() {
@@ -127,7 +127,7 @@ mod tests {
                 let size = burst % 7;
                 (0..size).for_each(|n| jobs.push(burst * 7 + n));
                 // Everybody sleeps again, or nearly.
-                all.extend((0..size).map(|_| results.recv_timeout(PATIENCE).unwrap()));
+                all.extend((0..size).map(|_| results.recv_timeout(TIMEOUT).unwrap()));
             }
             jobs.push(u32::MAX);
             jobs.close();

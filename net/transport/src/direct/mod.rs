@@ -13,17 +13,17 @@
 #[cfg(target_os = "linux")]
 mod host;
 mod jobs;
-mod lanes;
 mod memory;
 mod probe;
 mod serve;
+mod streams;
 
 #[cfg(target_os = "linux")]
-pub use host::{ArenaServer, HostError, fetch_arena, fetch_memory, fetch_window, host_identity};
-pub use lanes::{LanesConfig, QuicPath};
+pub use host::{ArenaServer, HostError, fetch_arena, fetch_memory, fetch_region, host_identity};
 pub use memory::MemoryPath;
 pub use probe::Probe;
 pub use serve::ExportServer;
+pub use streams::{QuicPath, StreamsConfig};
 
 use lagoon_transfer::{Landed, Lander, Pulls, ReadFailure, Region, RegionError, Transaction};
 use std::{fmt, sync::Arc};

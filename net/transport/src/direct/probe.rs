@@ -1,7 +1,7 @@
 //! How fast a path is, measured when it is opened: bounded in bytes and in time.
 
-use super::lanes::{LanesConfig, dial};
 use super::serve::ExportServer;
+use super::streams::{StreamsConfig, dial};
 use crate::Node;
 use lagoon_protocol::DirectFrame;
 use lagoon_wire::direct::{DirectItem, DirectReader, encode};
@@ -58,7 +58,7 @@ impl Probe {
     /// # Errors
     /// When there is no memory to measure with, or the device fails.
     #[cfg(target_os = "linux")]
-    pub fn of_window(path: &'static str, window: &dyn lagoon_backend::PeerWindow) -> Result<Self, String> {
+    pub fn of_region(path: &'static str, window: &dyn lagoon_backend::PeerRegion) -> Result<Self, String> {
         let (bytes_per_s, expected_bytes_per_s) = window.rates().map_err(|error| error.to_string())?;
         Ok(Self { path, bytes_per_s, expected_bytes_per_s })
     }
@@ -137,7 +137,7 @@ impl Node {
     pub async fn probe_direct(
         &self,
         addr: SocketAddr,
-        config: LanesConfig,
+        config: StreamsConfig,
         bytes: u64,
         expected_bytes_per_s: f64,
     ) -> Result<Probe, String> {
@@ -146,7 +146,7 @@ impl Node {
         Ok(Probe { path: "quic", bytes_per_s, expected_bytes_per_s })
     }
 
-    async fn measure(&self, addr: SocketAddr, config: LanesConfig, bytes: u64) -> Result<f64, String> {
+    async fn measure(&self, addr: SocketAddr, config: StreamsConfig, bytes: u64) -> Result<f64, String> {
         let (connection, mut send, mut recv, mut rest) = dial(self.shared(), addr, config).await?;
         let count = bytes.div_ceil(PROBE_BYTES).max(1);
         let frames: Result<Vec<_>, _> =

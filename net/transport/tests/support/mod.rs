@@ -7,7 +7,7 @@ use lagoon_types::{Epoch, LeaseId, StepId};
 use std::{net::SocketAddr, sync::LazyLock, time::Duration};
 
 /// Longest wait of any test: far above what is needed, so that a loaded machine does not fail it.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(20);
 
 pub(crate) static CA: LazyLock<ClusterCa> = LazyLock::new(|| ClusterCa::generate("test").unwrap());
 
@@ -43,7 +43,7 @@ pub(crate) fn write(number: u64, bytes: usize) -> Frame {
 
 /// The next item, which must come in time.
 pub(crate) async fn next<T>(inbox: &mut Inbox<T>) -> T {
-    tokio::time::timeout(PATIENCE, inbox.recv()).await.expect("an event in time").expect("the node is open")
+    tokio::time::timeout(TIMEOUT, inbox.recv()).await.expect("an event in time").expect("the node is open")
 }
 
 pub(crate) async fn next_up(events: &mut Inbox<Event>) -> (PeerId, SocketAddr, u64) {

@@ -18,7 +18,7 @@ const RENEW_MS: u64 = 2_000;
 #[derive(Debug, Default)]
 struct Node {
     total: u32,
-    /// Blocks of own sequences that lie here, copies under way included.
+    /// Blocks of own sequences that lie here, copies in flight included.
     own: u32,
     /// What it has lent, by debtor and sequence.
     lent: BTreeMap<(InstanceId, u64), u32>,
@@ -49,7 +49,7 @@ impl Node {
 enum Event {
     ToNode(InstanceId, ControlBody),
     ToDgfm(InstanceId, ControlBody),
-    /// One more block of the move under way.
+    /// One more block of the move in flight.
     Copy(InstanceId, u64),
     Release(InstanceId, InstanceId, u64),
 }

@@ -20,15 +20,15 @@ impl GManager {
         assert_eq!(self.by_addr.len(), self.members.len());
         let caps: u64 = live.iter().map(|id| u64::from(self.members[id].cap())).sum();
         assert_eq!(self.sorted.caps(), caps);
-        let mut guests: BTreeMap<InstanceId, BTreeMap<InstanceId, usize>> = BTreeMap::new();
+        let mut remote_requests: BTreeMap<InstanceId, BTreeMap<InstanceId, usize>> = BTreeMap::new();
         for (holder, member) in &self.members {
             assert_eq!(self.sorted.writer.flags(member.slot), member.flags(), "{holder}");
             assert!(!member.is_fenced() || member.rows.is_empty());
             for (debtor, _) in member.rows.keys().filter(|(debtor, _)| debtor != holder) {
-                *guests.entry(*debtor).or_default().entry(*holder).or_default() += 1;
+                *remote_requests.entry(*debtor).or_default().entry(*holder).or_default() += 1;
             }
         }
-        assert_eq!(self.guests, guests);
+        assert_eq!(self.remote_requests, remote_requests);
         self.check_requests();
     }
 
@@ -44,7 +44,7 @@ impl GManager {
         }
         let mut of_requests = BTreeSet::new();
         for (id, member) in &self.members {
-            let Some(view) = self.pool.instances.get(id).or(member.parked.as_deref()) else { continue };
+            let Some(view) = self.pool.instances.get(id).or(member.withheld.as_deref()) else { continue };
             for (seq, request) in &view.requests {
                 assert_eq!(request.moving, self.orders.rests(*id, *seq), "{id} {seq}");
                 if request.local > 0 {
@@ -147,7 +147,7 @@ proptest! {
             now += 500;
         }
         prop_assert!(gm.members.is_empty());
-        prop_assert!(gm.guests.is_empty() && gm.pool.instances.is_empty() && gm.orders.is_idle());
+        prop_assert!(gm.remote_requests.is_empty() && gm.pool.instances.is_empty() && gm.orders.is_idle());
         prop_assert_eq!(gm.sorted.caps(), 0);
     }
 }

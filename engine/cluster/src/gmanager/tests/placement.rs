@@ -379,7 +379,7 @@ fn a_drained_debtor_takes_its_blocks_home() {
     assert_eq!(home(&mut gm, 0), []);
     beat(&mut gm, 4, growth + 9, &[5]);
     assert_eq!(home(&mut gm, limits::DRAIN_MS), [(1, 3, 1, 4)]);
-    assert_eq!(home(&mut gm, 2 * limits::DRAIN_MS), [], "it is under way");
+    assert_eq!(home(&mut gm, 2 * limits::DRAIN_MS), [], "it is in progress");
     assert!(!gm.pool().instances[&InstanceId(1)].requests.is_empty());
 }
 

@@ -29,7 +29,7 @@ fn uncut() -> PlannerConfig {
         order_blocks_max: u32::MAX,
         order_ms_max: u64::MAX,
         horizon_ms: 0,
-        model: ModelConfig { lanes: true, pace: false },
+        model: ModelConfig { micro_batches: true, pace: false },
         ..PlannerConfig::default()
     }
 }
@@ -52,7 +52,7 @@ fn apply(view: &mut PoolView, order: &Order) {
             let request = instance.requests.get_mut(&seq).unwrap();
             (request.local, request.local_sealed) = (change(request.local), change(request.local_sealed));
         } else {
-            instance.load.guest_tokens = change64(instance.load.guest_tokens);
+            instance.load.remote_request_tokens = change64(instance.load.remote_request_tokens);
             match instance.lent.iter_mut().find(|l| l.0 == debtor) {
                 Some(lent) => lent.1 = change(lent.1),
                 None => instance.lent.push((debtor, change(0))),
@@ -105,7 +105,7 @@ fn throughput(view: &PoolView, config: &PlannerConfig, creditors: &BTreeSet<Inst
             let entry = by_creditor.entry(part.creditor).or_default();
             *entry = (entry.0 + part.blocks, entry.1 + 1);
         }
-        let lane = if config.model.lanes { rows } else { 0 };
+        let micro_batch = if config.model.micro_batches { rows } else { 0 };
         let mut remote = 0.0f64;
         for (creditor, (blocks, rows)) in by_creditor {
             let c = round.index(creditor).unwrap();
@@ -115,9 +115,9 @@ fn throughput(view: &PoolView, config: &PlannerConfig, creditors: &BTreeSet<Inst
                 f64::from(blocks) * block * round.nodes[c].rates.attention_us + f64::from(view.shape.layers) * wire,
             );
         }
-        let attention = (local + node.guest_tokens) * node.rates.attention_us;
-        let local_us = node.rates.other_us(batch - lane) + node.rates.other_us(lane) + attention;
-        let remote_us = if rows == 0 { 0.0 } else { remote + node.rates.other_us(lane) };
+        let attention = (local + node.remote_request_tokens) * node.rates.attention_us;
+        let local_us = node.rates.other_us(batch - micro_batch) + node.rates.other_us(micro_batch) + attention;
+        let remote_us = if rows == 0 { 0.0 } else { remote + node.rates.other_us(micro_batch) };
         if batch > 0 {
             total += f64::from(batch) * 1e6 / local_us.max(remote_us);
         }

@@ -70,7 +70,7 @@ fn lend(view: &mut PoolView, (debtor, seq): (u32, u64), creditor: u32, blocks: u
     d.blocks_lendable += blocks;
     let c = view.instances.get_mut(&InstanceId(creditor)).unwrap();
     c.lent.push((InstanceId(debtor), blocks));
-    c.load.guest_tokens += tokens;
+    c.load.remote_request_tokens += tokens;
     c.blocks_free -= blocks;
     c.blocks_lendable -= blocks;
 }
@@ -334,7 +334,7 @@ fn mapped_kv_is_attended_to_by_its_debtor() {
     let tokens = |view: &PoolView, at: usize| {
         let config = config(2.0);
         let round = Round::new(view, &config);
-        (round.nodes[at].local_tokens, round.nodes[at].guest_tokens)
+        (round.nodes[at].local_tokens, round.nodes[at].remote_request_tokens)
     };
     let of = |blocks: u32| f64::from(blocks * TOKENS);
     assert_eq!((tokens(&view, 0), tokens(&view, 1)), ((of(220), 0.0), (of(200), of(300))));

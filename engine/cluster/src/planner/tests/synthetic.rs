@@ -146,19 +146,19 @@ impl Synthetic {
     }
 }
 
-/// Makes an instance's load what its requests and guests say.
+/// Makes an instance's load what its requests and remote requests say.
 fn settle(view: &mut PoolView, id: InstanceId) {
     let tokens = |blocks: u32| u64::from(blocks) * u64::from(view.shape.block_tokens);
     let instance = view.instances.get_mut(&id).expect("made before");
     let local: u32 = instance.requests.values().map(|r| r.local).sum();
-    let guests: u32 = instance.lent.iter().map(|l| l.1).sum();
+    let remote_requests: u32 = instance.lent.iter().map(|l| l.1).sum();
     let batch = u32::try_from(instance.requests.len()).unwrap_or(u32::MAX);
     instance.blocks_lendable = instance.blocks_free.saturating_sub(2);
     instance.load = Load {
         batch,
         context_tokens: tokens(local + instance.borrowed),
         remote_tokens: tokens(instance.borrowed),
-        guest_tokens: tokens(guests),
+        remote_request_tokens: tokens(remote_requests),
         queue_blocks: std::mem::take(&mut instance.load.queue_blocks),
         batch_max: 256,
         step_us: 0,

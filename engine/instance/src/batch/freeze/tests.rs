@@ -10,8 +10,8 @@ use lagoon_protocol::{
 use lagoon_runner::{Command, Report, SampleOut};
 use lagoon_types::limits::FREEZE_MS_MAX;
 use lagoon_types::{
-    AttentionGeometry, DType, GenerateRequest, InstanceId, KvShape, Lane, ModelHash, SamplingParams, SeqId, StepId,
-    TokenEvent,
+    AttentionGeometry, DType, GenerateRequest, InstanceId, KvShape, MicroBatch, ModelHash, SamplingParams, SeqId,
+    StepId, TokenEvent,
 };
 
 const SEQ: SeqId = SeqId(7);
@@ -48,7 +48,7 @@ pub(crate) fn config() -> InstanceConfig {
         target_step_ms: None,
         transfer: None,
         lent: None,
-        reaches: None,
+        peer_access: None,
     }
 }
 
@@ -56,8 +56,8 @@ pub(crate) fn config() -> InstanceConfig {
 struct Scene {
     instance: Instance,
     now_ms: u64,
-    /// The step under way.
-    step: Option<(StepId, Lane)>,
+    /// The step in flight.
+    step: Option<(StepId, MicroBatch)>,
 }
 
 impl Scene {
@@ -112,11 +112,11 @@ impl Scene {
         scene
     }
 
-    /// The step under way gives its token.
+    /// The step in flight gives its token.
     fn finish_step(&mut self) -> Vec<Effect> {
-        let (step, lane) = self.step.take().expect("a step is under way");
+        let (step, micro_batch) = self.step.take().expect("a step is in progress");
         let sample = SampleOut { seq: SEQ, token: 3, logprobs: None, logits: None };
-        self.on(Event::Runner(Report::Done { step, lane, samples: vec![sample] }))
+        self.on(Event::Runner(Report::Done { step, micro_batch, samples: vec![sample] }))
     }
 
     fn thaw(&mut self, cycle: u64) -> Vec<Effect> {
@@ -130,7 +130,7 @@ impl Scene {
     fn on(&mut self, event: Event) -> Vec<Effect> {
         let effects = self.instance.handle(event, self.now_ms);
         if let Some(step) = effects.iter().find_map(|e| match e {
-            Effect::Runner(Command::Step(work)) => Some((work.step, work.lane)),
+            Effect::Runner(Command::Step(work)) => Some((work.step, work.micro_batch)),
             _ => None,
         }) {
             self.step = Some(step);

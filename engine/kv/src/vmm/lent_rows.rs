@@ -1,6 +1,6 @@
-//! rBlocks of other instances' sequences in this instance's memory: each guest's lie in one row, as runs.
+//! rBlocks of other instances' sequences in this instance's memory: each lent row's lie in one row, as runs.
 //!
-//! A guest's rBlock keeps its position wherever it lies, so that windows and ALiBi stay right: recalling one from the
+//! A lent row's rBlock keeps its position wherever it lies, so that windows and ALiBi stay right: recalling one from the
 //! middle leaves a hole in the addresses and cuts a run in two; compacting moves what is behind a hole down to it by
 //! mapping, not by copying.
 
@@ -11,26 +11,26 @@ use lagoon_types::KvRun;
 use std::ops::Range;
 
 impl Vmm {
-    /// A row for a guest.
+    /// A row for a lent row.
     ///
     /// # Errors
     /// [`VmmError::NoRow`].
-    pub fn open_guest(&mut self) -> Result<usize, VmmError> {
+    pub fn open_lent_row(&mut self) -> Result<usize, VmmError> {
         let first = self.config.batch_max as usize;
         let row = (first..self.rows.len()).find(|row| self.rows[*row].used == Use::Idle).ok_or(VmmError::NoRow)?;
-        self.rows[row].used = Use::Guest;
+        self.rows[row].used = Use::Lent;
         Ok(row)
     }
 
-    /// Lends `blocks` rBlocks more, behind what the guest has: they will hold the tokens from position `first_pos` on.
+    /// Lends `blocks` rBlocks more, behind what the lent row has: they will hold the tokens from position `first_pos` on.
     /// Kept stripes serve where no free one is left.
     ///
     /// # Errors
     /// [`VmmError::OutOfMemory`], [`VmmError::TooLong`] (compacting may help). Nothing has changed then.
     pub fn lend(&mut self, row: usize, blocks: u32, first_pos: u32) -> Result<Plan, VmmError> {
-        assert_eq!(self.rows[row].used, Use::Guest, "row {row} has no guest");
+        assert_eq!(self.rows[row].used, Use::Lent, "row {row} has no lent row");
         let (per, stripes) = (self.layout.block_tokens(), self.layout.block_stripes());
-        let has = u32::try_from(self.rows[row].guests.len()).expect("rBlocks fit u32");
+        let has = u32::try_from(self.rows[row].lent_rows.len()).expect("rBlocks fit u32");
         let mut plan = self.begin_with(row);
         let tokens = (has + blocks).saturating_mul(per);
         let wanted = (blocks * stripes) as usize;
@@ -41,21 +41,21 @@ impl Vmm {
         }
         let filled = self.fill(&mut plan, row, (has + blocks) * stripes);
         assert_eq!(filled as usize, wanted, "recalled places are vacant, so that only new ones are filled");
-        self.rows[row].guests.extend((0..blocks).map(|block| Some(first_pos + block * per)));
+        self.rows[row].lent_rows.extend((0..blocks).map(|block| Some(first_pos + block * per)));
         self.counters.lent += u64::from(blocks);
         Ok(plan)
     }
 
-    /// Takes the guest's rBlocks `blocks` (counted from its first, recalled ones too) back: their memory is free. Those
+    /// Takes the lent row's rBlocks `blocks` (counted from its first, recalled ones too) back: their memory is free. Those
     /// that were recalled already stay so.
     ///
     /// # Panics
-    /// If the guest has not got so many.
+    /// If the lent row has not got so many.
     pub fn recall(&mut self, row: usize, blocks: Range<u32>) -> Plan {
-        assert_eq!(self.rows[row].used, Use::Guest, "row {row} has no guest");
+        assert_eq!(self.rows[row].used, Use::Lent, "row {row} has no lent row");
         let mut plan = self.begin_with(row);
         for block in blocks {
-            if self.rows[row].guests[block as usize].take().is_none() {
+            if self.rows[row].lent_rows[block as usize].take().is_none() {
                 continue;
             }
             for at in self.stripes_of(block..block + 1) {
@@ -67,52 +67,52 @@ impl Vmm {
         plan
     }
 
-    /// Moves the guest's rBlocks together, over those that were recalled: afterwards they count from 0 without gaps.
+    /// Moves the lent row's rBlocks together, over those that were recalled: afterwards they count from 0 without gaps.
     pub fn compact(&mut self, row: usize) -> Plan {
-        assert_eq!(self.rows[row].used, Use::Guest, "row {row} has no guest");
+        assert_eq!(self.rows[row].used, Use::Lent, "row {row} has no lent row");
         let mut plan = self.begin_with(row);
         let mut to = 0;
-        for from in 0..u32::try_from(self.rows[row].guests.len()).expect("rBlocks fit u32") {
-            let Some(first_pos) = self.rows[row].guests[from as usize] else { continue };
+        for from in 0..u32::try_from(self.rows[row].lent_rows.len()).expect("rBlocks fit u32") {
+            let Some(first_pos) = self.rows[row].lent_rows[from as usize] else { continue };
             if from != to {
                 for (source, target) in self.stripes_of(from..from + 1).zip(self.stripes_of(to..to + 1)) {
                     let stripe = self.places.at(self.place_of(row, source)).stripe();
                     // At the new place first, so that the stripe is mapped somewhere at any time.
-                    self.map_at(&mut plan, row, target, stripe.expect("a guest's block is mapped"));
+                    self.map_at(&mut plan, row, target, stripe.expect("a lent row's block is mapped"));
                     self.unmap_at(&mut plan, row, source);
                     self.rows[row].vacant.remove(&target);
                     self.rows[row].vacant.insert(source);
                 }
-                self.rows[row].guests[from as usize] = None;
-                self.rows[row].guests[to as usize] = Some(first_pos);
+                self.rows[row].lent_rows[from as usize] = None;
+                self.rows[row].lent_rows[to as usize] = Some(first_pos);
                 self.counters.compacted += 1;
             }
             to += 1;
         }
-        self.rows[row].guests.truncate(to as usize);
+        self.rows[row].lent_rows.truncate(to as usize);
         let high = to * self.layout.block_stripes();
         self.rows[row].high = high;
         self.rows[row].vacant.retain(|at| *at < high);
         plan
     }
 
-    /// Ends a guest: its memory is free, and its row is.
-    pub fn close_guest(&mut self, row: usize) -> Plan {
-        let blocks = u32::try_from(self.rows[row].guests.len()).expect("rBlocks fit u32");
+    /// Ends a lent row: its memory is free, and its row is.
+    pub fn close_lent_row(&mut self, row: usize) -> Plan {
+        let blocks = u32::try_from(self.rows[row].lent_rows.len()).expect("rBlocks fit u32");
         let plan = self.recall(row, 0..blocks);
         let entry = &mut self.rows[row];
         (entry.used, entry.high) = (Use::Idle, 0);
-        entry.guests.clear();
+        entry.lent_rows.clear();
         entry.vacant.clear();
         plan
     }
 
-    /// The runs of a guest's rBlocks: one where they are consecutive in memory and in position.
+    /// The runs of a lent row's rBlocks: one where they are consecutive in memory and in position.
     #[must_use]
-    pub fn guest_runs(&self, row: usize) -> Vec<KvRun> {
+    pub fn lent_row_runs(&self, row: usize) -> Vec<KvRun> {
         let per = self.layout.block_tokens();
         let mut runs: Vec<KvRun> = Vec::new();
-        for (block, first_pos) in (0..).zip(&self.rows[row].guests) {
+        for (block, first_pos) in (0..).zip(&self.rows[row].lent_rows) {
             let Some(first_pos) = *first_pos else { continue };
             let base = self.slot0(row) + block * per;
             match runs.last_mut() {

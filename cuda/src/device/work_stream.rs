@@ -2,11 +2,11 @@
 //!
 //! Invariants:
 //! * Pinned memory is written again only after the copies out of it have happened (an event for each chunk).
-//! * Device memory of a lane is used by its own stream only, so that the stream's order is what keeps an upload from
+//! * Device memory of a stream is used by its own stream only, so that the stream's order is what keeps an upload from
 //!   overtaking the kernels that still read what lay there before.
 //! * Nothing here waits for the device but a full ring, a read, and growth, which is rare.
-//! * While a step is listed ([`Lane::begin_step`]), nothing of it is launched, and what it uploads lies in `stage` at places
-//!   that depend on the uploads' sizes only, so that a like step has a like list. [`Lane::settle`] launches the list. What
+//! * While a step is listed ([`WorkStream::begin_step`]), nothing of it is launched, and what it uploads lies in `stage` at places
+//!   that depend on the uploads' sizes only, so that a like step has a like list. [`WorkStream::settle`] launches the list. What
 //!   cannot be listed settles first: order is kept in any case.
 
 use super::graphs::{Graphs, List};
@@ -22,10 +22,10 @@ use lagoon_backend::LaunchCounters;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Bytes of one chunk of a lane's ring, and how many there are.
+/// Bytes of one chunk of a stream's ring, and how many there are.
 const CHUNK_BYTES: usize = 1 << 20;
 const CHUNKS: usize = 8;
-/// Bytes of a lane's room for small uploads at first.
+/// Bytes of a stream's room for small uploads at first.
 const WORDS_BYTES: usize = 2 << 20;
 /// Uploads begin at multiples of this, which every kernel's loads may rely on.
 const ALIGNMENT: usize = 256;
@@ -84,7 +84,7 @@ struct Stage {
     at: usize,
     filled: usize,
     mirror: Buffer,
-    /// The last thing that was uploaded by [`Lane::upload_again`], and where.
+    /// The last thing that was uploaded by [`WorkStream::upload_again`], and where.
     again: (Vec<u8>, u64),
     /// Memory that the list may name and that nobody else has any more.
     retired: Vec<Buffer>,
@@ -95,7 +95,7 @@ struct Stage {
 
 /// A stream and its memory. See the module for invariants.
 #[derive(Debug)]
-pub(super) struct Lane {
+pub(super) struct WorkStream {
     pub(super) stream: Stream,
     context: Arc<Context>,
     kernels: Kernels,
@@ -113,8 +113,8 @@ pub(super) struct Lane {
     steps: u64,
 }
 
-impl Lane {
-    /// A lane; `dependents` allows its kernels to begin before the one ahead has completed ([`Stream::allow_dependents`]).
+impl WorkStream {
+    /// A stream; `dependents` allows its kernels to begin before the one ahead has completed ([`Stream::allow_dependents`]).
     pub(super) fn new(
         context: &Arc<Context>,
         kernels: Kernels,
@@ -246,8 +246,8 @@ impl Lane {
         Ok(Some(at))
     }
 
-    /// A call of cuBLASLt, as this lane's next work. Its addresses are those of buffers that the device keeps, and this is
-    /// the only lane that uses the library.
+    /// A call of cuBLASLt, as this stream's next work. Its addresses are those of buffers that the device keeps, and this is
+    /// the only stream that uses the library.
     pub(super) fn blas(&mut self, call: Call) -> Result<(), CudaError> {
         match &mut self.stage {
             Some(stage) if self.listing => {
@@ -271,7 +271,7 @@ impl Lane {
         unsafe { function.launch(&self.stream, how, &launch.params) }
     }
 
-    /// Copies bytes to the device, at `to`, as this lane's next work. Returns when they are staged.
+    /// Copies bytes to the device, at `to`, as this stream's next work. Returns when they are staged.
     pub(super) fn copy(&mut self, to: u64, bytes: &[u8]) -> Result<(), CudaError> {
         // Before a step's first kernel a copy overtakes nothing.
         if self.stage.as_ref().is_some_and(|stage| self.listing && !stage.list.is_empty())
@@ -301,7 +301,7 @@ impl Lane {
         Ok(())
     }
 
-    /// Copies bytes to somewhere on the device where they stay until this lane has done the next operation.
+    /// Copies bytes to somewhere on the device where they stay until this stream has done the next operation.
     pub(super) fn upload(&mut self, bytes: &[u8]) -> Result<u64, CudaError> {
         if let Some(at) = self.stage(bytes)? {
             return Ok(at);
@@ -311,7 +311,7 @@ impl Lane {
         Ok(at)
     }
 
-    /// As [`Lane::upload`]; in a listed step the same bytes are uploaded once, as every layer has the same.
+    /// As [`WorkStream::upload`]; in a listed step the same bytes are uploaded once, as every layer has the same.
     pub(super) fn upload_again(&mut self, bytes: &[u8]) -> Result<u64, CudaError> {
         if let Some(stage) = self.stage.as_ref().filter(|stage| self.listing && stage.again.0 == bytes) {
             return Ok(stage.again.1);
@@ -341,7 +341,7 @@ impl Lane {
         Ok(at)
     }
 
-    /// At least `bytes` of scratch, with undefined contents, this lane's next operation's alone.
+    /// At least `bytes` of scratch, with undefined contents, this stream's next operation's alone.
     pub(super) fn scratch(&mut self, bytes: usize) -> Result<u64, CudaError> {
         if bytes > self.scratch.bytes() {
             let grown = Buffer::new(&self.context, "scratch", bytes.next_power_of_two())?;
@@ -359,7 +359,7 @@ impl Lane {
         self.stream.synchronize()
     }
 
-    /// Calls `sink` with consecutive pieces of device memory, after everything in this lane has happened.
+    /// Calls `sink` with consecutive pieces of device memory, after everything in this stream has happened.
     pub(super) fn read(&mut self, from: u64, bytes: usize, mut sink: impl FnMut(&[u8])) -> Result<(), CudaError> {
         self.settle()?;
         let mut done = 0;
@@ -374,7 +374,7 @@ impl Lane {
     }
 }
 
-impl Drop for Lane {
+impl Drop for WorkStream {
     fn drop(&mut self) {
         // What was listed and never settled is forgotten. What is queued may use everything that is freed next; a lost
         // context has nothing queued.

@@ -1,9 +1,9 @@
 //! Loss of a sequence's blocks with a creditor, and what of it is computed again.
 //!
-//! A lost block becomes a [`Placement::Hole`]. It gets another place, here or in a new lease; then the KV of the
+//! A lost block becomes a [`Placement::Lost`]. It gets another place, here or in a new lease; then the KV of the
 //! positions that were lost is computed again, from the lowest on, because the rows of a position attend only to what
 //! precedes it. Invariants:
-//! * [`SeqBlocks::lost`] lists positions below [`SeqBlocks::written`], ascending; every written position in a hole is in
+//! * [`SeqBlocks::lost`] lists positions below [`SeqBlocks::written`], ascending; every written position in a lost block is in
 //!   it;
 //! * nothing new is written while something is lost, and what is lost is written in ascending order.
 
@@ -15,14 +15,14 @@ use std::ops::Range;
 impl SeqBlocks {
     /// Blocks that have no place.
     #[must_use]
-    pub fn holes(&self) -> u32 {
-        self.holes
+    pub fn lost_blocks(&self) -> u32 {
+        self.lost_blocks
     }
 
     /// Which blocks have no place, ascending.
     #[must_use]
-    pub fn hole_blocks(&self) -> Vec<u32> {
-        (0..).zip(&self.blocks).filter(|(_, p)| matches!(p, Placement::Hole)).map(|(block, _)| block).collect()
+    pub fn lost_block_numbers(&self) -> Vec<u32> {
+        (0..).zip(&self.blocks).filter(|(_, p)| matches!(p, Placement::Lost)).map(|(block, _)| block).collect()
     }
 
     /// Positions whose KV is to be computed again, ascending.
@@ -37,7 +37,7 @@ impl SeqBlocks {
         self.lost.first().map_or(self.written, |lost| lost.start)
     }
 
-    /// Makes holes of all blocks in leases that `is_lost` names. Returns those leases, each with the span of its
+    /// Makes lost blocks of all blocks in leases that `is_lost` names. Returns those leases, each with the span of its
     /// entries that the table had: it does not hold them any more.
     pub fn lose(&mut self, is_lost: impl Fn(InstanceId, LeaseId) -> bool) -> Vec<RemoteEntries> {
         let mut leases: Vec<RemoteEntries> = Vec::new();
@@ -52,7 +52,7 @@ impl SeqBlocks {
         leases
     }
 
-    /// Makes holes of all blocks that `is_lost` names, and returns exactly their entries.
+    /// Makes lost blocks of all blocks that `is_lost` names, and returns exactly their entries.
     pub fn lose_where(&mut self, is_lost: impl Fn(&RemoteBlock) -> bool) -> Vec<RemoteEntries> {
         let (mut entries, mut lost): (Vec<RemoteEntries>, _) = (Vec::new(), Vec::new());
         for (block, placement) in (0..).zip(&mut self.blocks) {
@@ -61,8 +61,8 @@ impl SeqBlocks {
                 continue;
             }
             push_entry(&mut entries, &remote);
-            *placement = Placement::Hole;
-            (self.holes, self.remote) = (self.holes + 1, self.remote - 1);
+            *placement = Placement::Lost;
+            (self.lost_blocks, self.remote) = (self.lost_blocks + 1, self.remote - 1);
             let start = block * self.block_tokens;
             let end = (start + self.block_tokens).min(self.written);
             if start < end {
@@ -74,14 +74,14 @@ impl SeqBlocks {
         entries
     }
 
-    /// Makes holes of all own blocks and returns them: what was written there is lost.
+    /// Makes lost blocks of all own blocks and returns them: what was written there is lost.
     pub fn drop_local(&mut self) -> Vec<PhysBlock> {
         let (mut own, mut lost) = (Vec::new(), Vec::new());
         for (block, placement) in (0..).zip(&mut self.blocks) {
             let Placement::Local(phys) = *placement else { continue };
             own.push(phys);
-            *placement = Placement::Hole;
-            self.holes += 1;
+            *placement = Placement::Lost;
+            self.lost_blocks += 1;
             let start = block * self.block_tokens;
             let end = (start + self.block_tokens).min(self.written);
             if start < end {
@@ -100,18 +100,18 @@ impl SeqBlocks {
         self.lost.first().is_none_or(|lost| visible(lost.start, window).start / self.block_tokens >= self.gone)
     }
 
-    /// Own blocks for the first holes.
+    /// Own blocks for the first lost blocks.
     ///
     /// # Panics
-    /// If there are fewer holes than blocks.
+    /// If there are fewer lost blocks than blocks.
     pub fn fill_local(&mut self, blocks: &[PhysBlock]) {
         self.fill(blocks.iter().map(|block| Placement::Local(*block)));
     }
 
-    /// The entries of a lease for the first holes.
+    /// The entries of a lease for the first lost blocks.
     ///
     /// # Panics
-    /// If there are fewer holes than entries, or the lease is in the table already.
+    /// If there are fewer lost blocks than entries, or the lease is in the table already.
     pub fn fill_remote(&mut self, grant: &RemoteGrant) {
         let &RemoteGrant { creditor, lease, epoch, blocks } = grant;
         self.assert_new(creditor, lease);
@@ -119,11 +119,16 @@ impl SeqBlocks {
     }
 
     fn fill(&mut self, mut places: impl ExactSizeIterator<Item = Placement>) {
-        assert!(places.len() <= index(self.holes), "{} blocks for {} holes", places.len(), self.holes);
-        for hole in self.blocks.iter_mut().filter(|p| matches!(p, Placement::Hole)) {
+        assert!(
+            places.len() <= index(self.lost_blocks),
+            "{} blocks for {} lost blocks",
+            places.len(),
+            self.lost_blocks
+        );
+        for lost in self.blocks.iter_mut().filter(|p| matches!(p, Placement::Lost)) {
             let Some(place) = places.next() else { break };
-            *hole = place;
-            self.holes -= 1;
+            *lost = place;
+            self.lost_blocks -= 1;
             self.remote += u32::from(matches!(place, Placement::Remote(_)));
         }
         self.drop_extents();
@@ -197,11 +202,11 @@ mod tests {
         let mut seq = mixed();
         let leases = seq.lose(|creditor, _| creditor == InstanceId(9));
         assert_eq!(leases.iter().map(|l| (l.lease.0, l.entries)).collect::<Vec<_>>(), [(2, 2)]);
-        assert_eq!((seq.holes(), seq.lost(), seq.local_blocks()), (2, std::slice::from_ref(&(4..12)), 2));
+        assert_eq!((seq.lost_blocks(), seq.lost(), seq.local_blocks()), (2, std::slice::from_ref(&(4..12)), 2));
         assert_eq!(seq.next_position(), 4);
         seq.fill_remote(&grant(8, 3, 1));
         seq.fill_local(&[PhysBlock(7)]);
-        assert_eq!((seq.holes(), seq.written()), (0, 18));
+        assert_eq!((seq.lost_blocks(), seq.written()), (0, 18));
         // The first creditor dies while the second's blocks are computed again: what was written there is lost too.
         assert_eq!(seq.write(4, 6).filling, [PhysBlock(7)]);
         assert_eq!(seq.lose(|creditor, _| creditor == InstanceId(8)).len(), 2);
@@ -220,13 +225,13 @@ mod tests {
         let mut seq = mixed();
         seq.push_remote(&grant(9, 4, 2));
         let leases = seq.lose(|_, lease| lease == LeaseId(4));
-        assert_eq!((leases[0].entries, seq.holes(), seq.lost()), (2, 2, &[][..]));
+        assert_eq!((leases[0].entries, seq.lost_blocks(), seq.lost()), (2, 2, &[][..]));
         seq.fill_local(&[PhysBlock(5), PhysBlock(6)]);
         assert_eq!(seq.write(18, 8).sealed, [PhysBlock(1), PhysBlock(5)]);
     }
 
     #[test]
-    fn a_window_that_freed_what_a_hole_attends_to_cannot_restore_it() {
+    fn a_window_that_freed_what_a_lost_block_attends_to_cannot_restore_it() {
         let mut seq = mixed();
         seq.lose(|_, lease| lease == LeaseId(2));
         assert!(seq.can_restore(None) && seq.can_restore(Some(6)));
@@ -240,7 +245,7 @@ mod tests {
         assert_eq!((seq.lost(), seq.can_restore(Some(12))), (std::slice::from_ref(&(4..12)), false));
         // Once they are behind the window themselves, nobody needs them.
         seq.free_behind_window(23, 12);
-        assert_eq!((seq.lost(), seq.holes()), (&[][..], 0));
+        assert_eq!((seq.lost(), seq.lost_blocks()), (&[][..], 0));
     }
 
     #[test]
@@ -300,7 +305,7 @@ mod tests {
                     self.seq.push_remote(&lease);
                 }
                 Op::Fill { creditor, blocks } => {
-                    let blocks = blocks.min(self.seq.holes());
+                    let blocks = blocks.min(self.seq.lost_blocks());
                     if creditor == 0 {
                         let own = self.own(blocks);
                         self.seq.fill_local(&own);
@@ -309,7 +314,7 @@ mod tests {
                         self.seq.fill_remote(&lease);
                     }
                 }
-                Op::Write { tokens } if self.seq.holes() == 0 => self.write(tokens),
+                Op::Write { tokens } if self.seq.lost_blocks() == 0 => self.write(tokens),
                 Op::Write { .. } => {}
                 Op::Lose { creditor, lease } => self.lose(creditor, lease),
                 Op::Drop => {
@@ -361,8 +366,8 @@ mod tests {
             assert_eq!(lost, invalid);
             assert!(seq.lost().windows(2).all(|w| w[0].end < w[1].start), "{lost:?}");
             assert!(self.valid.last().is_none_or(|pos| *pos < written));
-            let holes = seq.placements().iter().filter(|p| matches!(p, Placement::Hole)).count();
-            assert_eq!(seq.holes() as usize, holes);
+            let lost_blocks = seq.placements().iter().filter(|p| matches!(p, Placement::Lost)).count();
+            assert_eq!(seq.lost_blocks() as usize, lost_blocks);
             self.pool.check();
             assert_eq!(self.pool.counts().own, seq.local_blocks());
             let names: Vec<_> = seq.leases().map(|l| l.lease).collect();

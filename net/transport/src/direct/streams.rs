@@ -27,21 +27,21 @@ use tokio::sync::Notify;
 
 /// What a path over QUIC is to be.
 #[derive(Clone, Copy, Debug)]
-pub struct LanesConfig {
+pub struct StreamsConfig {
     /// Our number.
     pub reader: InstanceId,
     /// Of the writer's acceptance.
     pub epoch: u64,
     /// Connections in parallel, at least 1.
-    pub lanes: usize,
+    pub streams: usize,
 }
 
 /// Chunks taken from QUIC at once: each is what a datagram brought, or several.
 const READ_CHUNKS_MAX: usize = 32;
 
-/// What waits on one lane.
+/// What waits on one stream.
 #[derive(Debug, Default)]
-struct Lane {
+struct ReadStream {
     queue: Mutex<LaneQueue>,
     /// Bytes that were asked for and have not arrived.
     bytes: AtomicU64,
@@ -57,7 +57,7 @@ struct LaneQueue {
     closed: bool,
 }
 
-impl Lane {
+impl ReadStream {
     fn lock(&self) -> std::sync::MutexGuard<'_, LaneQueue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -72,30 +72,30 @@ impl Lane {
 /// A path over QUIC. Dropping it closes it.
 #[derive(Debug)]
 pub struct QuicPath {
-    lanes: Arc<[Lane]>,
+    streams: Arc<[ReadStream]>,
 }
 
 impl Node {
     /// Opens a path to the writer that accepts at `addr`. It takes reads at once; when it cannot be opened it goes
     /// down.
     #[must_use]
-    pub fn open_direct(&self, addr: SocketAddr, config: LanesConfig, landing: &Landing) -> QuicPath {
-        let lanes: Arc<[Lane]> = (0..config.lanes.max(1)).map(|_| Lane::default()).collect();
+    pub fn open_direct(&self, addr: SocketAddr, config: StreamsConfig, landing: &Landing) -> QuicPath {
+        let streams: Arc<[ReadStream]> = (0..config.streams.max(1)).map(|_| ReadStream::default()).collect();
         let breath = LastBreath::new(landing);
-        for at in 0..lanes.len() {
+        for at in 0..streams.len() {
             let shared = Arc::clone(self.shared());
-            let (lanes, landing, breath) = (Arc::clone(&lanes), landing.clone(), Arc::clone(&breath));
+            let (streams, landing, breath) = (Arc::clone(&streams), landing.clone(), Arc::clone(&breath));
             shared.runtime.clone().spawn(async move {
-                let Some(lane) = lanes.get(at) else { return };
-                if let Err(reason) = run(&shared, addr, config, lane, &landing).await {
+                let Some(read_stream) = streams.get(at) else { return };
+                if let Err(reason) = run(&shared, addr, config, read_stream, &landing).await {
                     breath.because(reason);
                 }
-                // One lane's end is the path's: reads are spread over all of them.
-                lanes.iter().for_each(Lane::close);
+                // One stream's end is the path's: reads are spread over all of them.
+                streams.iter().for_each(ReadStream::close);
                 drop(breath);
             });
         }
-        QuicPath { lanes }
+        QuicPath { streams }
     }
 }
 
@@ -105,15 +105,15 @@ impl Path for QuicPath {
     }
 
     fn read(&self, job: ReadJob) {
-        let lane = self.lanes.iter().min_by_key(|lane| lane.bytes.load(Relaxed));
-        let Some(lane) = lane else { return };
-        lane.bytes.fetch_add(job.transaction.bytes, Relaxed);
-        lane.lock().fresh.push_back(job);
-        lane.changed.notify_one();
+        let read_stream = self.streams.iter().min_by_key(|read_stream| read_stream.bytes.load(Relaxed));
+        let Some(read_stream) = read_stream else { return };
+        read_stream.bytes.fetch_add(job.transaction.bytes, Relaxed);
+        read_stream.lock().fresh.push_back(job);
+        read_stream.changed.notify_one();
     }
 
     fn close(&self) {
-        self.lanes.iter().for_each(Lane::close);
+        self.streams.iter().for_each(ReadStream::close);
     }
 }
 
@@ -123,20 +123,20 @@ impl Drop for QuicPath {
     }
 }
 
-/// A lane's whole life.
+/// A stream's whole life.
 async fn run(
     shared: &Arc<Shared>,
     addr: SocketAddr,
-    config: LanesConfig,
-    lane: &Lane,
+    config: StreamsConfig,
+    read_stream: &ReadStream,
     landing: &Landing,
 ) -> Result<(), String> {
     let deadline = shared.config.connect_deadline;
     let dialed = tokio::time::timeout(deadline, dial(shared, addr, config)).await;
     let (connection, mut send, recv, rest) =
         dialed.map_err(|_elapsed| format!("no direct connection within {} ms", deadline.as_millis()))??;
-    let writing = write(lane, &mut send);
-    let reading = Receiver { lane, landing, recv, rest, chunks: VecDeque::new() }.run();
+    let writing = write(read_stream, &mut send);
+    let reading = Receiver { read_stream, landing, recv, rest, chunks: VecDeque::new() }.run();
     let result = tokio::select! {
         result = writing => result,
         result = reading => result,
@@ -152,7 +152,7 @@ async fn run(
 pub(super) async fn dial(
     shared: &Arc<Shared>,
     addr: SocketAddr,
-    config: LanesConfig,
+    config: StreamsConfig,
 ) -> Result<(Connection, SendStream, RecvStream, Bytes), String> {
     let connecting = shared.endpoint.connect_with(shared.client_config(addr), addr, crate::SERVER_NAME);
     let connection = connecting.map_err(|error| error.to_string())?.await.map_err(|error| error.to_string())?;
@@ -169,11 +169,11 @@ pub(super) async fn dial(
     Ok((connection, send, recv, rest))
 }
 
-/// Sends reads until the lane is closed.
-async fn write(lane: &Lane, send: &mut SendStream) -> Result<(), String> {
+/// Sends reads until the stream is closed.
+async fn write(read_stream: &ReadStream, send: &mut SendStream) -> Result<(), String> {
     loop {
         let mut frames = {
-            let mut queue = lane.lock();
+            let mut queue = read_stream.lock();
             if queue.closed {
                 return Ok(());
             }
@@ -193,16 +193,16 @@ async fn write(lane: &Lane, send: &mut SendStream) -> Result<(), String> {
             frames
         };
         if frames.is_empty() {
-            lane.changed.notified().await;
+            read_stream.changed.notified().await;
         } else {
             send.write_all_chunks(&mut frames).await.map_err(|error| error.to_string())?;
         }
     }
 }
 
-/// The receiving side of a lane.
+/// The receiving side of a stream.
 struct Receiver<'a> {
-    lane: &'a Lane,
+    read_stream: &'a ReadStream,
     landing: &'a Landing,
     recv: RecvStream,
     rest: Bytes,
@@ -226,7 +226,7 @@ impl Receiver<'_> {
             let (DirectFrame::Data { id, .. } | DirectFrame::Refused { id, .. }) = &frame else {
                 return Err(format!("a writer does not send {frame:?}"));
             };
-            let job = self.lane.lock().asked.pop_front();
+            let job = self.read_stream.lock().asked.pop_front();
             let job = job.filter(|job| job.read == *id).ok_or_else(|| format!("read {id} was not asked for now"))?;
             let result = match frame {
                 DirectFrame::Data { bytes, .. } if bytes == job.transaction.bytes => {
@@ -235,7 +235,7 @@ impl Receiver<'_> {
                 DirectFrame::Refused { code, .. } => Err(ReadFailure::Refused(code)),
                 _ => return Err(format!("read {id} was answered with another size")),
             };
-            self.lane.bytes.fetch_sub(job.transaction.bytes, Relaxed);
+            self.read_stream.bytes.fetch_sub(job.transaction.bytes, Relaxed);
             self.landing.tell(&job, result);
         }
     }

@@ -4,15 +4,15 @@ use super::device::Symbolic;
 use super::model::{KEY_BYTES, Key, LAYERS, ROW_BYTES};
 use bytes::Bytes;
 use lagoon_backend::AttnRows;
-use lagoon_runner::{GuestQuery, GuestRead, GuestWrite, Report};
+use lagoon_runner::{RemoteQuery, RemoteRead, RemoteWrite, Report};
 use lagoon_types::KvRun;
 use lagoon_types::run::visible;
 
 #[derive(Debug)]
-pub(super) enum Guest {
-    Query(GuestQuery),
-    Write(GuestWrite),
-    Read(GuestRead),
+pub(super) enum RemoteRequest {
+    Query(RemoteQuery),
+    Write(RemoteWrite),
+    Read(RemoteRead),
 }
 
 /// Attention of one row: the sum of weights, the keys that were not what they should be, and the keys seen.
@@ -57,38 +57,38 @@ pub(super) fn attend(
 }
 
 /// Does a piece of peers' work; says how many rows and keys it was.
-pub(super) fn serve(device: &mut Symbolic, work: Guest, reports: &mut Vec<Report>) -> (u64, u64) {
+pub(super) fn serve(device: &mut Symbolic, work: RemoteRequest, reports: &mut Vec<Report>) -> (u64, u64) {
     match work {
-        Guest::Query(query) => serve_query(device, &query, reports),
-        Guest::Write(GuestWrite { tag, layer, pieces, kv }) => {
+        RemoteRequest::Query(query) => serve_query(device, &query, reports),
+        RemoteRequest::Write(RemoteWrite { tag, layer, pieces, kv }) => {
             let mut keys = kv.chunks_exact(KEY_BYTES);
             for (slot, tokens) in pieces {
                 for slot in slot..slot + tokens {
-                    let key = keys.next().expect("the instance validates guests' frames");
+                    let key = keys.next().expect("the instance validates remote requests' frames");
                     device.store[slot as usize][layer as usize] = Key::from_bytes(key);
                 }
             }
-            assert!(keys.next().is_none(), "the instance validates guests' frames");
-            reports.push(Report::GuestWritten { bytes: kv.len(), tag });
+            assert!(keys.next().is_none(), "the instance validates remote requests' frames");
+            reports.push(Report::RemoteWritten { bytes: kv.len(), tag });
             (0, (kv.len() / KEY_BYTES) as u64)
         }
-        Guest::Read(GuestRead { tag, layer, pieces }) => {
+        RemoteRequest::Read(RemoteRead { tag, layer, pieces }) => {
             let mut kv = Vec::new();
             for (slot, tokens) in pieces {
                 let slots = &device.store[slot as usize..(slot + tokens) as usize];
                 slots.iter().for_each(|s| s[layer as usize].to_bytes(&mut kv));
             }
             let keys = (kv.len() / KEY_BYTES) as u64;
-            reports.push(Report::GuestKv { tag, kv: kv.into() });
+            reports.push(Report::RemoteKv { tag, kv: kv.into() });
             (0, keys)
         }
     }
 }
 
-fn serve_query(device: &Symbolic, query: &GuestQuery, reports: &mut Vec<Report>) -> (u64, u64) {
-    assert!(query.layer < LAYERS, "the instance validates guests' frames");
+fn serve_query(device: &Symbolic, query: &RemoteQuery, reports: &mut Vec<Report>) -> (u64, u64) {
+    assert!(query.layer < LAYERS, "the instance validates remote requests' frames");
     let rows: u32 = query.seqs.iter().map(|s| s.rows).sum();
-    assert_eq!(query.queries.len(), rows as usize * ROW_BYTES, "the instance validates guests' frames");
+    assert_eq!(query.queries.len(), rows as usize * ROW_BYTES, "the instance validates remote requests' frames");
     let (mut out, mut count, mut keys) = (Vec::new(), Vec::new(), 0);
     for seq in &query.seqs {
         let &AttnRows { rows, pos0, run0, runs, .. } = seq;
@@ -103,6 +103,6 @@ fn serve_query(device: &Symbolic, query: &GuestQuery, reports: &mut Vec<Report>)
         }
     }
     let lse = Bytes::from(vec![0; rows as usize * 4]);
-    reports.push(Report::GuestPartial { tag: query.tag, out: out.into(), lse, count: count.into() });
+    reports.push(Report::RemotePartial { tag: query.tag, out: out.into(), lse, count: count.into() });
     (u64::from(rows), keys)
 }

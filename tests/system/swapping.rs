@@ -23,17 +23,17 @@ fn offloads(world: &World) -> u64 {
 }
 
 #[test]
-fn a_long_sequence_that_yields_moves_to_host_memory_and_goes_on() {
+fn a_long_sequence_that_is_preempted_moves_to_host_memory_and_goes_on() {
     let mut world = world(40, 24);
     world.run_until(|w| offloads(w) > 0);
     let status = world.nodes[0].live().status();
     assert!(status.moves.blocks_out >= 4, "{status:?}");
     world.run();
     let status = world.nodes[0].live().status();
-    assert_eq!((status.preemptions, status.parked), (0, 0), "{status:?}");
+    assert_eq!((status.preemptions, status.swapped_out), (0, 0), "{status:?}");
     // Only what was left of a block that was not full.
     assert!(status.recomputed_tokens < 8 * status.offloads, "{status:?}");
-    assert_equals_single("parked", &world, &pool());
+    assert_equals_single("swapped_out", &world, &pool());
     world.check_empty();
 }
 
@@ -49,7 +49,7 @@ fn a_short_sequence_is_not_moved() {
 
 /// The host tier is too small: what runs goes on as it would without one.
 #[test]
-fn without_room_there_nothing_is_parked() {
+fn without_room_there_nothing_is_swapped_out() {
     let mut world = world(40, 3);
     world.run();
     let status = world.nodes[0].live().status();
@@ -71,10 +71,12 @@ fn a_host_tier_that_dies_costs_what_it_had() {
 }
 
 #[test]
-fn cancelling_while_blocks_move_or_are_parked_frees_them() {
-    for parked in [false, true] {
+fn cancelling_while_blocks_move_or_are_swapped_out_frees_them() {
+    for swapped_out in [false, true] {
         let mut world = world(40, 24);
-        world.run_until(|w| if parked { offloads(w) > 0 } else { w.nodes[0].live().status().moves.in_progress > 0 });
+        world.run_until(
+            |w| if swapped_out { offloads(w) > 0 } else { w.nodes[0].live().status().moves.in_progress > 0 },
+        );
         (0..2).for_each(|request| world.cancel(request));
         world.check_empty();
     }

@@ -1,21 +1,21 @@
 //! Work for peers: micro attention over lent rBlocks, and KV written to and read from them.
 
-use crate::work::{GuestQuery, Report};
+use crate::work::{RemoteQuery, Report};
 use bytes::Bytes;
 use lagoon_backend::{AttnBatch, AttnRows, Device, DeviceError, Partials};
 use lagoon_types::{Alibi, AttentionGeometry, DType, KvRun};
 use std::ops::Range;
 
-/// Tensors for guests' queries; grown to the largest frame seen (bounded by what the instance admits).
+/// Tensors for remote requests' queries; grown to the largest frame seen (bounded by what the instance admits).
 #[derive(Debug)]
-pub(crate) struct GuestBuffers<D: Device> {
+pub(crate) struct RemoteQueryBuffers<D: Device> {
     rows: usize,
     q: D::Tensor,
     partial: Partials<D::Tensor>,
     host: Vec<f32>,
 }
 
-impl<D: Device> GuestBuffers<D> {
+impl<D: Device> RemoteQueryBuffers<D> {
     pub(crate) fn new(device: &mut D, geometry: AttentionGeometry, rows: usize) -> Result<Self, DeviceError> {
         Ok(Self {
             rows,
@@ -31,7 +31,7 @@ impl<D: Device> GuestBuffers<D> {
         device: &mut D,
         kv: &D::Kv,
         shape: &AttentionShape,
-        query: &GuestQuery,
+        query: &RemoteQuery,
     ) -> Result<Report, DeviceError> {
         let geometry = shape.geometry;
         let batch = shape.batch(&query.seqs, &query.runs);
@@ -41,7 +41,7 @@ impl<D: Device> GuestBuffers<D> {
         }
         self.host.clear();
         query.dtype.decode(&query.queries, &mut self.host);
-        assert_eq!(self.host.len(), rows * geometry.q_dim(), "the instance validates guests' frames");
+        assert_eq!(self.host.len(), rows * geometry.q_dim(), "the instance validates remote requests' frames");
         device.write(&mut self.q, 0, &self.host)?;
         device.attention(&self.q, &batch, kv, query.layer as usize, &mut self.partial)?;
         let out = read_encoded(device, &self.partial.out, 0..rows, geometry.q_dim(), query.dtype, &mut self.host)?;
@@ -49,7 +49,7 @@ impl<D: Device> GuestBuffers<D> {
             read_encoded(device, &self.partial.lse, 0..rows, geometry.heads as usize, DType::F32, &mut self.host)?;
         let mut count = Vec::with_capacity(rows * 4);
         self.partial.count.iter().for_each(|n| count.extend_from_slice(&n.to_le_bytes()));
-        Ok(Report::GuestPartial { tag: query.tag, out, lse, count: count.into() })
+        Ok(Report::RemotePartial { tag: query.tag, out, lse, count: count.into() })
     }
 }
 

@@ -9,8 +9,8 @@ fn pool() -> PoolSpec {
 }
 
 /// An instance that reads its weights in `weights_ms`, whatever the batch, beside a creditor whose micro attention takes
-/// `guest_ms` a layer; one request that the pool holds only, which decodes, and one that fits, which has just come.
-fn world(weights_ms: f64, guest_ms: u64) -> (World, usize, usize) {
+/// `remote_request_ms` a layer; one request that the pool holds only, which decodes, and one that fits, which has just come.
+fn world(weights_ms: f64, remote_request_ms: u64) -> (World, usize, usize) {
     let point = |batch| BatchPoint { batch, step_us: weights_ms * 1e3 };
     let calibration = Calibration {
         batches: vec![point(1), point(64)],
@@ -19,7 +19,7 @@ fn world(weights_ms: f64, guest_ms: u64) -> (World, usize, usize) {
         copy_bytes_per_s: 0.0,
     };
     let debtor = Spec { calibration: Some(calibration), step_ms: 20, ..Spec::cpu(24) };
-    let mut world = World::pool(pool(), None, &[debtor, Spec { guest_ms, ..Spec::cpu(30) }]);
+    let mut world = World::pool(pool(), None, &[debtor, Spec { remote_request_ms, ..Spec::cpu(30) }]);
     // What it has at first is free when the last one comes, which therefore has all of its KV here.
     let first = world.submit(0, greedy(prompt(499, 50, 128), 4));
     let remote = world.submit(0, greedy(prompt(501, 100, 128), 16));

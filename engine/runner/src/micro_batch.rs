@@ -1,11 +1,11 @@
-//! Activations of one lane, allocated once for the largest step.
+//! Activations of one micro-batch, allocated once for the largest step.
 
 use lagoon_backend::{Device, DeviceError, Partials};
 use lagoon_model::ModelConfig;
 
 /// Tensors that a forward pass works in. `rows` is the largest step's row count.
 #[derive(Debug)]
-pub(crate) struct LaneBuffers<D: Device> {
+pub(crate) struct MicroBatchBuffers<D: Device> {
     /// Residual stream, `[rows][hidden]`.
     pub(crate) x: D::Tensor,
     /// Normalised input of a block, `[rows][hidden]`.
@@ -26,7 +26,7 @@ pub(crate) struct LaneBuffers<D: Device> {
     pub(crate) logits: D::Tensor,
 }
 
-impl<D: Device> LaneBuffers<D> {
+impl<D: Device> MicroBatchBuffers<D> {
     pub(crate) fn new(device: &mut D, config: &ModelConfig, rows: usize, seqs: usize) -> Result<Self, DeviceError> {
         let geometry = config.geometry;
         Ok(Self {
@@ -44,7 +44,7 @@ impl<D: Device> LaneBuffers<D> {
     }
 }
 
-/// What the remote lane needs besides: a one-layer scratch store for rows whose KV lives elsewhere and for fetched KV,
+/// What the remote micro-batch needs besides: a one-layer scratch store for rows whose KV lives elsewhere and for fetched KV,
 /// and a second set of partials to merge from.
 #[derive(Debug)]
 pub(crate) struct RemoteBuffers<D: Device> {
