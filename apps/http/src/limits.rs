@@ -48,7 +48,7 @@ pub const SEQUENCES_MAX: usize = 128;
 /// Connections that one listener holds open; further ones wait in the kernel's backlog.
 pub const CONNECTIONS_MAX: usize = 1024;
 /// Of these, from one address: one client leaves room for others. (All clients of a reverse proxy share its address.)
-pub const ADDRESS_CONNECTIONS_MAX: usize = CONNECTIONS_MAX / 2;
+pub const ADDRESS_CONNECTIONS_MAX: usize = 512;
 /// Time for a client to send a request's headers.
 pub const HEADERS_DEADLINE: Duration = Duration::from_secs(30);
 /// Time that open responses get to finish after shutdown was asked for.

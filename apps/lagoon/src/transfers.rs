@@ -30,7 +30,7 @@ use tokio::runtime::Runtime;
 use tokio::sync::mpsc;
 
 /// QUIC connections to one writer, in parallel.
-const LANES: usize = 2;
+const STREAMS: usize = 2;
 /// Threads that copy from one writer's memory on this host.
 const COPIERS: usize = 2;
 
@@ -441,7 +441,7 @@ impl Transfers {
                 Ok(path) => Ok(Box::new(path) as Box<dyn Path>),
                 Err(reason) => {
                     tracing::info!(conn = conn.0, reason, "KV is read over QUIC");
-                    let config = StreamsConfig { reader, epoch, streams: LANES };
+                    let config = StreamsConfig { reader, epoch, streams: STREAMS };
                     let addr = addr.parse::<SocketAddr>().map_err(|error| format!("{addr:?}: {error}"));
                     if let (true, Ok(addr), Some(runtime)) = (first, &addr, runtime) {
                         runtime.spawn(probe_quic(

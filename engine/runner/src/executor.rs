@@ -431,26 +431,7 @@ impl<D: Device> Executor<D> {
                     .unwrap_or_else(|error| Report::RemoteFailed { tag: query.tag, error });
                 reports(report);
             }
-            CreditorWork::Write(write) => {
-                let token_bytes = self.kv_shape.layer_token_bytes();
-                let (mut at, mut stored_tag) = (0, write.tag);
-                for (slot, tokens) in write.pieces {
-                    let end = at + tokens as usize * token_bytes;
-                    let held = slot..slot + tokens;
-                    let stored = hold(&mut self.device, &mut self.kv, slice::from_ref(&held)).and_then(|()| {
-                        self.device.kv_write(&mut self.kv, write.layer as usize, slot, &write.kv[at..end])
-                    });
-                    if let Err(error) = stored {
-                        match stored_tag.take() {
-                            Some(tag) => reports(Report::RemoteFailed { tag, error }),
-                            None => drop(self.remote_request_fault.get_or_insert(error)),
-                        }
-                        break;
-                    }
-                    at = end;
-                }
-                reports(Report::RemoteWritten { bytes: write.kv.len(), tag: stored_tag });
-            }
+            CreditorWork::Write(write) => self.store(write, reports),
             CreditorWork::Share { share, tokens, mut slots } => {
                 let mut map = |(from, to)| match self.device.virtual_memory() {
                     Some(memory) => memory.kv_share(&mut self.kv, from, to, tokens),
@@ -487,6 +468,27 @@ impl<D: Device> Executor<D> {
                 });
             }
         }
+    }
+
+    /// Stores KV that a peer or a move brought. What cannot be stored is reported with its tag, or fails what is read here later.
+    fn store(&mut self, write: RemoteWrite, reports: &mut dyn FnMut(Report)) {
+        let token_bytes = self.kv_shape.layer_token_bytes();
+        let (mut at, mut stored_tag) = (0, write.tag);
+        for (slot, tokens) in write.pieces {
+            let end = at + tokens as usize * token_bytes;
+            let held = slot..slot + tokens;
+            let stored = hold(&mut self.device, &mut self.kv, slice::from_ref(&held))
+                .and_then(|()| self.device.kv_write(&mut self.kv, write.layer as usize, slot, &write.kv[at..end]));
+            if let Err(error) = stored {
+                match stored_tag.take() {
+                    Some(tag) => reports(Report::RemoteFailed { tag, error }),
+                    None => drop(self.remote_request_fault.get_or_insert(error)),
+                }
+                break;
+            }
+            at = end;
+        }
+        reports(Report::RemoteWritten { bytes: write.kv.len(), tag: stored_tag });
     }
 
     fn serve_lent(&mut self, work: LentWork, reports: &mut dyn FnMut(Report)) {

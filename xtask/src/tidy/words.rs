@@ -20,7 +20,8 @@ const fn everywhere(word: &'static str, term: &'static str) -> Retired {
 }
 
 /// Where a lane is neither a processor's nor a warp's.
-const BATCHES: &[&str] = &["engine/cluster/", "engine/instance/", "engine/runner/", "engine/types/", "apps/"];
+const BATCHES: &[&str] =
+    &["engine/cluster/", "engine/instance/", "engine/runner/", "engine/types/", "apps/sim/", "apps/http/"];
 
 const RETIRED: [Retired; 8] = [
     everywhere("elder", "oldest waiting request"),

@@ -155,7 +155,7 @@ impl Instance {
             if self.batch.sched.running_len() >= self.cx.config.sched.running {
                 return;
             }
-            let micro_batch = self.batch.lane_of(seq);
+            let micro_batch = self.batch.micro_batch_of(seq);
             let known = self.batch.seqs.get(&seq).map_or(0, |s| s.blocks.written());
             self.batch.admit(seq, micro_batch, known);
             self.note_admitted(seq);
@@ -179,7 +179,7 @@ impl Instance {
 
     /// Tells the rManager who waits for memory here, and in the pool.
     pub(crate) fn tell_waiting(&mut self) {
-        if let Some(until_ms) = self.membership.elder_until_ms(self.cx.now_ms) {
+        if let Some(until_ms) = self.membership.oldest_waiting_until_ms(self.cx.now_ms) {
             self.batch.due.wake_at(until_ms);
         }
         self.cx.memory.rm.set_waiting(self.waiting_since_ms(), self.membership.oldest_waiting(self.cx.now_ms));

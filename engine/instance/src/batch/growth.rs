@@ -101,7 +101,7 @@ impl Instance {
         if !freed.is_empty() {
             self.end_moves_behind_window(id);
             self.give_back(id, &freed);
-            let micro_batch = self.batch.lane_of(id);
+            let micro_batch = self.batch.micro_batch_of(id);
             self.batch.sched.set_micro_batch(id, micro_batch);
         }
     }

@@ -100,7 +100,7 @@ impl MicroBatches {
 
 impl super::Batch {
     /// The micro-batch that a sequence's next step is in.
-    pub(crate) fn lane_of(&self, seq: SeqId) -> MicroBatch {
+    pub(crate) fn micro_batch_of(&self, seq: SeqId) -> MicroBatch {
         let remote = self.micro.merged || self.seqs.get(&seq).is_some_and(|s| s.blocks.remote_blocks() > 0);
         if remote { MicroBatch::Remote } else { MicroBatch::Local }
     }
@@ -116,7 +116,7 @@ impl super::Batch {
             self.micro.merged = merged;
             let running: Vec<SeqId> = self.sched.running().collect();
             for seq in running {
-                let micro_batch = self.lane_of(seq);
+                let micro_batch = self.micro_batch_of(seq);
                 self.sched.set_micro_batch(seq, micro_batch);
             }
         }

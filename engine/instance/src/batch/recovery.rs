@@ -100,7 +100,7 @@ impl Instance {
         gone.iter().for_each(|entries| self.cx.memory.rm.release(entries, now));
         if seq.blocks.can_restore(window) {
             self.batch.sched.set_lost(id, seq.blocks.lost());
-            let micro_batch = self.batch.lane_of(id);
+            let micro_batch = self.batch.micro_batch_of(id);
             self.batch.sched.set_micro_batch(id, micro_batch);
             self.batch.changed();
         } else {

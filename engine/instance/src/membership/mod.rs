@@ -139,7 +139,7 @@ impl Membership {
     }
 
     /// Until when the oldest waiting request counts, if nobody names it again.
-    pub(crate) fn elder_until_ms(&self, now_ms: u64) -> Option<u64> {
+    pub(crate) fn oldest_waiting_until_ms(&self, now_ms: u64) -> Option<u64> {
         self.oldest_waiting.map(|(_, _, until_ms)| until_ms).filter(|until_ms| now_ms < *until_ms)
     }
 

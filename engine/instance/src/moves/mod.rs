@@ -518,7 +518,7 @@ impl Instance {
         }
         self.free_sources(id, &freed);
         if self.batch.is_running(id) {
-            let micro_batch = self.batch.lane_of(id);
+            let micro_batch = self.batch.micro_batch_of(id);
             self.batch.set_micro_batch(id, micro_batch);
             self.batch.changed();
         }

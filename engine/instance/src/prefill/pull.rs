@@ -354,7 +354,7 @@ impl Instance {
         let tokens = seq.len();
         self.cx.memory.rm.mark_written(&advance);
         self.cx.memory.rm.release(&handed.entries(left), now_ms);
-        let micro_batch = self.batch.lane_of(id);
+        let micro_batch = self.batch.micro_batch_of(id);
         self.batch.resume(id, micro_batch, tokens, handed.tokens);
         self.batch.changed();
     }
