@@ -9,8 +9,10 @@ use lagoon_http::metrics::{Labels, METRICS as HTTP, Metric, SECONDS, STEP_SECOND
 /// Values of the label `path`: how KV came from a prefill worker.
 const PATHS: &[&str] = &["same device", "peer device", "same process", "same host", "quic"];
 /// Labels of what moved: where to, and why.
-const MOVED: Labels =
-    &[("direction", &["out", "home", "between"]), ("reason", &["plan", "drain", "operator", "swap", "recall", "park"])];
+const MOVED: Labels = &[
+    ("direction", &["out", "home", "between"]),
+    ("reason", &["plan", "drain", "operator", "swap", "recall", "swap_out"]),
+];
 
 /// What an instance exports.
 pub(crate) const INSTANCE: &[&[Metric]] =

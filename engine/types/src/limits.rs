@@ -141,11 +141,11 @@ pub const THRESHOLD_OVER_MS: u64 = 1_000;
 /// Time between two such refusals.
 pub const THRESHOLD_SHED_PAUSE_MS: u64 = 10_000;
 /// A sequence with fewer whole rBlocks here is not swapped out in host memory: there is little to gain.
-pub const PARK_BLOCKS_MIN: u32 = 4;
+pub const SWAP_OUT_BLOCKS_MIN: u32 = 4;
 /// Time that swapping out may take before the sequence goes on as it was.
-pub const PARK_DEADLINE_MS: u64 = 5_000;
+pub const SWAP_OUT_DEADLINE_MS: u64 = 5_000;
 /// A sequence that could not be swapped out is not tried again for so long.
-pub const PARK_RETRY_MS: u64 = 2_000;
+pub const SWAP_OUT_RETRY_MS: u64 = 2_000;
 /// Time that borrowing waits for a gManager that is away.
 pub const GMANAGER_WAIT_MS: u64 = 30_000;
 /// Pause before a sequence that found no memory is tried again.

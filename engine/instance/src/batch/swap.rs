@@ -12,7 +12,9 @@ use super::policy;
 use super::sequence::{Life, Need, Sequence};
 use crate::instance::Instance;
 use crate::membership::Lending;
-use lagoon_types::limits::{ADMISSION_DEADLINE_MS, GROWTH_BLOCKS, PARK_BLOCKS_MIN, PARK_RETRY_MS, RESTORE_DEADLINE_MS};
+use lagoon_types::limits::{
+    ADMISSION_DEADLINE_MS, GROWTH_BLOCKS, RESTORE_DEADLINE_MS, SWAP_OUT_BLOCKS_MIN, SWAP_OUT_RETRY_MS,
+};
 use lagoon_types::{RequestError, SeqId};
 
 /// Weight of the newest step in the measured time of a prompt's row.
@@ -51,7 +53,7 @@ impl Instance {
         let (whole, alone) = self.whole_blocks_here(id);
         let free = seq.may_change_memory();
         let may = free
-            && alone >= PARK_BLOCKS_MIN
+            && alone >= SWAP_OUT_BLOCKS_MIN
             && seq.swap_after_ms <= self.cx.now_ms
             && self.cx.config.window.is_none()
             && seq.blocks.lost_blocks() == 0
@@ -96,7 +98,7 @@ impl Instance {
             self.batch.due.touch();
             if !all {
                 seq.set_need(Need::Met);
-                seq.swap_after_ms = self.cx.now_ms + PARK_RETRY_MS;
+                seq.swap_after_ms = self.cx.now_ms + SWAP_OUT_RETRY_MS;
                 continue;
             }
             // Somebody may have ordered another move of it meanwhile: what that copies is dropped here.

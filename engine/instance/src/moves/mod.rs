@@ -30,7 +30,7 @@ use lagoon_kv::{Advance, BlockHasher, LeaseHasher, Placement, RemoteBlock, Remot
 use lagoon_protocol::{ControlBody, LeasePurpose, MoveKvCache, MoveOutcome, MoveReason};
 use lagoon_runner::RemoteTag;
 use lagoon_transfer::Check;
-use lagoon_types::limits::{INSTANCE_MOVES_MAX, MOVE_BYTES_IN_FLIGHT_MAX, MOVE_MS_MAX, PARK_DEADLINE_MS};
+use lagoon_types::limits::{INSTANCE_MOVES_MAX, MOVE_BYTES_IN_FLIGHT_MAX, MOVE_MS_MAX, SWAP_OUT_DEADLINE_MS};
 use lagoon_types::{Epoch, InstanceId, LeaseId, PhysBlock, SeqId};
 use pace::Pace;
 use std::collections::{BTreeMap, BTreeSet};
@@ -52,7 +52,7 @@ enum Why {
     },
     Recall,
     /// The sequence is to stop, with its KV in host memory.
-    Park,
+    SwapOut,
 }
 
 #[derive(Debug)]
@@ -173,7 +173,7 @@ impl Moves {
 
     /// Whether a sequence's blocks move to host memory, so that it stops: whatever became of the sequence meanwhile.
     pub(crate) fn is_swapping_out(&self) -> bool {
-        !self.swapped_out.is_empty() || self.moves.values().any(|m| m.why == Why::Park)
+        !self.swapped_out.is_empty() || self.moves.values().any(|m| m.why == Why::SwapOut)
     }
 
     /// Whether a sequence moves.
@@ -273,7 +273,7 @@ impl Instance {
     /// Chooses at most `n` of the candidates: the oldest of those that leave, the newest of those that are elsewhere, so
     /// that what stays local is the end of the sequence and is one run. With `first`, those from that block on.
     fn choose(&self, (id, why): (SeqId, Why), source: Place, first: Option<u32>, n: u32) -> Vec<(u32, Placement)> {
-        let mut blocks = self.candidates(id, source, why == Why::Park);
+        let mut blocks = self.candidates(id, source, why == Why::SwapOut);
         blocks.retain(|(block, _)| first.is_none_or(|first| *block >= first));
         match source {
             _ if first.is_some() => blocks.truncate(n as usize),
@@ -291,7 +291,7 @@ impl Instance {
 
     /// Starts to move a sequence's whole blocks to host memory. [`Instance::end_swap_out`] hears how that ended.
     pub(crate) fn start_swap_out(&mut self, seq: SeqId, blocks: u32) -> bool {
-        let (why, purpose, deadline_ms) = (Why::Park, LeasePurpose::Move, self.cx.now_ms + PARK_DEADLINE_MS);
+        let (why, purpose, deadline_ms) = (Why::SwapOut, LeasePurpose::Move, self.cx.now_ms + SWAP_OUT_DEADLINE_MS);
         let (source, target) = (Place::Here, Place::At(InstanceId(0)));
         self.start_move(Request {
             seq,
@@ -327,7 +327,7 @@ impl Instance {
             Place::At(instance) => {
                 let at = target_addr.map(|addr| (instance, addr));
                 Phase::Reserving(match why {
-                    Why::Park => self.cx.memory.rm.reserve_host(seq, n, self.cx.now_ms),
+                    Why::SwapOut => self.cx.memory.rm.reserve_host(seq, n, self.cx.now_ms),
                     Why::Order { .. } | Why::Recall => self.cx.memory.rm.reserve(seq, at, n, purpose, self.cx.now_ms),
                 })
             }
@@ -535,7 +535,7 @@ impl Instance {
         self.moves.tags.retain(|_, (of, _, _)| *of != no);
         let all = entry.moved >= entry.wanted;
         self.moves.status.cut_short += u64::from(!all);
-        if entry.why == Why::Park {
+        if entry.why == Why::SwapOut {
             self.moves.swapped_out.push((entry.seq, all));
         }
         assert!(all || !entry.reason.is_empty(), "a move that is cut short says why");

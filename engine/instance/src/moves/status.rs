@@ -63,7 +63,7 @@ impl MoveStatus {
             Why::Order { reason: MoveReason::Operator, .. } => 2,
             Why::Order { reason: MoveReason::Swap, .. } => 3,
             Why::Recall => 4,
-            Why::Park => 5,
+            Why::SwapOut => 5,
         };
         self.by_reason.0[reason][direction] += 1;
     }
@@ -75,7 +75,7 @@ pub struct MovedBlocks([[u64; 3]; 6]);
 
 impl MovedBlocks {
     /// Why blocks move: three kinds of orders by the gManager, its swaps, a creditor's recall, and host memory.
-    const REASONS: [&'static str; 6] = ["plan", "drain", "operator", "swap", "recall", "park"];
+    const REASONS: [&'static str; 6] = ["plan", "drain", "operator", "swap", "recall", "swap_out"];
     /// To a creditor, home, from one creditor to another.
     const DIRECTIONS: [&'static str; 3] = ["out", "home", "between"];
 
