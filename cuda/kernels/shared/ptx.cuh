@@ -158,7 +158,7 @@ DEVICE void copy_async(SharedAddress to, const void* from, bool valid) {
                  "r"(valid ? 16 : 0)
                  : "memory");
 }
-// Ends a group of this thread's copies; copy_wait<N> waits until at most N groups are in progress.
+// Ends a group of this thread's copies; copy_wait<N> waits until at most N groups are under way.
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
 DEVICE void copy_wait() {
