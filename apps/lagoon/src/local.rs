@@ -160,7 +160,7 @@ struct Watched {
 
 #[derive(Debug)]
 enum State {
-    Running(ChildNode),
+    Running(Box<ChildNode>),
     /// After a pause.
     Starting(JoinHandle<anyhow::Result<ChildNode>>),
     /// It was asked to, or it died too often: whether it died.
@@ -169,7 +169,7 @@ enum State {
 
 impl Watched {
     fn new(child: ChildNode) -> Self {
-        Self { launch: child.launch.clone(), state: State::Running(child), deaths: 0 }
+        Self { launch: child.launch.clone(), state: State::Running(Box::new(child)), deaths: 0 }
     }
 
     /// Looks what has become of it, says so, and starts it again if it died.
@@ -188,7 +188,7 @@ impl Watched {
             State::Starting(task) if task.is_finished() => match task.await {
                 Ok(Ok(node)) => {
                     tracing::warn!("{} runs again", self.launch.name);
-                    self.state = State::Running(node);
+                    self.state = State::Running(Box::new(node));
                 }
                 Ok(Err(error)) => self.died(&format!("did not start: {error:#}"), Duration::ZERO),
                 Err(error) => self.died(&format!("did not start: {error}"), Duration::ZERO),

@@ -162,7 +162,7 @@ impl Creditor {
         let (step, result) = match frame {
             PartialsFrame::Ticket(ticket) => (ticket.step, self.on_ticket(cx, from, &ticket)),
             PartialsFrame::Query { step, layer, rows, queries } => {
-                (step, self.on_query(cx, peer, from, step, layer, rows, queries))
+                (step, self.on_query(cx, (peer, from), step, layer, rows, queries))
             }
             PartialsFrame::StepCancel { step } => {
                 self.requests.tickets.remove(&(from, step));
@@ -236,8 +236,7 @@ impl Creditor {
     fn on_query(
         &mut self,
         cx: &mut Cx,
-        peer: PeerKey,
-        from: InstanceId,
+        (peer, from): (PeerKey, InstanceId),
         step: StepId,
         layer: u32,
         rows: u32,
@@ -334,7 +333,7 @@ impl Creditor {
             }
             BulkFrame::Read { id, lease, epoch, layer, offset, tokens, deadline_ms } => {
                 let run = LeaseRun { lease, epoch, offset, len: tokens, first_pos: 0 };
-                (id, lease, self.on_read(cx, peer, from, id, layer, &run, deadline_ms))
+                (id, lease, self.on_read(cx, (peer, from), id, layer, &run, deadline_ms))
             }
             // Answers to this instance as debtor.
             BulkFrame::Data { .. } | BulkFrame::Refused { .. } => return,
@@ -384,8 +383,7 @@ impl Creditor {
     fn on_read(
         &mut self,
         cx: &mut Cx,
-        peer: PeerKey,
-        from: InstanceId,
+        (peer, from): (PeerKey, InstanceId),
         id: u64,
         layer: u32,
         run: &LeaseRun,
