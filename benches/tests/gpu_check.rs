@@ -11,6 +11,7 @@ mod fake;
 mod shim;
 
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -130,8 +131,9 @@ fn a_kernel_that_traps_costs_its_cases() {
     let check = check_or_skip!("trapping-cases").with("LAGOON_FAKE_TRAP", "gelu");
     let report = check.run(&["--only", "conformance", "--limit-s", "1200"]);
     let (bad, good) = failed(&report, "conformance");
-    let cases: Vec<&str> = bad.iter().filter_map(|row| row["case"].as_str()).collect();
-    assert_eq!(cases, ["gelu_matches", "matmul_activated"], "{bad:?}");
+    // The first kind of conformance runs all cases, the others those of products among others.
+    let cases: BTreeSet<&str> = bad.iter().filter_map(|row| row["case"].as_str()).collect();
+    assert_eq!(cases, BTreeSet::from(["gelu_matches", "matmul_activated"]), "{bad:?}");
     assert!(good >= 30, "{good} cases");
 }
 

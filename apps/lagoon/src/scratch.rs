@@ -28,10 +28,12 @@ impl Scratch {
 
     fn within(parent: &Path, kind: &str) -> anyhow::Result<Self> {
         sweep(parent);
-        let dir = tempfile::Builder::new()
-            .prefix(&format!("{PREFIX}{kind}-"))
-            .tempdir_in(parent)
-            .with_context(|| format!("make a folder in {}", parent.display()))?;
+        let prefix = format!("{PREFIX}{kind}-");
+        let mut builder = tempfile::Builder::new();
+        builder.prefix(&prefix);
+        #[cfg(unix)]
+        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o700));
+        let dir = builder.tempdir_in(parent).with_context(|| format!("make a folder in {}", parent.display()))?;
         // Locked before it has the name that a sweep looks for.
         let new = dir.path().join("new");
         let lock = File::create_new(&new).and_then(|file| file.lock().map(|()| file)).context("lock a file")?;
