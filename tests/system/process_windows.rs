@@ -138,21 +138,25 @@ fn a_killed_worker_leaves_no_device_memory_mapped() {
     decoder.wait_until("/lagoon/status", "the other one's are read", |s| {
         number(s, "prefill/pulled") > 0 && number(s, "prefill/away") > 0
     });
+    // `up` would start another one at once.
+    signal(pool.pid(), "STOP");
     kill(worker);
+    decoder.wait_until("/lagoon/status", "one is left", |s| number(s, "carried/regions_mapped") == 1);
+    signal(pool.pid(), "CONT");
     let mut said = Vec::new();
     for stream in &mut streams {
         let (events, done) = stream.rest();
         assert!(done, "{events:?}");
         said.push(events.iter().flat_map(token_ids).collect::<Vec<u32>>());
     }
-    let status = decoder.wait_until("/lagoon/status", "one is left", |s| {
-        number(s, "carried/regions_mapped") == 1 && number(s, "prefill/stage_blocks_used") == 0
+    let status = decoder.wait_until("/lagoon/status", "it is replaced", |s| {
+        number(s, "carried/regions_mapped") == 2 && number(s, "prefill/stage_blocks_used") == 0
     });
     assert_eq!((number(&status, "prefill/own"), number(&status, "prefill/pulled")), (0, 3), "{status}");
     assert!(number(&status, "prefill/retried") > 0, "{status}");
     assert_eq!(carried(&status, "same device"), number(&status, "prefill/bytes"), "{status}");
     decoder.wait_until("/lagoon/status", "nothing left", |s| s["blocks_free"] == s["blocks_total"]);
-    decoder.wait_for_text("/metrics", "lagoon_transfer_windows_mapped 1");
+    decoder.wait_for_text("/metrics", "lagoon_transfer_windows_mapped 2");
     let (model, _) = golden_prompt();
     let reference = on.start(&["serve", &model, "--http=127.0.0.1:0"], &[]);
     for (body, said) in bodies.iter().zip(said) {
